@@ -1,0 +1,51 @@
+"""What the engine needs of an executor, and how it is found by name."""
+
+import importlib
+from typing import Protocol
+
+import msgspec
+
+from core.plan import ModelRunnerOutput, SchedulerOutput
+from ipc.config import EngineConfig
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What an executor tells of its model once it is loaded."""
+
+    name: str
+    fingerprint: str  # hex: config, weights, dtype and kernel variant; equal fingerprints at L2 mean equal tokens
+    vocab_size: int
+    max_model_len: int  # tokens the model was made for
+    eos_token_ids: tuple[int, ...]
+    numerics: str  # "L0" | "L1" | "L2"
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens. Handles are asked in the order of their steps, each once."""
+
+
+class Executor(Protocol):
+    """Runs plans. It sees requests only through them, in step order; its constructor loads the model."""
+
+    info: ModelInfo
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        """KV blocks (null block included) of block_size tokens that fit memory_bytes."""
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        """Allocate the KV cache; config is resolved. Errors: OutOfMemoryError."""
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Begin a step; plan is not empty."""
+
+    def close(self) -> None: ...
+
+
+def load_executor(config: EngineConfig) -> Executor:
+    """The executor named in the config; its module (and torch with it) is imported only here."""
+    module = importlib.import_module(f"core.executor.{config.executor}")
+    executor: Executor = module.create(config)
+    return executor

@@ -1,0 +1,75 @@
+"""The plan of a step and its result: all that passes between the scheduler and an executor.
+
+A plan is immutable, self-contained and encodable: an executor learns of rows, tokens and blocks only from plans, so
+that it may live in another process and run behind the scheduler by several steps.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ipc.paged_rows import Int32s
+from ipc.sampling_params import SamplingParams
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
+    """A request that begins (or begins again after preemption) in this step, and all the executor must know of it."""
+
+    row: int
+    token_ids: Int32s  # prompt, then output so far
+    num_prompt_tokens: int
+    num_computed_tokens: int  # found in the prefix cache
+    block_ids: Int32s  # enough for num_computed_tokens and this step's tokens
+    params: SamplingParams
+    seed: int  # uint64
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One step's plan. The executor applies removed, added and new blocks, in that order, then runs the batch."""
+
+    step: int
+    removed_rows: Int32s  # rows whose request finished, was aborted or preempted; may be added again in this plan
+    added: list[NewRow]
+    block_rows: Int32s  # [n] rows already known that get one more block each entry, in table order
+    block_ids: Int32s  # [n]
+    rows: Int32s  # [R] the batch, in scheduling order
+    num_scheduled_tokens: Int32s  # [R] > 0
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled_tokens.sum())
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to run; there may still be rows to remove."""
+        return len(self.rows) == 0
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens sampled by one step, aligned with the plan's rows."""
+
+    step: int
+    num_sampled: Int32s  # [R]; 0 where the row's known tokens are not all computed yet
+    token_ids: Int32s  # [R, W] sampled tokens of row i in its first num_sampled[i] columns
+
+
+def _encode_array(value: Any) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype == np.int32:
+        return value.astype("<i4", copy=False).tobytes()
+    raise NotImplementedError(f"a plan holds int32 columns, not {type(value).__name__}")
+
+
+def _decode_array(kind: Any, value: Any) -> Int32s:
+    return np.frombuffer(value, "<i4").astype(np.int32, copy=False)
+
+
+def encode_plan(plan: SchedulerOutput) -> bytes:
+    return msgspec.msgpack.encode(plan, enc_hook=_encode_array)
+
+
+def decode_plan(data: bytes) -> SchedulerOutput:
+    return _plan_decoder.decode(data)
+
+
+_plan_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_decode_array)

@@ -1,0 +1,120 @@
+"""EngineConfig: everything the engine process is told. Frozen, validated once, and itself a message."""
+
+import difflib
+import math
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from ipc.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "safetensors", "gguf"]
+Numerics = Literal["L0", "L2"]
+ExecutorName = Literal["local", "fake"]
+Device = Literal["cpu"]
+SchedulingPolicy = Literal["fcfs"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Options of one engine. None means "the engine decides at its start"; a resolved config (core/resolve.py) has no
+    None left but in `model`. Errors: ConfigError naming the option and what is allowed."""
+
+    model: str | None = None  # folder with config.json and safetensors, or a .gguf file; None = the demo model
+    executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch
+    load_format: LoadFormat = "auto"
+    dtype: Dtype = "auto"  # auto = bfloat16 where the CPU has bf16 instructions, else float32
+    device: Device = "cpu"
+    numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's own attention
+    threads: int | None = None  # compute threads; None = the CPUs this process may use
+    max_model_len: int | None = None  # tokens; None = the model's, clipped to the KV cache
+    max_num_seqs: int = 32  # requests running at once
+    max_num_batched_tokens: int = 512  # token budget of a step
+    block_size: int = 16  # tokens in a KV block; a power of two up to 128
+    kv_cache_memory_bytes: int | None = None  # None = a quarter of the memory, at most 4 GiB
+    num_blocks_override: int | None = None  # exact number of KV blocks, whatever the memory
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = False  # schedule step N+1 before the tokens of step N are known (depth 2)
+    fake_vocab_size: int = 32_000  # of the fake executor
+    fake_eos_token_id: int = 2
+    fake_max_model_len: int = 131_072
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, (low, high) in _RANGES.items():
+            _check_integer(name, getattr(self, name), low, high, optional=name in _OPTIONAL)
+        for name in ("enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model must be a path to a model folder or a .gguf file; got {self.model!r}")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
+        if self.async_scheduling and self.executor == "local":
+            raise ConfigError("async_scheduling=true needs an executor that overlaps; executor='local' on a CPU does not")
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "executor": get_args(ExecutorName),
+    "load_format": get_args(LoadFormat),
+    "dtype": get_args(Dtype),
+    "device": get_args(Device),
+    "numerics": get_args(Numerics),
+    "scheduling_policy": get_args(SchedulingPolicy),
+}
+_RANGES: dict[str, tuple[int, int]] = {
+    "threads": (1, 1024),
+    "max_model_len": (2, 2**24),
+    "max_num_seqs": (1, 65_536),
+    "max_num_batched_tokens": (1, 2**20),
+    "block_size": (1, 128),
+    "kv_cache_memory_bytes": (1, 2**44),
+    "num_blocks_override": (2, 2**30),
+    "fake_vocab_size": (4, 2**24),
+    "fake_eos_token_id": (0, 2**24),
+    "fake_max_model_len": (2, 2**24),
+}
+_OPTIONAL = frozenset(("threads", "max_model_len", "kv_cache_memory_bytes", "num_blocks_override"))
+
+#: Options of vLLM's LLM() that mean nothing here; accepted at the values under which they change nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "trust_remote_code": (False,),
+    "enforce_eager": (True, False),
+    "quantization": (None,),
+    "disable_log_stats": (True, False),
+    "enable_chunked_prefill": (True, None),
+    "swap_space": (0, None),
+}
+
+
+def config_from_options(**options: Any) -> EngineConfig:
+    """The EngineConfig of these options. Errors: ConfigError for an unknown option (with the nearest known one) or value."""
+    fields = EngineConfig.__struct_fields__
+    accepted = {}
+    for name, value in options.items():
+        if name in fields:
+            accepted[name] = value
+        elif name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])
+                raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
+        else:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(fields)}")
+    return EngineConfig(**accepted)
+
+
+def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        raise ConfigError(f"{name} must be an integer from {low} to {high}; got {value!r}, write {int(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}; got {value!r}")

@@ -1,0 +1,268 @@
+"""Every message between a client and the engine core: one tagged Struct each, one union and one decoder per direction.
+
+Wire: one ZeroMQ message = one frame = one msgpack array `[tag, field, ...]`. Fields and messages are only ever
+appended, with defaults, so that minors of one major interoperate. Columns are little-endian arrays in `bin` fields.
+Token ids are int32; request numbers and positions uint32. There is no untyped field and no extension type.
+"""
+
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+from ipc.errors import MalformedMessageError
+from ipc.sampling_params import SamplingParams
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+#: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
+MAX_CLIENT_MESSAGE_BYTES = 8 << 20
+#: Largest frame a client accepts, bytes: tokenizer files of large vocabularies are tens of megabytes.
+MAX_SERVER_MESSAGE_BYTES = 256 << 20
+
+
+class FinishReason(IntEnum):
+    """Finish code of an output row; 0 while the request goes on."""
+
+    NONE = 0
+    STOP = 1  # EOS or one of stop_token_ids (stop strings are the client's)
+    LENGTH = 2  # max_tokens or max_model_len
+    ABORT = 3  # by the client, or the engine is shutting down
+
+
+class ErrorCode(IntEnum):
+    """Why something was refused."""
+
+    INVALID_ARGUMENT = 1  # the message is wrong and will be wrong when sent again
+    ALREADY_EXISTS = 2  # the request number is in use in this session
+    RESOURCE_EXHAUSTED = 3  # a bound was reached; later it may fit
+    UNAVAILABLE = 4  # the engine is draining or stopping
+    VERSION_MISMATCH = 5  # the protocol majors differ
+    DEADLINE_EXCEEDED = 6
+    INTERNAL = 7
+
+
+# --- client to core ---------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message of a session; answered by Welcome or Refused."""
+
+    major: int
+    minor: int
+    client_name: str
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Submit one request. Answered by Outputs rows with its number, or by RequestFailed."""
+
+    number: int  # uint32, chosen by the client, never reused within a session
+    prompt_token_ids: bytes  # int32[num_prompt_tokens]
+    params: SamplingParams
+    seed: int  # uint64: key of the request's random stream; every request has one
+    priority: int = 0  # smaller = sooner, where the scheduling policy looks at it
+    deadline_ms: int = 0  # milliseconds from receipt until the request is failed; 0 = none
+    cache_salt: str = ""  # prefix-cache blocks are shared only among equal salts
+    delivered: list[bytes] = []  # per choice int32 tokens the client already has: generation goes on after them
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Stop these requests; unknown and finished numbers are ignored. Each live one gets a last row with ABORT."""
+
+    numbers: bytes  # uint32[n]
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The session ends; its requests are aborted and nothing more is sent."""
+
+
+class GetTokenizer(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Answered by TokenizerFiles."""
+
+    call: int
+
+
+class GetStatistics(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Answered by Statistics, between two steps."""
+
+    call: int
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Forget every cached block that no running request holds. Answered by CallDone, between two steps."""
+
+    call: int
+
+
+ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | GetTokenizer | GetStatistics | ResetPrefixCache
+
+
+# --- core to client ---------------------------------------------------------------------------------------------
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """Bounds of this engine, for clients that want to check before they send."""
+
+    max_model_len: int  # tokens of prompt and output together
+    max_num_seqs: int  # requests running at once
+    max_message_bytes: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
+    """The session is open."""
+
+    major: int
+    minor: int
+    server_version: str
+    engine_id: str  # random, made anew at each start of the process
+    epoch: int  # counts the engine's restarts under one owner; outputs of another epoch are stale
+    session_token: bytes  # 16 random bytes naming this session
+    model_name: str
+    model_fingerprint: str  # hex; equal fingerprints and numerics L2 mean equal tokens
+    tokenizer_hash: str  # hex of the tokenizer files' content; clients cache by it
+    numerics: str  # "L0" | "L1" | "L2"
+    vocab_size: int
+    limits: Limits
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
+    """Answer to a Hello that is not accepted, or to a message that cannot be understood."""
+
+    code: ErrorCode
+    message: str
+    major: int = PROTOCOL_MAJOR
+    minor: int = PROTOCOL_MINOR
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
+    """What one step produced for one client, as columns of R rows. (number, choice, position) makes delivery idempotent."""
+
+    epoch: int
+    step: int
+    numbers: bytes  # uint32[R]
+    positions: bytes  # uint32[R]: index of the row's first token in the request's output
+    counts: bytes  # uint16[R]: tokens of each row; 0 for a row that only finishes
+    tokens: bytes  # int32[sum(counts)]
+    choices: bytes = b""  # uint16[R]; empty = all 0
+    finish: bytes = b""  # uint8[R] FinishReason; empty = none finished
+    stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
+    started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
+
+
+class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
+    """The request is refused or cannot be finished; nothing more comes for its number."""
+
+    number: int
+    code: ErrorCode
+    message: str
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
+    """The model's text side, byte for byte as it lies beside the weights; the core never parses it."""
+
+    call: int
+    tokenizer_hash: str
+    files: dict[str, bytes]  # file name -> content; "gguf-header" = a GGUF file's metadata section
+
+
+class Statistics(msgspec.Struct, frozen=True, array_like=True, tag=81):
+    """Counters since the engine started, and gauges now."""
+
+    call: int
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_preemptions: int
+    num_prompt_tokens: int  # of requests that began
+    num_generation_tokens: int
+    num_scheduled_tokens: int
+    num_scheduled_rows: int  # summed over the steps; / num_steps = mean batch size
+    max_scheduled_rows: int
+    prefix_cache_queries: int  # tokens
+    prefix_cache_hits: int  # tokens
+    num_blocks: int
+    num_free_blocks: int
+    max_used_blocks: int
+    block_size: int
+
+
+class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
+    """A call without a result of its own succeeded."""
+
+    call: int
+
+
+class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=83):
+    call: int
+    code: ErrorCode
+    message: str
+
+
+class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
+    """The last message of a session that the engine ends; `error` is empty for an orderly stop."""
+
+    error: str = ""
+
+
+CallResult: TypeAlias = TokenizerFiles | Statistics | CallDone | CallFailed
+ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | CallResult | EngineStopping
+
+
+# --- parent to engine process, over the pipe that is also the child's lease on life -------------------------------
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
+    """Take no more requests, finish the running ones, exit 0."""
+
+
+class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):
+    """Child to parent: a phase of the start has begun."""
+
+    name: str
+    seconds: float  # since the process began
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
+    """Child to parent: the socket answers."""
+
+    address: str
+    seconds: float
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
+    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug (with traceback)."""
+
+    error: str
+    message: str
+
+
+StartReport: TypeAlias = StartPhase | Ready | StartFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+
+#: What a typed decoder raises on hostile bytes (measured by fuzzing msgspec 0.22): DecodeError covers ValidationError.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_client_message(frame: bytes | memoryview) -> ClientMessage:
+    """Errors: MalformedMessageError saying what is wrong with the frame."""
+    try:
+        return _client_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a client message: {error}") from error
+
+
+def decode_server_message(frame: bytes | memoryview) -> ServerMessage:
+    """Errors: MalformedMessageError saying what is wrong with the frame."""
+    try:
+        return _server_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a server message: {error}") from error

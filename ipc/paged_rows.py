@@ -1,0 +1,106 @@
+"""PagedRows: growable int32 lists, one per row, in pages of one pool; read and appended as columns.
+
+Token ids (scheduler, runner, client) and block tables (scheduler, runner) live in these: a dense rectangle of
+4,096 rows x 128k tokens would be gigabytes, a list per row would cost Python per token.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int32s: TypeAlias = npt.NDArray[np.int32]
+Ints: TypeAlias = npt.NDArray[np.integer]
+
+
+class PagedRows:
+    """Rows of int32 values. The owner keeps each row's length; this class keeps where the values lie.
+
+    `extend` and `clear` touch one row (an event); `ensure`, `set` and `get` take columns of rows.
+    """
+
+    def __init__(self, num_rows: int, page_size: int) -> None:
+        assert page_size > 0 and page_size & (page_size - 1) == 0, page_size
+        self.page_size = page_size
+        self._shift = page_size.bit_length() - 1
+        self._mask = page_size - 1
+        self._pages = np.zeros((16, page_size), np.int32)
+        self._flat = self._pages.reshape(-1)
+        self._free = list(range(15, -1, -1))
+        self._index = np.zeros((num_rows, 4), np.int32)  # [row, page of row] -> page
+        self._num_pages = np.zeros(num_rows, np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._num_pages)
+
+    @property
+    def num_used_pages(self) -> int:
+        return len(self._pages) - len(self._free)
+
+    def grow_rows(self, num_rows: int) -> None:
+        """Make room for rows below num_rows; existing rows stay as they are."""
+        more = num_rows - self.num_rows
+        if more > 0:
+            self._index = np.concatenate([self._index, np.zeros((more, self._index.shape[1]), np.int32)])
+            self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
+
+    def ensure(self, rows: Ints, lengths: Ints) -> None:
+        """Make `set` at any position below lengths[i] of rows[i] possible. Costs Python only for rows that need a page."""
+        need = (lengths + self._mask) >> self._shift
+        short = need > self._num_pages[rows]
+        if short.any():
+            for row, count in zip(rows[short].tolist(), need[short].tolist(), strict=True):
+                self._add_pages(row, count)
+
+    def set(self, rows: Ints, positions: Ints, values: Ints) -> None:
+        self._flat[self._slots(rows, positions)] = values
+
+    def get(self, rows: Ints, positions: Ints) -> Int32s:
+        """values[i] = row rows[i] at positions[i]."""
+        return self._flat[self._slots(rows, positions)]
+
+    def extend(self, row: int, length: int, values: Ints) -> None:
+        """Write values at positions length, length + 1, ... of one row."""
+        end = length + len(values)
+        self._add_pages(row, (end + self._mask) >> self._shift)
+        positions = np.arange(length, end)
+        self._flat[self._slots_of_row(row, positions)] = values
+
+    def read(self, row: int, start: int, stop: int) -> Int32s:
+        """A copy of positions start..stop-1 of one row."""
+        return self._flat[self._slots_of_row(row, np.arange(start, stop))]
+
+    def clear(self, row: int) -> None:
+        """Give the row's pages back."""
+        count = int(self._num_pages[row])
+        self._free.extend(self._index[row, :count].tolist()[::-1])
+        self._num_pages[row] = 0
+
+    def _slots(self, rows: Ints, positions: Ints) -> Ints:
+        pages = self._index[rows, positions >> self._shift]
+        return (pages.astype(np.int64) << self._shift) + (positions & self._mask)
+
+    def _slots_of_row(self, row: int, positions: Ints) -> Ints:
+        return (self._index[row][positions >> self._shift].astype(np.int64) << self._shift) + (positions & self._mask)
+
+    def _add_pages(self, row: int, count: int) -> None:
+        have = int(self._num_pages[row])
+        if count <= have:
+            return
+        if count > self._index.shape[1]:
+            width = max(count, 2 * self._index.shape[1])
+            wider = np.zeros((self.num_rows, width), np.int32)
+            wider[:, : self._index.shape[1]] = self._index
+            self._index = wider
+        while len(self._free) < count - have:
+            self._grow_pool()
+        for page in range(have, count):
+            self._index[row, page] = self._free.pop()
+        self._num_pages[row] = count
+
+    def _grow_pool(self) -> None:
+        size = len(self._pages)
+        self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
+        self._flat = self._pages.reshape(-1)
+        self._free.extend(range(2 * size - 1, size - 1, -1))

@@ -1,0 +1,161 @@
+"""SamplingParams: what one request asks of the sampler and the detokenizer. Names and defaults are vLLM's."""
+
+import math
+from enum import IntEnum
+
+import msgspec
+
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
+#: Temperatures in (0, MIN_TEMPERATURE) are raised to it: 1/temperature must stay finite in float32 (vLLM does the same).
+MIN_TEMPERATURE = 0.01
+
+
+class RequestOutputKind(IntEnum):
+    """What each RequestOutput of a request carries."""
+
+    CUMULATIVE = 0  # all text and tokens so far
+    DELTA = 1  # what is new since the last one
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
+class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
+    """Parameters of one request; validated when made and again when decoded.
+
+    Errors: InvalidRequestError (a ValueError) naming the parameter, its value and what is allowed;
+    UnsupportedParameterError for parameters that vLLM has and this version does not. Fields are only ever appended.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = all
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None = up to max_model_len
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: None = None
+    extra_args: None = None
+    truncate_prompt_tokens: int | None = None
+    flat_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_unsupported(self)
+        self.temperature = _number("temperature", self.temperature, 0.0, 1e4)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p must be in (0, 1], got 0.0; for greedy decoding set temperature=0")
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = max(0, _integer("top_k", self.top_k, -1, 2**31 - 1))
+        if self.seed is not None:
+            self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1) & (2**64 - 1)
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must not exceed max_tokens, got min_tokens={self.min_tokens} max_tokens={self.max_tokens}"
+            )
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self.stop = _stop_strings(self.stop)
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need text: use detokenize=True, or stop_token_ids")
+        self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise InvalidRequestError(
+                f"output_kind must be one of {[kind.name for kind in RequestOutputKind]}, got {self.output_kind!r}"
+            ) from None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list; empty when there is none."""
+        return self.stop if isinstance(self.stop, list) else []
+
+
+#: Known to vLLM, not to this version; every value but the default is refused by name.
+_UNSUPPORTED = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "structured_outputs": None,
+    "extra_args": None,
+    "truncate_prompt_tokens": None,
+    "flat_logprobs": False,
+    "spaces_between_special_tokens": True,
+}
+
+
+def _refuse_unsupported(params: SamplingParams) -> None:
+    for name, default in _UNSUPPORTED.items():
+        value = getattr(params, name)
+        if value != default and not (isinstance(value, (list, dict)) and not value):
+            raise UnsupportedParameterError(
+                f"{name}={value!r} is not supported by this version; leave it at its default ({default!r})"
+            )
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequestError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
+    return float(value)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}")
+    return value
+
+
+def _stop_strings(stop: object) -> list[str]:
+    strings = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, (list, tuple)) else []
+    if stop is not None and not isinstance(stop, (str, list, tuple)):
+        raise InvalidRequestError(f"stop must be a string or a list of strings, got {stop!r}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(strings)}")
+    for string in strings:
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {string!r:.80}")
+    return strings
+
+
+def _stop_token_ids(ids: object) -> list[int]:
+    if ids is None:
+        return []
+    if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    return [_integer("stop_token_ids", token, 0, 2**31 - 1) for token in ids]
