@@ -13,6 +13,12 @@ from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 
 
+#: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
+NO_TOKEN = -1
+#: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone.
+FAILED_TOKEN = -2
+
+
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A request that begins (or begins again after preemption) in this step, and all the executor must know of it."""
 
@@ -47,11 +53,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens sampled by one step, aligned with the plan's rows."""
+    """What one step sampled, aligned with the plan's rows."""
 
     step: int
-    num_sampled: Int32s  # [R]; 0 where the row's known tokens are not all computed yet
-    token_ids: Int32s  # [R, W] sampled tokens of row i in its first num_sampled[i] columns
+    token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN
 
 
 def _encode_array(value: Any) -> bytes:

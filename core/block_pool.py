@@ -1,0 +1,220 @@
+"""BlockPool: which KV blocks are free, held, or free but still remembered by their content.
+
+Columns indexed by block id; every operation takes arrays. Two free lists: `blank` blocks (never hashed) go first, then
+the least recently used block of the prefix cache is forgotten. Same observable order as a linked list with removal
+from the middle (vLLM's FreeKVCacheBlockQueue): a ring of freed blocks whose entries go stale when a hit revives them.
+"""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc.paged_rows import Int32s, Ints
+
+NULL_BLOCK = 0
+_NOT_IN_RING = -1
+_NO_FENCE = -1
+
+
+class BlockPool:
+    """Blocks 1..num_blocks-1; block 0 is the null block, never handed out.
+
+    A block is in exactly one state: held (ref_count > 0), blank, cached (in the ring), or fenced (freed while a step
+    that touches it is in flight; free after that step's update).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
+        self.num_blocks = num_blocks
+        self.ref_count = np.zeros(num_blocks, np.int32)
+        self.ref_count[NULL_BLOCK] = 1
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._has_digest = np.zeros(num_blocks, np.bool_)
+        self._block_of_digest: dict[bytes, int] = {}
+        self._blank = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack: the top is the end
+        self._num_blank = num_blocks - 1
+        self._ring = np.zeros(2 * num_blocks, np.int32)  # freed cached blocks, oldest at head; some entries stale
+        self._head = 0  # absolute positions; entry p lies at p % len(ring)
+        self._tail = 0
+        self._ring_position = np.full(num_blocks, _NOT_IN_RING, np.int64)  # block -> its live entry
+        self._num_cached = 0
+        self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
+        self._fenced: deque[tuple[int, Int32s]] = deque()
+        self.num_fenced = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() can hand out now."""
+        return self._num_blank + self._num_cached
+
+    @property
+    def num_remembered(self) -> int:
+        """Blocks findable by content, held or free."""
+        return len(self._block_of_digest)
+
+    def allocate(self, count: int) -> Int32s:
+        """Blocks with ref_count 1. The caller has compared count with num_free."""
+        assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        from_blank = min(count, self._num_blank)
+        blank = self._blank[self._num_blank - from_blank : self._num_blank][::-1]
+        self._num_blank -= from_blank
+        blocks = blank.copy() if from_blank == count else np.concatenate([blank, self._evict(count - from_blank)])
+        self.ref_count[blocks] = 1
+        return blocks
+
+    def find(self, digests: list[bytes]) -> Int32s:
+        """Blocks of the longest run of known digests from the start."""
+        found = []
+        for digest in digests:
+            block = self._block_of_digest.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, np.int32)
+
+    def num_revived(self, blocks: Int32s) -> int:
+        """How many of these found blocks are free now, and would leave the free lists when held."""
+        return int(np.count_nonzero(self._ring_position[blocks] != _NOT_IN_RING))
+
+    def hold(self, blocks: Int32s) -> None:
+        """One more reference to found blocks; to be done before anything is allocated, which might evict them."""
+        self._num_cached -= self.num_revived(blocks)
+        self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
+        self._ring_position[blocks] = _NOT_IN_RING
+        self._fence_of[blocks] = _NO_FENCE
+        self.ref_count[blocks] += 1
+
+    def remember(self, block: int, digest: bytes) -> None:
+        """Make a held block findable. The first block of a content keeps the name: block tables are append-only."""
+        if digest not in self._block_of_digest:
+            assert self._digest[block] is None, f"block {block} has a name already"
+            self._block_of_digest[digest] = block
+            self._digest[block] = digest
+            self._has_digest[block] = True
+
+    def free(self, blocks: Int32s, fence: int | None) -> None:
+        """Drop one reference to each of these distinct blocks, which go in this order: give a request's tail first.
+
+        fence: the last step in flight that may touch them, None when there is none.
+        """
+        self.ref_count[blocks] -= 1
+        released = blocks[self.ref_count[blocks] == 0]
+        assert not len(blocks) or self.ref_count[blocks].min() >= 0, f"freed twice: {blocks[self.ref_count[blocks] < 0]}"
+        if fence is None:
+            self._make_free(released)
+        elif len(released):
+            self._fence_of[released] = fence
+            self._fenced.append((fence, released))
+            self.num_fenced += len(released)
+
+    def lift_fences(self, step: int) -> None:
+        """The update of this step is done: blocks fenced by it are free."""
+        while self._fenced and self._fenced[0][0] <= step:
+            fence, blocks = self._fenced.popleft()
+            lifted = blocks[self._fence_of[blocks] == fence]  # the others were revived meanwhile
+            self._fence_of[lifted] = _NO_FENCE
+            self.num_fenced -= len(lifted)
+            self._make_free(lifted)
+
+    def forget(self) -> None:
+        """Empty the prefix cache: free cached blocks become blank, held ones lose their names."""
+        entries = np.arange(self._head, self._tail)
+        blocks = self._ring[entries % len(self._ring)]
+        free = blocks[self._ring_position[blocks] == entries]
+        for digest, block in self._block_of_digest.items():
+            assert self._digest[block] == digest, f"block {block} lost its name"
+            self._digest[block] = None
+        self._block_of_digest.clear()
+        self._has_digest[:] = False
+        self._ring_position[:] = _NOT_IN_RING
+        self._head = self._tail = self._num_cached = 0
+        self._push_blank(free)
+
+    def forget_names(self, blocks: Int32s) -> None:
+        """These held blocks are not found any more."""
+        for block in blocks[self._has_digest[blocks]].tolist():
+            digest = self._digest[block]
+            assert digest is not None, f"block {block} should have a name"
+            del self._block_of_digest[digest]
+            self._digest[block] = None
+        self._has_digest[blocks] = False
+
+    def _make_free(self, blocks: Int32s) -> None:
+        named = self._has_digest[blocks]
+        self._push_blank(blocks[~named])
+        self._push_ring(blocks[named])
+
+    def _push_blank(self, blocks: Int32s) -> None:
+        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
+        self._num_blank += len(blocks)
+
+    def _push_ring(self, blocks: Int32s) -> None:
+        if self._tail + len(blocks) - self._head > len(self._ring):
+            self._compact_ring()
+        entries = np.arange(self._tail, self._tail + len(blocks))
+        self._ring[entries % len(self._ring)] = blocks
+        self._ring_position[blocks] = entries
+        self._tail += len(blocks)
+        self._num_cached += len(blocks)
+
+    def _compact_ring(self) -> None:
+        entries = np.arange(self._head, self._tail)
+        blocks = self._ring[entries % len(self._ring)]
+        live = blocks[self._ring_position[blocks] == entries]
+        self._ring[: len(live)] = live
+        self._ring_position[live] = np.arange(len(live))
+        self._head, self._tail = 0, len(live)
+
+    def _evict(self, count: int) -> Int32s:
+        """The count least recently freed cached blocks, forgotten."""
+        victims: list[Int32s] = []
+        missing = count
+        while missing:
+            entries = np.arange(self._head, min(self._tail, self._head + max(missing, 64)))
+            assert len(entries), f"{missing} blocks missing from the ring, which should hold {self._num_cached}"
+            blocks = self._ring[entries % len(self._ring)]
+            live = np.flatnonzero(self._ring_position[blocks] == entries)[:missing]
+            self._head += int(live[-1]) + 1 if len(live) == missing else len(entries)
+            victims.append(blocks[live])
+            missing -= len(live)
+        evicted = np.concatenate(victims)
+        for block in evicted.tolist():
+            digest = self._digest[block]
+            assert digest is not None, f"block {block} is in the ring without a name"
+            del self._block_of_digest[digest]
+            self._digest[block] = None
+        self._has_digest[evicted] = False
+        self._ring_position[evicted] = _NOT_IN_RING
+        self._num_cached -= count
+        return evicted
+
+    def check_integrity(self, tables: list[Ints]) -> None:
+        """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""
+        expected = np.zeros(self.num_blocks, np.int32)
+        expected[NULL_BLOCK] = 1
+        for table in tables:
+            np.add.at(expected, table, 1)
+        wrong = np.flatnonzero(expected != self.ref_count)
+        assert not len(wrong), f"blocks {wrong[:8]}: {expected[wrong[:8]]} owners, ref_count {self.ref_count[wrong[:8]]}"
+        states = np.zeros((self.num_blocks, 4), np.bool_)
+        states[:, 0] = self.ref_count > 0
+        blank = self._blank[: self._num_blank]
+        assert len(np.unique(blank)) == self._num_blank, "a block is blank twice"
+        states[blank, 1] = True
+        states[:, 2] = self._ring_position != _NOT_IN_RING
+        states[:, 3] = self._fence_of != _NO_FENCE
+        odd = np.flatnonzero(states.sum(1) != 1)
+        assert not len(odd), f"blocks {odd[:8]} are (held, blank, cached, fenced) = {states[odd[:8]].tolist()}"
+        assert self._num_cached == states[:, 2].sum(), f"{self._num_cached} cached, {states[:, 2].sum()} in the ring"
+        assert self.num_fenced == states[:, 3].sum(), f"{self.num_fenced} fenced, {states[:, 3].sum()} found"
+        self._check_names(states)
+
+    def _check_names(self, states: npt.NDArray[np.bool_]) -> None:
+        for digest, block in self._block_of_digest.items():
+            assert self._digest[block] == digest, f"block {block} does not know its name"
+        named = np.flatnonzero(self._has_digest)
+        assert len(named) == len(self._block_of_digest), f"{len(named)} named, {len(self._block_of_digest)} findable"
+        assert not states[named, 1].any(), "a blank block has a name"
+        cached = np.flatnonzero(states[:, 2])
+        assert self._has_digest[cached].all(), "a block without a name is in the ring"

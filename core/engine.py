@@ -1,0 +1,91 @@
+"""EngineCore: the step. A pure function of its state, the messages drained before it and the clock value handed in."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from core.executor.interface import Executor
+from core.pipeline import Pipeline
+from core.request import request_from_message
+from core.scheduler import Scheduler
+from ipc.config import EngineConfig
+from ipc.messages import (
+    Abort,
+    AddRequest,
+    CallDone,
+    GetStatistics,
+    Goodbye,
+    Outputs,
+    RequestFailed,
+    ResetPrefixCache,
+    Statistics,
+    unpack_numbers,
+)
+
+#: What the IO thread lets through to the engine; requests have been validated by then.
+EngineInput: TypeAlias = AddRequest | Abort | Goodbye | GetStatistics | ResetPrefixCache
+EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | CallDone
+
+NS_PER_MS = 1_000_000
+
+
+class EngineCore:
+    """Drives one scheduler and one executor. No clock, no randomness, no sockets: the same inboxes and clock values give
+    the same plans and the same messages."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, epoch: int = 0) -> None:
+        assert config.max_model_len is not None, "the config is not resolved"
+        self._max_model_len = config.max_model_len
+        self._num_requests = 0
+        self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
+        self.pipeline = Pipeline(executor, depth=2 if config.async_scheduling else 1)
+
+    @property
+    def has_work(self) -> bool:
+        """False: nothing happens until a message arrives."""
+        return self.scheduler.has_unfinished_requests or self.pipeline.num_in_flight > 0
+
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
+        """Take in (client, message) pairs, run one step, return the (client, message) pairs to send."""
+        replies = self._receive(inbox, now_ns)
+        plan = self.scheduler.schedule(now_ns)
+        done = self.pipeline.execute(plan)
+        outputs = self.scheduler.update_from_output(*done) if done else self.scheduler.take_outputs()
+        return [*replies, *outputs]
+
+    def _receive(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
+        replies: list[tuple[int, EngineReply]] = []
+        for client, message in inbox:
+            match message:
+                case AddRequest():
+                    self._add_request(client, message, now_ns)
+                case Abort():
+                    self.scheduler.finish_requests(client, unpack_numbers(message.numbers))
+                case Goodbye():
+                    self.scheduler.finish_client(client)
+                case GetStatistics():
+                    replies.append((client, self.statistics(message.call)))
+                case ResetPrefixCache():
+                    self.scheduler.reset_prefix_cache()
+                    replies.append((client, CallDone(message.call)))
+        return replies
+
+    def _add_request(self, client: int, message: AddRequest, now_ns: int) -> None:
+        request = request_from_message(message, client, self._num_requests, self._max_model_len)
+        self._num_requests += 1
+        deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
+        self.scheduler.add_request(request, deadline_ns)
+
+    def statistics(self, call: int) -> Statistics:
+        scheduler = self.scheduler
+        num_running, num_waiting = scheduler.get_request_counts()
+        return Statistics(
+            call=call,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_blocks=scheduler.pool.num_blocks,
+            num_free_blocks=scheduler.pool.num_free,
+            block_size=scheduler.block_size,
+            **msgspec.structs.asdict(scheduler.stats),
+        )

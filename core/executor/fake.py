@@ -1,0 +1,100 @@
+"""The fake executor: tokens are a seeded function of all ids before them and their position. No model, no torch.
+
+It ships with the product: process-level tests, replay without a model, and simulation run on it. Because every token
+depends on every id before it, a token lost, doubled or taken from a neighbour shows in all that follow.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from core.executor.interface import ModelInfo, StepHandle
+from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from core.runner_table import RunnerTable
+from ipc.config import EngineConfig
+
+UInt64s = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(value: UInt64s) -> UInt64s:
+    """The finalizer of splitmix64 (Steele, Lea, Flood, 2014), elementwise."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def checksum(token_ids: npt.NDArray[np.integer], start: int = 0) -> np.uint64:
+    """Order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
+    positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
+    return np.add.reduce(_terms(token_ids, positions), dtype=np.uint64)
+
+
+def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Token at `positions` after ids with these checksums; seeds are 0 for greedy rows."""
+    return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
+
+
+def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """What the fake executor answers, one request at a time: the oracle of tests."""
+    ids = list(prompt)
+    for _ in range(count):
+        total = np.array([checksum(np.array(ids, np.int64))])
+        token = next_token(total, np.array([len(ids)], np.uint64), np.array([seed], np.uint64), vocab_size)
+        ids.append(int(token[0]))
+    return ids[len(prompt) :]
+
+
+def _terms(token_ids: npt.NDArray[np.integer], positions: UInt64s) -> UInt64s:
+    return mix((token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + mix(positions + np.uint64(1)))
+
+
+class FakeExecutor:
+    def __init__(self, config: EngineConfig) -> None:
+        self.info = ModelInfo(
+            name=config.model or "fake",
+            fingerprint=f"fake-1-{config.fake_vocab_size}-{config.fake_eos_token_id}",
+            vocab_size=config.fake_vocab_size,
+            max_model_len=config.fake_max_model_len,
+            eos_token_ids=(config.fake_eos_token_id,),
+            numerics="L2",
+        )
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return max(2, memory_bytes // (block_size * 4096))  # as if a token took 4 KiB
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        self._table = RunnerTable(config.max_num_seqs, config.block_size)
+        self._checksum = np.zeros(config.max_num_seqs, np.uint64)
+        self._seed = np.zeros(config.max_num_seqs, np.uint64)
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        table = self._table
+        table.apply(plan)
+        for new in plan.added:
+            self._checksum[new.row] = checksum(new.token_ids)
+            self._seed[new.row] = new.seed if new.params.temperature > 0 else 0
+        samples = table.advance(plan)
+        rows = plan.rows[samples]
+        positions = table.num_tokens[rows].astype(np.uint64)
+        sampled = next_token(self._checksum[rows], positions, self._seed[rows], self.info.vocab_size)
+        self._checksum[rows] += _terms(sampled, positions)
+        table.append_tokens(rows, sampled)
+        token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
+        token_ids[samples] = sampled
+        return _Done(ModelRunnerOutput(plan.step, token_ids))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Done:
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        return self._output
+
+
+def create(config: EngineConfig) -> FakeExecutor:
+    return FakeExecutor(config)

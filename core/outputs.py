@@ -1,0 +1,107 @@
+"""OutputColumns: what a step has for the clients, gathered as columns and split by client once."""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from core.request import Request
+from ipc.messages import ErrorCode, FinishReason, Outputs, RequestFailed
+from ipc.paged_rows import Int32s, Ints
+
+#: (client, message) in the order in which they are to be sent.
+Addressed: TypeAlias = tuple[int, Outputs | RequestFailed]
+
+
+class _Rows(NamedTuple):
+    clients: Ints
+    numbers: Ints
+    positions: Ints
+    tokens: Int32s  # one per row, or none at all
+    finish: npt.NDArray[np.uint8]
+    stop_tokens: npt.NDArray[np.bool_]  # the row's token was one of its stop_token_ids
+
+
+class OutputColumns:
+    """Filled during a step, drained at its end."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._rows: list[_Rows] = []
+        self._started: dict[int, list[tuple[int, int]]] = {}
+        self._failed: list[Addressed] = []
+
+    def add_tokens(
+        self,
+        clients: Ints,
+        numbers: Ints,
+        positions: Ints,
+        tokens: Int32s,
+        finish: npt.NDArray[np.uint8],
+        stop_tokens: npt.NDArray[np.bool_],
+    ) -> None:
+        """One row per sampled token."""
+        if len(clients):
+            self._rows.append(_Rows(clients, numbers, positions, tokens, finish, stop_tokens))
+
+    def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
+        """The request ends without a token in this step."""
+        self._rows.append(
+            _Rows(
+                np.array([request.client]),
+                np.array([request.number], np.uint32),
+                np.array([num_output_tokens]),
+                np.zeros(0, np.int32),
+                np.array([reason], np.uint8),
+                np.zeros(1, np.bool_),
+            )
+        )
+
+    def add_started(self, request: Request, num_cached_tokens: int) -> None:
+        self._started.setdefault(request.client, []).append((request.number, num_cached_tokens))
+
+    def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
+        self._failed.append((client, RequestFailed(number, code, message)))
+
+    def drain(self, step: int) -> list[Addressed]:
+        """Everything added since the last drain."""
+        messages: list[Addressed] = []
+        for rows in self._rows:
+            messages.extend(self._split(step, rows))
+        for client, started in self._started.items():
+            messages.append((client, self._only_started(step, started)))
+        messages.extend(self._failed)
+        self._rows, self._started, self._failed = [], {}, []
+        return messages
+
+    def _split(self, step: int, rows: _Rows) -> list[Addressed]:
+        clients = rows.clients
+        if clients[0] == clients[-1] and (clients == clients[0]).all():
+            return [(int(clients[0]), self._message(step, rows))]
+        order = np.argsort(clients, kind="stable")
+        starts = np.flatnonzero(np.diff(clients[order], prepend=-1))
+        parts = np.split(order, starts[1:])
+        return [(int(clients[part[0]]), self._message(step, _Rows(*(c[part] for c in rows)))) for part in parts]
+
+    def _message(self, step: int, rows: _Rows) -> Outputs:
+        client = int(rows.clients[0])
+        stopped = np.flatnonzero(rows.stop_tokens).tolist() if rows.stop_tokens.any() else []
+        count = 1 if len(rows.tokens) else 0
+        return Outputs(
+            epoch=self._epoch,
+            step=step,
+            numbers=rows.numbers.astype("<u4", copy=False).tobytes(),
+            positions=rows.positions.astype("<u4").tobytes(),
+            counts=np.full(len(rows.numbers), count, "<u2").tobytes(),
+            tokens=rows.tokens.astype("<i4", copy=False).tobytes(),
+            finish=rows.finish.tobytes() if rows.finish.any() else b"",
+            stop_tokens=[(row, int(rows.tokens[row])) for row in stopped],
+            started=_pairs(self._started.pop(client, [])),
+        )
+
+    def _only_started(self, step: int, started: list[tuple[int, int]]) -> Outputs:
+        return Outputs(self._epoch, step, b"", b"", b"", b"", started=_pairs(started))
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> bytes:
+    return np.array(pairs, "<u4").tobytes()

@@ -1,0 +1,57 @@
+"""Request: what the scheduler knows of one request apart from its row in the batch table."""
+
+import msgspec
+import numpy as np
+
+from ipc.messages import AddRequest
+from ipc.paged_rows import Int32s
+from ipc.sampling_params import SamplingParams
+
+NO_ROW = -1
+
+
+class Request(msgspec.Struct, eq=False):
+    """Owned by the scheduler. While `row` is set the table holds the tokens and `token_ids` is stale."""
+
+    serial: int  # arrival order over the engine's life
+    client: int
+    number: int
+    token_ids: Int32s  # prompt, then output so far
+    num_prompt_tokens: int
+    max_total_tokens: int  # prompt and output together, max_model_len included
+    params: SamplingParams
+    seed: int
+    priority: int
+    cache_salt: str
+    row: int = NO_ROW
+    digests: list[bytes] = msgspec.field(default_factory=list)  # of the whole blocks hashed so far
+    has_started: bool = False
+    is_finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Valid while the request waits."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+
+def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int) -> Request:
+    """The message is valid: its prompt is not empty and leaves room for one token."""
+    prompt = np.frombuffer(message.prompt_token_ids, "<i4")
+    delivered = np.frombuffer(message.delivered[0] if message.delivered else b"", "<i4")
+    wanted = max_model_len if message.params.max_tokens is None else len(prompt) + message.params.max_tokens
+    return Request(
+        serial=serial,
+        client=client,
+        number=message.number,
+        token_ids=np.concatenate([prompt, delivered]).astype(np.int32, copy=False),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=min(wanted, max_model_len),
+        params=message.params,
+        seed=message.seed,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )

@@ -1,0 +1,33 @@
+"""Counters of the scheduler since its start."""
+
+import msgspec
+
+from core.block_pool import BlockPool
+from core.request import Request
+from ipc.paged_rows import Ints
+
+
+class SchedulerStats(msgspec.Struct):
+    num_steps: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_scheduled_rows: int = 0
+    max_scheduled_rows: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    max_used_blocks: int = 0
+
+    def count_start(self, request: Request, num_cached_tokens: int) -> None:
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.prefix_cache_queries += request.num_prompt_tokens
+        self.prefix_cache_hits += num_cached_tokens
+
+    def count_step(self, rows: Ints, counts: Ints, pool: BlockPool) -> None:
+        self.num_steps += 1
+        self.num_scheduled_tokens += int(counts.sum())
+        self.num_scheduled_rows += len(rows)
+        self.max_scheduled_rows = max(self.max_scheduled_rows, len(rows))
+        self.max_used_blocks = max(self.max_used_blocks, pool.num_blocks - 1 - pool.num_free - pool.num_fenced)
