@@ -74,7 +74,7 @@ class BatchTable:
     def remove(self, row: int) -> Request:
         """Free the row; the request gets its tokens back. The caller has taken care of the blocks."""
         request = self.request[row]
-        assert request is not None and request.row == row, f"row {row} is free"
+        assert request is not None, f"row {row} is free"
         request.token_ids = self.tokens.read(row, 0, int(self.num_tokens[row]))
         request.row = NO_ROW
         self.tokens.clear(row)
@@ -112,7 +112,8 @@ class BatchTable:
         assert len(used) + len(self._free_rows) == len(self.tenancy), f"{len(used)} used, {len(self._free_rows)} free"
         for row in used.tolist():
             request = self.request[row]
-            assert request is not None and request.row == row, f"row {row} and its request disagree"
+            assert request is not None, f"row {row} is in use and has no request"
+            assert request.row == row, f"the request of row {row} says row {request.row}"
         known = self.num_tokens[used] + self.num_placeholders[used]
         assert (self.num_computed_tokens[used] <= known).all(), f"computed {self.num_computed_tokens[used]} of {known}"
         assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"

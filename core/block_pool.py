@@ -100,7 +100,9 @@ class BlockPool:
         """
         self.ref_count[blocks] -= 1
         released = blocks[self.ref_count[blocks] == 0]
-        assert not len(blocks) or self.ref_count[blocks].min() >= 0, f"freed twice: {blocks[self.ref_count[blocks] < 0]}"
+        assert not len(blocks) or self.ref_count[blocks].min() >= 0, (
+            f"freed twice: {blocks[self.ref_count[blocks] < 0]}"
+        )
         if fence is None:
             self._make_free(released)
         elif len(released):
@@ -196,7 +198,9 @@ class BlockPool:
         for table in tables:
             np.add.at(expected, table, 1)
         wrong = np.flatnonzero(expected != self.ref_count)
-        assert not len(wrong), f"blocks {wrong[:8]}: {expected[wrong[:8]]} owners, ref_count {self.ref_count[wrong[:8]]}"
+        assert not len(wrong), (
+            f"blocks {wrong[:8]}: {expected[wrong[:8]]} owners, ref_count {self.ref_count[wrong[:8]]}"
+        )
         states = np.zeros((self.num_blocks, 4), np.bool_)
         states[:, 0] = self.ref_count > 0
         blank = self._blank[: self._num_blank]

@@ -31,8 +31,8 @@ NS_PER_MS = 1_000_000
 
 
 class EngineCore:
-    """Drives one scheduler and one executor. No clock, no randomness, no sockets: the same inboxes and clock values give
-    the same plans and the same messages."""
+    """Drives one scheduler and one executor. No clock, no randomness, no sockets: the same inboxes and clock values
+    give the same plans and the same messages."""
 
     def __init__(self, config: EngineConfig, executor: Executor, epoch: int = 0) -> None:
         assert config.max_model_len is not None, "the config is not resolved"

@@ -14,12 +14,24 @@ Addressed: TypeAlias = tuple[int, Outputs | RequestFailed]
 
 
 class _Rows(NamedTuple):
+    """Rows of one or several clients."""
+
     clients: Ints
     numbers: Ints
     positions: Ints
     tokens: Int32s  # one per row, or none at all
     finish: npt.NDArray[np.uint8]
     stop_tokens: npt.NDArray[np.bool_]  # the row's token was one of its stop_token_ids
+
+    def take(self, rows: Ints) -> "_Rows":
+        return _Rows(
+            self.clients[rows],
+            self.numbers[rows],
+            self.positions[rows],
+            self.tokens[rows],
+            self.finish[rows],
+            self.stop_tokens[rows],
+        )
 
 
 class OutputColumns:
@@ -81,7 +93,7 @@ class OutputColumns:
         order = np.argsort(clients, kind="stable")
         starts = np.flatnonzero(np.diff(clients[order], prepend=-1))
         parts = np.split(order, starts[1:])
-        return [(int(clients[part[0]]), self._message(step, _Rows(*(c[part] for c in rows)))) for part in parts]
+        return [(int(clients[part[0]]), self._message(step, rows.take(part))) for part in parts]
 
     def _message(self, step: int, rows: _Rows) -> Outputs:
         client = int(rows.clients[0])

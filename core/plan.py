@@ -12,7 +12,6 @@ import numpy as np
 from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 
-
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
 #: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone.
@@ -77,4 +76,6 @@ def decode_plan(data: bytes) -> SchedulerOutput:
     return _plan_decoder.decode(data)
 
 
-_plan_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_decode_array)
+_plan_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Decoder(
+    SchedulerOutput, dec_hook=_decode_array
+)

@@ -6,7 +6,6 @@ resumption after preemption and plain decode are this one subtraction, done for 
 Python touches a single request only on an event: it arrives, starts, fills a block, is preempted, ends.
 """
 
-import heapq
 from collections import deque
 
 import numpy as np
@@ -15,10 +14,11 @@ from core.batch_table import BatchTable
 from core.block_pool import BlockPool
 from core.outputs import Addressed, OutputColumns
 from core.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
-from core.prefix_hash import extend_digests
+from core.prefix_cache import PrefixCache
 from core.request import NO_ROW, Request
+from core.request_index import RequestIndex
 from core.scheduler_stats import SchedulerStats
-from core.stop_tokens import StopTokens
+from core.stop_check import StopCheck
 from core.waiting_queue import WaitingQueue
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason
@@ -47,23 +47,22 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
-        assert config.max_model_len is not None and config.num_blocks_override is not None, "the config is not resolved"
+        assert config.max_model_len is not None, "the config is not resolved"
+        assert config.num_blocks_override is not None, "the config is not resolved"
         capacity = (config.num_blocks_override - 1) * config.block_size
         assert config.max_model_len <= capacity, f"max_model_len {config.max_model_len} exceeds {capacity} cache slots"
         self.block_size = config.block_size
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.enable_prefix_caching = config.enable_prefix_caching
         self.table = BatchTable(config.max_num_seqs)
         self.pool = BlockPool(config.num_blocks_override)
         self.waiting = WaitingQueue()
         self.running: Ints = np.zeros(0, np.int64)  # rows in arrival order
         self.stats = SchedulerStats()
         self.outputs = OutputColumns(epoch)
-        self._eos = np.array(eos_token_ids, np.int32)
-        self._stop_tokens = StopTokens()
-        self._requests: dict[int, dict[int, Request]] = {}  # client -> number -> request
-        self._deadlines: list[tuple[int, int, Request]] = []  # (now_ns at which it fails, serial, request)
+        self._prefix_cache = PrefixCache(self.table, self.pool, config.block_size, config.enable_prefix_caching)
+        self._stop_check = StopCheck(self.table, eos_token_ids)
+        self._requests = RequestIndex()
         self._removed_rows: list[int] = []  # since the last plan that ran
         self._in_flight: deque[tuple[int, Ints]] = deque()  # (step, tenancy of the plan's rows)
         self._step = 0
@@ -71,36 +70,31 @@ class Scheduler:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request, deadline_ns: int = 0) -> None:
-        """Queue a validated request. One whose number lives already in the client's session is refused to its sender."""
-        numbers = self._requests.setdefault(request.client, {})
-        if request.number in numbers:
+        """Queue a validated request; a number that lives already in the client's session is refused to its sender."""
+        if self._requests.get(request.client, request.number) is not None:
             text = f"request number {request.number} is still running in this session; numbers are never reused"
             self.outputs.add_failed(request.client, request.number, ErrorCode.ALREADY_EXISTS, text)
-            return
-        if request.num_tokens >= request.max_total_tokens:
+        elif request.num_tokens >= request.max_total_tokens:  # the client has all of its tokens already
             self.outputs.add_finish(request, request.num_output_tokens, FinishReason.LENGTH)
-            return
-        numbers[request.number] = request
-        self.waiting.append(request)
-        if deadline_ns:
-            heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
+        else:
+            self._requests.add(request, deadline_ns)
+            self.waiting.append(request)
 
     def finish_requests(self, client: int, numbers: list[int]) -> None:
         """Abort these requests of a client; unknown and finished numbers are ignored."""
         for number in numbers:
-            request = self._requests.get(client, {}).get(number)
+            request = self._requests.get(client, number)
             if request is not None:
-                num_output_tokens = self._take_out(request)
-                self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
+                self._take_out(request)
+                self.outputs.add_finish(request, request.num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
         """The client is gone: its requests end and nobody is told."""
-        for request in list(self._requests.get(client, {}).values()):
+        for request in self._requests.of_client(client):
             self._take_out(request)
-        self._requests.pop(client, None)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)"""
+        """(running, waiting)."""
         return len(self.running), len(self.waiting)
 
     @property
@@ -118,7 +112,7 @@ class Scheduler:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now_ns: int) -> SchedulerOutput:
-        """The next plan; empty when there is nothing to run. num_computed_tokens advances here, before the step runs."""
+        """The next plan; empty when there is nothing to run. num_computed_tokens advances here, before it runs."""
         self._fail_overdue(now_ns)
         draft = _Draft(self._step)
         budget = self._grow_running(draft)
@@ -136,7 +130,7 @@ class Scheduler:
         sampled = live & (output.token_ids >= 0)
         rows, tokens = plan.rows[sampled], output.token_ids[sampled]
         self.table.append_tokens(rows, tokens)
-        finish, by_stop_token = self._check_stop(rows, tokens)
+        finish, by_stop_token = self._stop_check(rows, tokens)
         table = self.table
         positions = table.num_tokens[rows] - 1 - table.num_prompt_tokens[rows]
         self.outputs.add_tokens(table.client[rows], table.number[rows], positions, tokens, finish, by_stop_token)
@@ -161,7 +155,9 @@ class Scheduler:
             shortage = int(needs.sum()) - self.pool.num_free
             if shortage <= self.pool.num_fenced:
                 break
-            assert len(rows) > 1, f"one request needs {needs} blocks, {self.pool.num_free} of {self.pool.num_blocks} free"
+            assert len(rows) > 1, (
+                f"one request needs {needs} blocks, {self.pool.num_free} of {self.pool.num_blocks} free"
+            )
             self._preempt(int(rows[-1]))
             draft.has_preempted = True
         if shortage > 0:  # blocks will come free when the fences lift: who does not fit now waits a step
@@ -198,7 +194,8 @@ class Scheduler:
     # --- waiting requests ----------------------------------------------------------------------------------------
 
     def _admit_waiting(self, draft: _Draft, budget: int) -> None:
-        """Start waiting requests, in order, while budget, rows and blocks last. A head that does not fit holds the rest."""
+        """Start waiting requests, in order, while budget, rows and blocks last; a head that does not fit holds the
+        rest."""
         rows: list[int] = []
         counts: list[int] = []
         promised = self._promised_blocks() if len(self.waiting) else 0
@@ -206,7 +203,7 @@ class Scheduler:
             request = self.waiting.head()
             if request is None:
                 break
-            hits = self._find_cached(request)
+            hits = self._prefix_cache.find(request)
             total = -(-request.num_tokens // self.block_size)
             available = self.pool.num_free - self.pool.num_revived(hits) - promised
             if total - len(hits) > available:
@@ -230,14 +227,6 @@ class Scheduler:
         total = -(-self.table.num_tokens[rows] // self.block_size)
         return int(np.maximum(total - self.table.num_blocks[rows], 0).sum())
 
-    def _find_cached(self, request: Request) -> Int32s:
-        """Blocks that hold the request's first tokens already; never the last token, which has to be computed."""
-        if not self.enable_prefix_caching:
-            return np.zeros(0, np.int32)
-        start = len(request.digests) * self.block_size
-        extend_digests(request.digests, request.token_ids[start:], self.block_size, request.cache_salt)
-        return self.pool.find(request.digests[: (request.num_tokens - 1) // self.block_size])
-
     def _start(self, draft: _Draft, request: Request, hits: Int32s, end: int) -> tuple[int, int]:
         """Give the request a row and blocks for its first `end` tokens; returns the row and its number of blocks."""
         self.pool.hold(hits)
@@ -245,7 +234,7 @@ class Scheduler:
         block_ids = np.concatenate([hits, self.pool.allocate(-(-end // self.block_size) - len(hits))])
         row = self.table.add(request, cached, block_ids, len(hits))
         if request.params.stop_token_ids:
-            self._stop_tokens.add(row, request.params.stop_token_ids)
+            self._stop_check.add(row, request.params.stop_token_ids)
         draft.added.append(
             NewRow(row, request.token_ids, request.num_prompt_tokens, cached, block_ids, request.params, request.seed)
         )
@@ -265,45 +254,13 @@ class Scheduler:
         ends = table.num_computed_tokens[rows] + counts
         table.num_computed_tokens[rows] = ends
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
-        if self.enable_prefix_caching:
-            self._name_full_blocks(rows)
+        self._prefix_cache.name_full_blocks(rows)
         self._in_flight.append((draft.step, table.tenancy[rows]))
         self.stats.count_step(rows, counts, self.pool)
         removed, self._removed_rows = self._removed_rows, []
         return _plan(draft, removed)
 
-    def _name_full_blocks(self, rows: Ints) -> None:
-        """Blocks whose tokens are all known and computed by the end of this step become findable, from the next
-        admission on: a step that hits them runs after, or stores and reads in this order."""
-        table = self.table
-        full = np.minimum(table.num_computed_tokens[rows], table.num_tokens[rows]) // self.block_size
-        for row, end in zip(*(c[full > table.num_hashed_blocks[rows]].tolist() for c in (rows, full)), strict=True):
-            request, start = table.request[row], int(table.num_hashed_blocks[row])
-            assert request is not None, f"row {row} is scheduled and free"
-            have = len(request.digests)
-            if have < end:
-                tokens = table.tokens.read(row, have * self.block_size, end * self.block_size)
-                extend_digests(request.digests, tokens, self.block_size, request.cache_salt)
-            for index, block in zip(range(start, end), table.blocks.read(row, start, end).tolist(), strict=True):
-                self.pool.remember(block, request.digests[index])
-            table.num_hashed_blocks[row] = end
-
     # --- ends ----------------------------------------------------------------------------------------------------
-
-    def _check_stop(self, rows: Ints, tokens: Int32s) -> tuple[np.ndarray, np.ndarray]:
-        """FinishReason of each row, and whether it was one of its stop_token_ids: EOS, stop tokens, length, in this
-        order; nothing but the length ends a request below min_tokens."""
-        table = self.table
-        by_eos = (tokens[:, None] == self._eos).any(1) & ~table.ignore_eos[rows]
-        by_stop_token = np.zeros(len(rows), np.bool_)
-        group = table.has_stop_ids[rows]
-        if group.any():
-            by_stop_token[group] = self._stop_tokens.match(rows[group], tokens[group])
-            by_stop_token &= ~by_eos & (table.num_tokens[rows] >= table.min_total_tokens[rows])
-        stops = (by_eos & (table.num_tokens[rows] >= table.min_total_tokens[rows])) | by_stop_token
-        too_long = table.num_tokens[rows] >= table.max_total_tokens[rows]
-        finish = np.where(stops, FinishReason.STOP, np.where(too_long, FinishReason.LENGTH, FinishReason.NONE))
-        return finish.astype(np.uint8), by_stop_token
 
     def _fail_rows(self, rows: Ints) -> None:
         """Requests whose logits were not finite fail alone; nobody is to find what they have stored."""
@@ -316,28 +273,25 @@ class Scheduler:
             self.outputs.add_failed(request.client, request.number, ErrorCode.INTERNAL, text)
 
     def _fail_overdue(self, now_ns: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.is_finished:
-                self._take_out(request)
-                text = "the request's deadline has passed"
-                self.outputs.add_failed(request.client, request.number, ErrorCode.DEADLINE_EXCEEDED, text)
+        for request in self._requests.pop_overdue(now_ns):
+            self._take_out(request)
+            text = "the request's deadline has passed"
+            self.outputs.add_failed(request.client, request.number, ErrorCode.DEADLINE_EXCEEDED, text)
 
-    def _take_out(self, request: Request) -> int:
-        """The request leaves the scheduler, wherever it is; returns its number of output tokens."""
+    def _take_out(self, request: Request) -> None:
+        """The request leaves the scheduler, wherever it is."""
         if request.row == NO_ROW:
             self.waiting.discard(request)
         else:
             self._free_row(request.row)
             request.is_finished = True
-        del self._requests[request.client][request.number]
-        return request.num_output_tokens
+        self._requests.remove(request)
 
     def _free_row(self, row: int) -> Request:
         fence = self._in_flight[-1][0] if self._in_flight else None
         self.pool.free(self.table.block_ids(row)[::-1], fence)
         if self.table.has_stop_ids[row]:
-            self._stop_tokens.remove(row)
+            self._stop_check.remove(row)
         self.running = self.running[self.running != row]
         self._removed_rows.append(row)
         return self.table.remove(row)
@@ -346,8 +300,8 @@ class Scheduler:
         """AssertionError with the numbers when anything disagrees with anything."""
         self.table.check_integrity(self.running)
         self.pool.check_integrity([self.table.block_ids(row) for row in self.running.tolist()])
-        live = sum(len(numbers) for numbers in self._requests.values())
-        assert live == len(self.running) + len(self.waiting), (live, len(self.running), len(self.waiting))
+        counts = (len(self._requests), len(self.running), len(self.waiting))
+        assert counts[0] == counts[1] + counts[2], f"(live, running, waiting) = {counts}"
         serials = [r.serial for row in self.running.tolist() if (r := self.table.request[row]) is not None]
         assert serials == sorted(serials), f"running out of arrival order: {serials}"
 

@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.async_scheduling and self.executor == "local":
-            raise ConfigError("async_scheduling=true needs an executor that overlaps; executor='local' on a CPU does not")
+            raise ConfigError("async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -94,7 +94,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def config_from_options(**options: Any) -> EngineConfig:
-    """The EngineConfig of these options. Errors: ConfigError for an unknown option (with the nearest known one) or value."""
+    """The EngineConfig of these options. Errors: ConfigError for a bad value or an unknown option."""
     fields = EngineConfig.__struct_fields__
     accepted = {}
     for name, value in options.items():

@@ -136,7 +136,10 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
-    """What one step produced for one client, as columns of R rows. (number, choice, position) makes delivery idempotent."""
+    """What one step produced for one client, as columns of R rows.
+
+    (number, choice, position) makes delivery idempotent: at least once on the wire, exactly once to the caller.
+    """
 
     epoch: int
     step: int
@@ -232,13 +235,24 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
-    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug (with traceback)."""
+    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug (a traceback)."""
 
     error: str
     message: str
 
 
 StartReport: TypeAlias = StartPhase | Ready | StartFailed
+
+
+def pack_numbers(numbers: list[int]) -> bytes:
+    """Request numbers as a uint32 column."""
+    return b"".join(number.to_bytes(4, "little") for number in numbers)
+
+
+def unpack_numbers(column: bytes) -> list[int]:
+    """A uint32 column as request numbers; a torn last entry is left out."""
+    return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]
+
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)

@@ -20,7 +20,7 @@ class PagedRows:
     """
 
     def __init__(self, num_rows: int, page_size: int) -> None:
-        assert page_size > 0 and page_size & (page_size - 1) == 0, page_size
+        assert page_size.bit_count() == 1, f"page_size {page_size} is not a power of two"
         self.page_size = page_size
         self._shift = page_size.bit_length() - 1
         self._mask = page_size - 1
@@ -46,7 +46,7 @@ class PagedRows:
             self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
 
     def ensure(self, rows: Ints, lengths: Ints) -> None:
-        """Make `set` at any position below lengths[i] of rows[i] possible. Costs Python only for rows that need a page."""
+        """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need a page."""
         need = (lengths + self._mask) >> self._shift
         short = need > self._num_pages[rows]
         if short.any():
@@ -79,10 +79,13 @@ class PagedRows:
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
         pages = self._index[rows, positions >> self._shift]
-        return (pages.astype(np.int64) << self._shift) + (positions & self._mask)
+        slots: Ints = (pages.astype(np.int64) << self._shift) + (positions & self._mask)
+        return slots
 
     def _slots_of_row(self, row: int, positions: Ints) -> Ints:
-        return (self._index[row][positions >> self._shift].astype(np.int64) << self._shift) + (positions & self._mask)
+        pages = self._index[row][positions >> self._shift]
+        slots: Ints = (pages.astype(np.int64) << self._shift) + (positions & self._mask)
+        return slots
 
     def _add_pages(self, row: int, count: int) -> None:
         have = int(self._num_pages[row])

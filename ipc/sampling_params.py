@@ -10,7 +10,7 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
-#: Temperatures in (0, MIN_TEMPERATURE) are raised to it: 1/temperature must stay finite in float32 (vLLM does the same).
+#: Temperatures in (0, MIN_TEMPERATURE) are raised to it, as in vLLM: 1/temperature must stay finite in float32.
 MIN_TEMPERATURE = 0.01
 
 

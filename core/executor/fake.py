@@ -27,7 +27,7 @@ def mix(value: UInt64s) -> UInt64s:
 def checksum(token_ids: npt.NDArray[np.integer], start: int = 0) -> np.uint64:
     """Order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
     positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
-    return np.add.reduce(_terms(token_ids, positions), dtype=np.uint64)
+    return np.uint64(_terms(token_ids, positions).sum(dtype=np.uint64))
 
 
 def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> npt.NDArray[np.int32]:

@@ -1,0 +1,45 @@
+"""RequestIndex: the live requests by client and number, and by deadline."""
+
+import heapq
+
+from core.request import Request
+
+
+class RequestIndex:
+    def __init__(self) -> None:
+        self._clients: dict[int, dict[int, Request]] = {}
+        self._deadlines: list[tuple[int, int, Request]] = []  # heap of (now_ns at which it fails, serial, request)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def get(self, client: int, number: int) -> Request | None:
+        return self._clients.get(client, {}).get(number)
+
+    def of_client(self, client: int) -> list[Request]:
+        """In order of arrival."""
+        return list(self._clients.get(client, {}).values())
+
+    def add(self, request: Request, deadline_ns: int) -> None:
+        """deadline_ns: on the clock of the step; 0 = none."""
+        self._clients.setdefault(request.client, {})[request.number] = request
+        self._length += 1
+        if deadline_ns:
+            heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
+
+    def remove(self, request: Request) -> None:
+        numbers = self._clients[request.client]
+        del numbers[request.number]
+        if not numbers:
+            del self._clients[request.client]
+        self._length -= 1
+
+    def pop_overdue(self, now_ns: int) -> list[Request]:
+        """Requests whose deadline has come; finished ones among them are left out."""
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.is_finished:
+                overdue.append(request)
+        return overdue

@@ -1,0 +1,52 @@
+"""StopCheck: which of the sampled tokens end their requests, and why."""
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from core.batch_table import BatchTable
+from ipc.messages import FinishReason
+from ipc.paged_rows import Int32s, Ints
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+class StopCheck:
+    """EOS is compared for all rows; stop_token_ids only for the index group of rows that have them."""
+
+    def __init__(self, table: BatchTable, eos_token_ids: tuple[int, ...]) -> None:
+        self._table = table
+        self._eos = np.array(eos_token_ids, np.int32)
+        self._keys = np.zeros(0, np.int64)  # sorted row << 32 | token id of the rows with stop_token_ids
+
+    def add(self, row: int, stop_token_ids: list[int]) -> None:
+        keys = (np.int64(row) << 32) | np.array(stop_token_ids, np.int64)
+        self._keys = np.union1d(self._keys, keys)
+
+    def remove(self, row: int) -> None:
+        self._keys = self._keys[self._keys >> 32 != row]
+
+    def __call__(self, rows: Ints, tokens: Int32s) -> tuple[npt.NDArray[np.uint8], Bools]:
+        """FinishReason of each row after its new token, and whether that token is one of its stop_token_ids.
+
+        Order as vLLM's: EOS, stop tokens, length. Below min_tokens nothing but the length ends a request.
+        """
+        table = self._table
+        lengths = table.num_tokens[rows]
+        may_stop = lengths >= table.min_total_tokens[rows]
+        by_eos = (tokens[:, None] == self._eos).any(1) & ~table.ignore_eos[rows] & may_stop
+        by_stop_token = np.zeros(len(rows), np.bool_)
+        group = table.has_stop_ids[rows]
+        if group.any():
+            by_stop_token[group] = self._match(rows[group], tokens[group])
+            by_stop_token &= may_stop & ~by_eos
+        too_long = lengths >= table.max_total_tokens[rows]
+        finish = np.where(by_eos | by_stop_token, FinishReason.STOP, np.where(too_long, FinishReason.LENGTH, 0))
+        return finish.astype(np.uint8), by_stop_token
+
+    def _match(self, rows: Ints, tokens: Int32s) -> Bools:
+        keys = (rows.astype(np.int64) << 32) | tokens
+        places = np.searchsorted(self._keys, keys)
+        found: Bools = self._keys[np.minimum(places, len(self._keys) - 1)] == keys
+        return found
