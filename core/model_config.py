@@ -214,7 +214,7 @@ def _check_architecture(values: _Values) -> str:
 
 
 def _rope_theta(values: _Values) -> float:
-    """transformers 5 writes rope_parameters, which holds theta and what was rope_scaling; earlier ones write two keys."""
+    """transformers 5 writes rope_parameters, with theta and the scaling in it; earlier ones write them as two keys."""
     parameters: dict[str, Any] = {"rope_theta": values.values.get("rope_theta")}
     for name in ("rope_scaling", "rope_parameters"):
         group = values.values.get(name)

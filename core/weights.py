@@ -1,0 +1,180 @@
+"""A model's weights, from its files to tensors with Hugging Face names.
+
+Everything is checked from the headers before the first tensor is made; then the files are mapped and the tensors made
+one at a time, so that no second copy of a file ever exists.
+"""
+
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from core.model_config import ModelConfig
+from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.gguf import read_gguf
+from ipc.mapped_file import map_file
+from ipc.safetensors import read_safetensors_folder
+from kernels.dequantize import BLOCK_SIZES, dequantize
+
+#: safetensors dtype -> type name of kernels.dequantize, under which both formats are converted.
+_SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+#: Tables of unscaled rotary embedding that old files carry; the config has them all.
+_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight")
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """One tensor's place."""
+
+    path: Path
+    source_name: str  # in its file
+    type: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+    interleaved_heads: int = 0  # rows are in llama.cpp's rotary order, for so many heads; 0 = in ours
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight of a Llama, in the order of use; matrices are [out, in]."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}self_attn.q_proj.weight": (query_size, hidden),
+            f"{prefix}self_attn.k_proj.weight": (kv_size, hidden),
+            f"{prefix}self_attn.v_proj.weight": (kv_size, hidden),
+            f"{prefix}self_attn.o_proj.weight": (hidden, query_size),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+            f"{prefix}mlp.gate_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.up_proj.weight": (intermediate, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, intermediate),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor in dtype) of every name of expected_shapes, in its order. All checks are done when this returns.
+
+    A tensor that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
+    mapping lives as long as the tensor. Errors: ModelFileError naming file and tensor for a missing, unexpected or
+    misshapen one; UnsupportedModelError for a type that cannot be converted.
+    """
+    plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
+    return _convert(plan, dtype)
+
+
+def _plan_gguf(path: Path, config: ModelConfig) -> dict[str, _Stored]:
+    found = {
+        name: _Stored(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
+        for name, tensor in read_gguf(path).tensors.items()
+    }
+    plan: dict[str, _Stored] = {}
+    for name, shape in expected_shapes(config).items():
+        stored = _take(found, _gguf_name(name), shape, path)
+        # llama.cpp's converter interleaves the two halves of each head's rows of these two.
+        if name.endswith("q_proj.weight"):
+            stored = msgspec.structs.replace(stored, interleaved_heads=config.num_attention_heads)
+        elif name.endswith("k_proj.weight"):
+            stored = msgspec.structs.replace(stored, interleaved_heads=config.num_key_value_heads)
+        plan[name] = stored
+    _check_rest(found, config)
+    return plan
+
+
+def _plan_folder(folder: Path, config: ModelConfig) -> dict[str, _Stored]:
+    found = {
+        name: _Stored(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
+        for path, tensors in read_safetensors_folder(folder).items()
+        for name, t in tensors.items()
+    }
+    plan = {name: _take(found, name, shape, folder) for name, shape in expected_shapes(config).items()}
+    _check_rest(found, config)
+    return plan
+
+
+def _gguf_name(name: str) -> str:
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_GGUF_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: Path) -> _Stored:
+    """Remove a tensor from `found` and check it."""
+    stored = found.pop(name, None)
+    if stored is None:
+        raise ModelFileError(f"{where}: tensor {name} is missing; expected shape {shape}")
+    if stored.shape != shape:
+        raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
+    if stored.type not in BLOCK_SIZES:
+        raise UnsupportedModelError(
+            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(BLOCK_SIZES)}"
+        )
+    return stored
+
+
+def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
+    """A tensor that nobody reads would change the model's answers, but for a few known ones."""
+    for name, stored in found.items():
+        if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        raise UnsupportedModelError(
+            f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}; "
+            f"a {config.architecture} of {config.num_hidden_layers} layers has none of that name"
+        )
+
+
+def _convert(plan: dict[str, _Stored], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    files: dict[Path, torch.Tensor] = {}
+    for name, stored in plan.items():
+        if stored.path not in files:
+            files[stored.path] = torch.frombuffer(map_file(stored.path, mmap.ACCESS_COPY), dtype=torch.uint8)
+        file = files[stored.path]
+        if len(file) < stored.end:
+            raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
+        yield name, _to_tensor(file[stored.begin : stored.end], stored, dtype)
+
+
+def _to_tensor(data: torch.Tensor, stored: _Stored, dtype: torch.dtype) -> torch.Tensor:
+    if stored.begin % 4:
+        data = data.clone()  # no type is wider than 4 bytes, and a safetensors header may have any length
+    if stored.interleaved_heads:
+        data = _halve_heads(data, stored.shape[0], stored.interleaved_heads)
+    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(stored.type)
+    if plain == dtype:
+        return data.view(dtype).view(stored.shape)
+    return dequantize(data, stored.type).view(stored.shape).to(dtype)
+
+
+def _halve_heads(data: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of q and k rows: within a head, rows 0, 2, 4, ... become the first half, 1, 3, ... the
+    second, as transformers' rotary embedding has them. Rows are whole blocks, so their bytes can be moved."""
+    pairs = data.view(heads, rows // heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(-1)

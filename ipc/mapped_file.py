@@ -1,0 +1,24 @@
+"""A regular file mapped into memory, or a ModelFileError that says why it cannot be."""
+
+import mmap
+import stat
+from pathlib import Path
+
+from ipc.errors import ModelFileError
+
+
+def map_file(path: Path, access: int = mmap.ACCESS_READ) -> mmap.mmap:
+    """The whole file. access=mmap.ACCESS_COPY gives a private writable mapping: still no copy of what is only read.
+
+    Errors: ModelFileError if the path is missing, unreadable, empty, or not a regular file (a FIFO would block).
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFileError(f"{path}: expected a regular file")
+        if status.st_size == 0:
+            raise ModelFileError(f"{path}: the file is empty")
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=access)
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: cannot be read: {error}") from None
