@@ -1,0 +1,46 @@
+"""The public names: `from engine_core import LLM, AsyncLLM, SamplingParams`."""
+
+from frontend.async_llm import AsyncLLM
+from frontend.llm import LLM
+from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from ipc.errors import (
+    AddressError,
+    CallFailedError,
+    ConfigError,
+    EngineCoreError,
+    EngineDeadError,
+    EngineStartError,
+    HandshakeError,
+    InvalidRequestError,
+    MalformedMessageError,
+    ModelFileError,
+    OutOfMemoryError,
+    RequestFailedError,
+    UnsupportedModelError,
+    UnsupportedParameterError,
+)
+from ipc.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "LLM",
+    "AddressError",
+    "AsyncLLM",
+    "CallFailedError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineCoreError",
+    "EngineDeadError",
+    "EngineStartError",
+    "HandshakeError",
+    "InvalidRequestError",
+    "MalformedMessageError",
+    "ModelFileError",
+    "OutOfMemoryError",
+    "RequestFailedError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "UnsupportedParameterError",
+]

@@ -1,0 +1,352 @@
+"""EngineClient: one session with an engine. It submits requests, feeds the journal, and answers typed calls.
+
+Threads: any may submit, wait, read and call. What arrives is applied by the transport's thread, which wakes waiting
+threads and listeners once per received batch, and only for news somebody waits for (a finish, or tokens of a streaming
+request). Everything toward the engine is encoded by the thread that asks for it.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar, assert_never
+
+import msgspec
+import numpy as np
+
+from frontend.journal import Journal, Progress
+from frontend.output_columns import Int64s
+from frontend.transport import Transport
+from ipc.errors import (
+    CallFailedError,
+    EngineCoreError,
+    EngineDeadError,
+    HandshakeError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+from ipc.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Abort,
+    AddRequest,
+    CallDone,
+    CallFailed,
+    CallResult,
+    ClientMessage,
+    EngineStopping,
+    ErrorCode,
+    GetStatistics,
+    GetTokenizer,
+    Goodbye,
+    Hello,
+    Outputs,
+    Refused,
+    RequestFailed,
+    ResetPrefixCache,
+    ServerMessage,
+    Statistics,
+    TokenizerFiles,
+    Welcome,
+    decode_server_message,
+    encode,
+)
+from ipc.sampling_params import SamplingParams
+
+Result = TypeVar("Result", TokenizerFiles, Statistics, CallDone)
+
+_MAX_NUMBER = 2**32 - 1
+
+
+class EngineClient:
+    """A session over a transport, open when the constructor returns.
+
+    hello_timeout, call_timeout: seconds until an engine that does not answer is an error.
+    Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
+    EngineDeadError once the engine or the session has ended, and EngineCoreError in a forked child.
+    """
+
+    def __init__(
+        self, transport: Transport, *, name: str = "", hello_timeout: float = 10.0, call_timeout: float = 30.0
+    ) -> None:
+        self._transport = transport
+        self._call_timeout = call_timeout
+        self._pid = os.getpid()
+        self._changed = threading.Condition()  # owns all below; taken before the transport's lock
+        self._submitting = threading.RLock()  # keeps numbers in order on the wire; taken before _changed
+        self._journal = Journal()
+        self._next_number = 0
+        self._calls: dict[int, Future[CallResult]] = {}
+        self._call_ids = itertools.count(1)
+        self._listeners: list[Callable[[], None]] = []
+        self._error: EngineCoreError | None = None
+        self._welcome: Future[Welcome] = Future()
+        transport.start(self._on_frames, self._on_dead)
+        try:
+            self._send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}"))
+            self.welcome = self._welcome.result(hello_timeout)
+        except FutureTimeoutError:
+            transport.close()
+            raise EngineDeadError(
+                f"no engine answered within {hello_timeout:g} s; is one running at this address?"
+            ) from None
+        except BaseException:
+            transport.close()
+            raise
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int | Callable[[int], int],
+        priority: int = 0,
+        cache_salt: str = "",
+        deadline_ms: int = 0,
+        streaming: bool = False,
+    ) -> int:
+        """Submit a request and return its number; it stays in the journal until discard().
+
+        seed: uint64, or a function of the number that gives it. streaming: wake consumers for its tokens too, not only
+        when it finishes. Errors: InvalidRequestError when the message is too long for the engine; RequestFailedError
+        when too much waits to be sent.
+        """
+        self._check()
+        prompt = np.asarray(prompt_token_ids, "<i4").tobytes()
+        with self._submitting:
+            number = self._next_number
+            assert number <= _MAX_NUMBER, number
+            key = seed if isinstance(seed, int) else seed(number)
+            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt)
+            frame = encode(request)
+            if len(frame) > self.welcome.limits.max_message_bytes:
+                raise InvalidRequestError(
+                    f"a request of {len(frame)} bytes (prompt: {len(prompt)}) is too long; the engine takes "
+                    f"{self.welcome.limits.max_message_bytes}"
+                )
+            with self._changed:
+                self.raise_if_ended()
+                self._next_number = number + 1
+                self._journal.add(request, streaming=streaming, now=time.monotonic())
+            try:
+                self._transport.send(frame)
+            except BaseException:
+                self.discard([number])
+                raise
+        return number
+
+    def wait(self, numbers: Int64s, timeout: float | None = None) -> Int64s:
+        """Those of `numbers` (int64) with news, waiting until there is one; empty after `timeout` seconds.
+
+        Errors: EngineDeadError when the session has ended and none of them has news left.
+        """
+        self._check_process()
+        with self._changed:
+            while True:
+                ready = self._journal.take_ready(numbers)
+                if len(ready):
+                    return ready
+                self.raise_if_ended()
+                if not self._changed.wait(timeout):
+                    return ready
+
+    def take_ready(self) -> Int64s:
+        """Numbers of all requests with news not taken yet; for listeners."""
+        with self._changed:
+            return self._journal.take_ready()
+
+    def read(self, number: int, start: int = 0) -> Progress:
+        """What is known of a request that was not discarded, with its tokens from output position `start` on."""
+        with self._changed:
+            return self._journal.read(number, start)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Ask the engine to stop these; each that still runs gets a last row with finish code ABORT."""
+        self._check()
+        column = np.fromiter(numbers, "<u4")
+        if len(column) and self._error is None:
+            self._send(Abort(column.tobytes()))
+
+    def discard(self, numbers: Iterable[int]) -> None:
+        """Forget these requests, and stop those that run: what still arrives for them is dropped. Never raises for an
+        engine that is gone."""
+        with self._changed:
+            running = [number for number in numbers if self._journal.remove(number)]
+        if running and os.getpid() == self._pid:
+            with contextlib.suppress(EngineDeadError, HandshakeError):
+                self.abort(running)
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` from the transport's thread once per batch with news, and when the session ends."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    @property
+    def error(self) -> EngineCoreError | None:
+        """Why the session has ended; None while it is open."""
+        return self._error
+
+    def raise_if_ended(self) -> None:
+        """Errors: the reason why the session has ended, if it has."""
+        if self._error is not None:
+            raise _fresh(self._error)
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted and not discarded."""
+        return self._journal.num_live
+
+    # --- typed calls --------------------------------------------------------------------------------------------
+
+    def statistics(self, timeout: float | None = None) -> Statistics:
+        """The engine's counters and gauges. Errors: CallFailedError, also after `timeout` seconds."""
+        return self._call(GetStatistics, Statistics, timeout)
+
+    def tokenizer_files(self, timeout: float | None = None) -> TokenizerFiles:
+        """The model's text side as the engine has it. Errors: CallFailedError, also after `timeout` seconds."""
+        return self._call(GetTokenizer, TokenizerFiles, timeout)
+
+    def reset_prefix_cache(self, timeout: float | None = None) -> None:
+        """Forget cached blocks that no request holds. Errors: CallFailedError, also after `timeout` seconds."""
+        self._call(ResetPrefixCache, CallDone, timeout)
+
+    def close(self) -> None:
+        """Say goodbye and end the session; whoever waits gets EngineDeadError. Does nothing the second time."""
+        if os.getpid() != self._pid:
+            return
+        if self._error is None:
+            with contextlib.suppress(RequestFailedError):  # the engine does not read; it will see the connection close
+                self._send(Goodbye())
+        self._end(EngineDeadError("this client was closed"))
+        self._transport.close()
+
+    def _call(self, make: Callable[[int], ClientMessage], expected: type[Result], timeout: float | None) -> Result:
+        self._check()
+        limit = self._call_timeout if timeout is None else timeout
+        call = next(self._call_ids)
+        future: Future[CallResult] = Future()
+        with self._changed:
+            self.raise_if_ended()
+            self._calls[call] = future
+        try:
+            self._send(make(call))
+            result = future.result(limit)
+        except FutureTimeoutError:
+            raise CallFailedError(f"the engine did not answer {make.__name__} within {limit:g} s") from None
+        finally:
+            with self._changed:
+                self._calls.pop(call, None)
+        if isinstance(result, CallFailed):
+            raise CallFailedError(f"{make.__name__}: {result.message} ({ErrorCode(result.code).name})")
+        if not isinstance(result, expected):
+            raise CallFailedError(f"{make.__name__} was answered with {type(result).__name__}")
+        return result
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._transport.send(encode(message))
+
+    def _check(self) -> None:
+        self._check_process()
+        self.raise_if_ended()
+
+    def _check_process(self) -> None:
+        """Refuse another process's client: after a fork its socket and thread are the parent's."""
+        if os.getpid() != self._pid:
+            raise EngineCoreError(
+                f"this client belongs to process {self._pid} and was used in {os.getpid()}; make a new one after a fork"
+            )
+
+    # --- the transport's thread ---------------------------------------------------------------------------------
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        messages = [decode_server_message(frame) for frame in frames]
+        now = time.monotonic()
+        with self._changed:
+            news = False
+            for message in messages:
+                news |= self._apply(message, now)
+            if news:
+                self._changed.notify_all()
+        if news:
+            self._notify_listeners()
+
+    def _on_dead(self, reason: str) -> None:
+        self._end(EngineDeadError(reason))
+
+    def _apply(self, message: ServerMessage, now: float) -> bool:
+        """Enter one message; whether it is news to a waiting consumer."""
+        match message:
+            case Outputs():
+                if message.epoch != self.welcome.epoch:
+                    return False
+                return self._journal.any_ready(self._journal.apply(message, now))
+            case RequestFailed():
+                return self._journal.fail(message.number, _request_error(message), now)
+            case TokenizerFiles() | Statistics() | CallDone() | CallFailed():
+                future = self._calls.pop(message.call, None)
+                if future is not None:
+                    future.set_result(message)
+                return False
+            case Welcome():
+                self._open(message)
+                return False
+            case Refused():
+                ended = EngineDeadError(f"the engine ended this session: {message.message}")
+                self._end(ended if self._welcome.done() else _refusal(message))
+                return False
+            case EngineStopping():
+                self._end(EngineDeadError(f"the engine stopped{': ' if message.error else ''}{message.error}"))
+                return False
+            case _:
+                assert_never(message)
+
+    def _open(self, welcome: Welcome) -> None:
+        if self._welcome.done():
+            return
+        if welcome.major != PROTOCOL_MAJOR:
+            self._end(_refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
+            return
+        self.welcome = welcome
+        self._welcome.set_result(welcome)
+
+    def _end(self, error: EngineCoreError) -> None:
+        """The session is over: fail everybody who waits. Only the first reason counts."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            calls, self._calls = self._calls, {}
+            for future in calls.values():
+                future.set_exception(_fresh(error))
+            if not self._welcome.done():
+                self._welcome.set_exception(_fresh(error))
+            self._changed.notify_all()
+        self._notify_listeners()
+
+    def _notify_listeners(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+def _fresh(error: EngineCoreError) -> EngineCoreError:
+    """An equal error: one that is raised by several threads would collect their tracebacks."""
+    return type(error)(*error.args)
+
+
+def _request_error(failed: RequestFailed) -> EngineCoreError:
+    if failed.code == ErrorCode.INVALID_ARGUMENT:
+        return InvalidRequestError(failed.message)
+    return RequestFailedError(f"{failed.message} ({ErrorCode(failed.code).name})")
+
+
+def _refusal(refused: Refused) -> HandshakeError:
+    return HandshakeError(
+        f"the engine refused this client: {refused.message} ({ErrorCode(refused.code).name}; it speaks protocol "
+        f"{refused.major}.{refused.minor}, this client {PROTOCOL_MAJOR}.{PROTOCOL_MINOR})"
+    )

@@ -1,0 +1,275 @@
+"""The journal: all a client knows of its live requests, one row each, fed by the engine's output columns.
+
+It holds every request as submitted and every token received, so it is enough to go on from when an engine is lost.
+Applying a batch of outputs is a handful of column operations; Python touches a single request only when it is added,
+stopped by a token, failed or removed. Owner and lock: frontend/client.py.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from frontend.output_columns import Int64s, OutputColumns, columns_of
+from ipc.errors import EngineCoreError, MalformedMessageError
+from ipc.messages import AddRequest, FinishReason, Outputs
+from ipc.paged_rows import Int32s, PagedRows
+
+_PAGE_SIZE = 64  # tokens
+_FIRST_ROWS = 64
+_NO_STOP_TOKEN = -1
+
+
+class Progress(NamedTuple):
+    """A request's state at one moment, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
+
+    token_ids: Int32s
+    finish: FinishReason
+    stop_token: int | None
+    num_cached_tokens: int
+    arrival_time: float
+    first_token_time: float
+    last_token_time: float
+    finished_time: float
+    error: EngineCoreError | None  # why the engine refused or gave up the request
+
+
+class Journal:
+    """One session's live requests in columns; see the module's text."""
+
+    def __init__(self) -> None:
+        self.num_live = 0
+        self._tokens = PagedRows(_FIRST_ROWS, _PAGE_SIZE)
+        self._requests: list[AddRequest | None] = [None] * _FIRST_ROWS
+        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._errors: dict[int, EngineCoreError] = {}  # by row
+        self._number = np.full(_FIRST_ROWS, -1, np.int64)
+        self._num_prompt_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        self._num_delivered = np.zeros(_FIRST_ROWS, np.int64)
+        self._num_cached_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        self._finish = np.zeros(_FIRST_ROWS, np.uint8)
+        self._stop_token = np.full(_FIRST_ROWS, _NO_STOP_TOKEN, np.int64)
+        self._streaming = np.zeros(_FIRST_ROWS, np.bool_)
+        self._ready = np.zeros(_FIRST_ROWS, np.bool_)  # has news its consumer waits for and has not taken
+        self._arrival_time = np.zeros(_FIRST_ROWS)
+        self._first_token_time = np.zeros(_FIRST_ROWS)
+        self._last_token_time = np.zeros(_FIRST_ROWS)
+        self._finished_time = np.zeros(_FIRST_ROWS)
+        self._seat = np.zeros(_FIRST_ROWS, np.int64)  # scratch of apply
+        # Row of number _first_number + i at [1 + i], -1 = not live; a -1 at either end is where clipped look-ups land.
+        self._row_of = np.full(66, -1, np.int64)
+        self._first_number = 0
+
+    # --- events: one request ------------------------------------------------------------------------------------
+
+    def add(self, request: AddRequest, *, streaming: bool, now: float) -> int:
+        """Enter a request under its number, which must be above all numbers before it. Returns its row."""
+        if not self._free:
+            self._grow_rows()
+        row = self._free.pop()
+        slot = self._slot_for(request.number)
+        assert self._row_of[slot] == -1, (request.number, int(self._row_of[slot]))
+        self._row_of[slot] = row
+        self._requests[row] = request
+        self._number[row] = request.number
+        self._num_prompt_tokens[row] = len(request.prompt_token_ids) // 4
+        self._streaming[row] = streaming
+        self._arrival_time[row] = now
+        self.num_live += 1
+        return row
+
+    def fail(self, number: int, error: EngineCoreError, now: float) -> bool:
+        """The engine gave the request up; its tokens stay readable. False when it is not live or has finished."""
+        row = self.row(number)
+        if row < 0 or self._finish[row]:
+            return False
+        self._errors[row] = error
+        self._finish[row] = FinishReason.ABORT
+        self._finished_time[row] = now
+        self._ready[row] = True
+        return True
+
+    def remove(self, number: int) -> bool:
+        """Forget a request; what still arrives for it is dropped. Returns whether it was known and unfinished."""
+        row = self.row(number)
+        if row < 0:
+            return False
+        unfinished = not self._finish[row]
+        self._row_of[number - self._first_number + 1] = -1
+        self._tokens.clear(row)
+        self._requests[row] = None
+        self._errors.pop(row, None)
+        self._number[row] = -1
+        for column in (self._num_delivered, self._num_cached_tokens, self._finish, self._streaming, self._ready):
+            column[row] = 0
+        for times in (self._first_token_time, self._last_token_time, self._finished_time):
+            times[row] = 0.0
+        self._stop_token[row] = _NO_STOP_TOKEN
+        self._free.append(row)
+        self.num_live -= 1
+        return unfinished
+
+    def read(self, number: int, start: int = 0) -> Progress:
+        """The request's state, with its tokens from output position `start` on."""
+        row = self.row(number)
+        assert row >= 0, f"request {number} is not in the journal"
+        stop_token = int(self._stop_token[row])
+        return Progress(
+            token_ids=self._tokens.read(row, start, int(self._num_delivered[row])),
+            finish=FinishReason(int(self._finish[row])),
+            stop_token=None if stop_token == _NO_STOP_TOKEN else stop_token,
+            num_cached_tokens=int(self._num_cached_tokens[row]),
+            arrival_time=float(self._arrival_time[row]),
+            first_token_time=float(self._first_token_time[row]),
+            last_token_time=float(self._last_token_time[row]),
+            finished_time=float(self._finished_time[row]),
+            error=self._errors.get(row),
+        )
+
+    def row(self, number: int) -> int:
+        """The request's row, -1 when it is not live."""
+        slot = number - self._first_number + 1
+        return int(self._row_of[slot]) if 0 < slot < len(self._row_of) else -1
+
+    def request(self, number: int) -> AddRequest:
+        """The request as it was submitted."""
+        request = self._requests[self.row(number)] if self.row(number) >= 0 else None
+        assert request is not None, f"request {number} is not in the journal"
+        return request
+
+    # --- columns ------------------------------------------------------------------------------------------------
+
+    def rows_of(self, numbers: npt.NDArray[np.integer]) -> Int64s:
+        """The requests' rows, -1 where one is not live."""
+        slots = numbers.astype(np.int64) - (self._first_number - 1)
+        rows: Int64s = self._row_of.take(slots, mode="clip")
+        return rows
+
+    def take_ready(self, numbers: Int64s | None = None) -> Int64s:
+        """Numbers (of these, or of all) with news not taken yet: finished, or new tokens while streaming."""
+        rows = np.flatnonzero(self._ready) if numbers is None else self.rows_of(numbers)
+        rows = rows[(rows >= 0) & self._ready[rows]]
+        self._ready[rows] = False
+        return self._number[rows]
+
+    def unfinished(self) -> Int64s:
+        """Numbers of the requests that go on, ascending: what a new engine would be given."""
+        return np.sort(self._number[(self._number >= 0) & (self._finish == 0)])
+
+    def apply(self, outputs: Outputs, now: float) -> Int64s:
+        """Enter what one step produced; returns the touched rows [N].
+
+        Rows of requests that are gone or finished, and tokens at positions that were delivered before, are dropped; a
+        position above the delivered ones is an AssertionError. Errors: MalformedMessageError when columns do not fit.
+        """
+        columns = columns_of(outputs)
+        rows = self.rows_of(columns.numbers)
+        live = (rows >= 0) & (self._finish[rows] == 0)
+        if not live.all():
+            columns, rows = columns.where(live), rows[live]
+        seats = np.arange(len(rows))
+        self._seat[rows] = seats
+        if (self._seat[rows] != seats).any():
+            raise MalformedMessageError(f"a request has two rows in the output message of step {outputs.step}")
+        delivered = self._num_delivered[rows]
+        if (columns.positions > delivered).any():
+            gap = int(np.argmax(columns.positions > delivered))
+            raise AssertionError(
+                f"request {columns.numbers[gap]}: {delivered[gap]} tokens were delivered, the next begin at position "
+                f"{columns.positions[gap]} (epoch {outputs.epoch}, step {outputs.step})"
+            )
+        ends = np.maximum(columns.positions + columns.counts, delivered)
+        self._write_tokens(columns, rows, delivered, ends)
+        touched = ends > delivered
+        fed = rows[touched]
+        self._num_delivered[fed] = ends[touched]
+        self._last_token_time[fed] = now
+        first = fed[self._first_token_time[fed] == 0.0]
+        self._first_token_time[first] = now
+        if columns.finish is not None:
+            finished = columns.finish > 0
+            self._finish[rows[finished]] = columns.finish[finished]
+            self._finished_time[rows[finished]] = now
+            touched = touched | finished
+        self._apply_events(outputs)
+        news: Int64s = rows[touched]
+        self._ready[news] |= self._streaming[news] | (self._finish[news] > 0)
+        return news
+
+    def any_ready(self, rows: Int64s) -> bool:
+        """Whether one of these rows has news its consumer waits for."""
+        return bool(self._ready[rows].any())
+
+    def _write_tokens(self, columns: OutputColumns, rows: Int64s, delivered: Int64s, ends: Int64s) -> None:
+        if not len(columns.tokens):
+            return
+        self._tokens.ensure(rows, ends)
+        if len(columns.tokens) == len(rows) and (columns.counts == 1).all():
+            token_rows, positions, known = rows, columns.positions, delivered
+        else:
+            token_rows = rows.repeat(columns.counts)
+            known = delivered.repeat(columns.counts)
+            starts = np.cumsum(columns.counts) - columns.counts
+            positions = np.arange(len(columns.tokens)) + (columns.positions - starts).repeat(columns.counts)
+        new = positions >= known
+        if new.all():
+            self._tokens.set(token_rows, positions, columns.tokens)
+        else:
+            self._tokens.set(token_rows[new], positions[new], columns.tokens[new])
+
+    def _apply_events(self, outputs: Outputs) -> None:
+        if outputs.started:
+            pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
+            rows = self.rows_of(pairs[:, 0])
+            self._num_cached_tokens[rows[rows >= 0]] = pairs[rows >= 0, 1]
+        for index, token in outputs.stop_tokens:
+            numbers = np.frombuffer(outputs.numbers, "<u4")
+            if not 0 <= index < len(numbers):
+                raise MalformedMessageError(f"stop token {token} is of row {index}; there are {len(numbers)} rows")
+            row = self.row(int(numbers[index]))
+            if row >= 0:
+                self._stop_token[row] = token
+
+    # --- growth -------------------------------------------------------------------------------------------------
+
+    def _grow_rows(self) -> None:
+        size = len(self._number)
+        for name, fill in _COLUMNS.items():
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.full(size, fill, column.dtype)]))
+        self._tokens.grow_rows(2 * size)
+        self._requests.extend([None] * size)
+        self._free.extend(range(2 * size - 1, size - 1, -1))
+
+    def _slot_for(self, number: int) -> int:
+        """Where `number` goes in _row_of; widened, or moved past numbers that are all gone, when it does not fit."""
+        slot = number - self._first_number + 1
+        assert slot > 0, (number, self._first_number)
+        if slot < len(self._row_of) - 1:
+            return slot
+        live = np.flatnonzero(self._row_of >= 0)
+        dropped = int(live[0]) - 1 if len(live) else slot - 1
+        kept = self._row_of[1 + dropped : -1]
+        slot -= dropped
+        self._row_of = np.full(max(len(self._row_of), 2 * (slot + 1)), -1, np.int64)
+        self._row_of[1 : 1 + len(kept)] = kept
+        self._first_number += dropped
+        return slot
+
+
+#: Journal columns that grow together, and the value of a row that holds nothing.
+_COLUMNS = {
+    "_number": -1,
+    "_num_prompt_tokens": 0,
+    "_num_delivered": 0,
+    "_num_cached_tokens": 0,
+    "_finish": 0,
+    "_stop_token": _NO_STOP_TOKEN,
+    "_streaming": False,
+    "_ready": False,
+    "_seat": 0,
+    "_arrival_time": 0.0,
+    "_first_token_time": 0.0,
+    "_last_token_time": 0.0,
+    "_finished_time": 0.0,
+}

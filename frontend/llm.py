@@ -1,0 +1,210 @@
+"""LLM: the offline interface. Prompts in, finished RequestOutputs out, in the prompts' order."""
+
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from frontend.outputs import RequestOutput
+from frontend.prompts import PromptInput, split_prompts
+from frontend.request_state import RequestState
+from frontend.session import Message, PreparedRequest, Session, final_only
+from frontend.tokenizer import Tokenizer
+from ipc.errors import EngineCoreError, InvalidRequestError, RequestFailedError
+from ipc.messages import Statistics
+from ipc.sampling_params import SamplingParams
+
+#: Requests of one generate() that are with the engine at once, at least; the others wait here, where they cost nothing.
+_MIN_WINDOW = 256
+
+
+class LLM:
+    """An engine and a synchronous way to use it; the interface is vLLM's.
+
+    model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
+    running engine, instead of a model. seed: of requests without one of their own. tokenizer: path to take the text
+    side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up; connect_timeout:
+    for it to answer. options: those of EngineConfig. Ends with close(), as a context manager, or when it is collected.
+    Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        connect: str | None = None,
+        seed: int = 0,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        start_timeout: float = 300.0,
+        connect_timeout: float = 10.0,
+        **options: Any,
+    ) -> None:
+        self._session = Session(
+            model,
+            connect=connect,
+            seed=seed,
+            tokenizer=tokenizer,
+            skip_tokenizer=skip_tokenizer_init,
+            start_timeout=start_timeout,
+            connect_timeout=connect_timeout,
+            options=options,
+        )
+        self._finalizer = weakref.finalize(self, self._session.close)
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; the outputs are in the prompts' order.
+
+        A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
+        sampling_params: one for all, or one per prompt; None = SamplingParams(). priority: smaller is sooner. use_tqdm:
+        show progress (or the class that does). Errors: InvalidRequestError before anything is submitted;
+        RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
+        """
+        return self._run(self._session.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Message] | Sequence[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one conversation or many, each a list of {"role", "content"}. Errors: as generate()."""
+        conversations = split_conversations(messages)
+        rendered = self._session.render_chats(
+            conversations,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            kwargs=chat_template_kwargs,
+        )
+        return self._run(self._session.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Errors: InvalidRequestError where there is none."""
+        if self._session.tokenizer is None:
+            raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
+        return self._session.tokenizer
+
+    def statistics(self) -> Statistics:
+        """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
+        return self._session.client.statistics()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks no running request holds. Errors: CallFailedError, EngineDeadError."""
+        self._session.client.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the session and the engine it started. Does nothing the second time."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        client = self._session.client
+        window = max(_MIN_WINDOW, 4 * client.welcome.limits.max_num_seqs)
+        waiting = deque(sorted(range(len(prepared)), key=lambda index: prepared[index].priority))
+        running: dict[int, tuple[int, RequestState]] = {}  # number -> (index of the prompt, state)
+        outputs: dict[int, RequestOutput] = {}
+        errors: dict[int, EngineCoreError] = {}
+        progress_bar = _ProgressBar(len(prepared), use_tqdm)
+        try:
+            while waiting or running:
+                while waiting and len(running) < window:
+                    index = waiting.popleft()
+                    state = self._session.submit(_final_only(prepared[index]))
+                    running[state.number] = (index, state)
+                for number in client.wait(np.fromiter(running, np.int64, len(running))).tolist():
+                    index, state = running[number]
+                    progress = client.read(number, state.num_tokens)
+                    output = None
+                    if progress.error is not None:
+                        errors[index] = progress.error
+                    else:
+                        output = state.update(progress)
+                        if output is None:
+                            continue
+                        outputs[index] = output
+                    del running[number]
+                    client.discard([number])
+                    progress_bar.advance(output)
+        finally:
+            client.discard(running)
+            progress_bar.close()
+        if errors:
+            raise _failure(errors, len(prepared))
+        return [outputs[index] for index in range(len(prepared))]
+
+
+def split_conversations(messages: list[Message] | Sequence[list[Message]]) -> list[list[Message]]:
+    """One conversation or many, as a list. Errors: InvalidRequestError for what is neither."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequestError('a chat is a list of {"role": ..., "content": ...}, or a list of such lists')
+    return [messages] if isinstance(messages[0], dict) else list(messages)  # type: ignore[list-item,arg-type]
+
+
+def _final_only(prepared: PreparedRequest) -> PreparedRequest:
+    return prepared._replace(params=final_only(prepared.params))
+
+
+def _failure(errors: dict[int, EngineCoreError], count: int) -> EngineCoreError:
+    """One error for all that failed: it names the first and says how many there are."""
+    index, first = min(errors.items())
+    kind = InvalidRequestError if isinstance(first, InvalidRequestError) else RequestFailedError
+    more = f" ({len(errors)} of {count} failed)" if len(errors) > 1 else ""
+    return kind(f"prompt {index} of {count}: {first}{more}")
+
+
+class _ProgressBar:
+    """tqdm with the rates of vLLM's bar; nothing when it is off."""
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
+        self._bar: Any = None
+        self._num_input = 0
+        self._num_output = 0
+        self._start = time.monotonic()
+        if use_tqdm:
+            make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+            self._bar = make(
+                total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._rates(self._start + 1.0)
+            )
+
+    def advance(self, output: RequestOutput | None) -> None:
+        """A request has finished, or failed (None)."""
+        if self._bar is None:
+            return
+        if output is not None:
+            self._num_input += len(output.prompt_token_ids)
+            self._num_output += len(output.outputs[0].token_ids)
+            self._bar.postfix = self._rates(time.monotonic())
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _rates(self, now: float) -> str:
+        seconds = max(now - self._start, 1e-9)
+        input_rate, output_rate = self._num_input / seconds, self._num_output / seconds
+        return f"est. speed input: {input_rate:.2f} toks/s, output: {output_rate:.2f} toks/s"

@@ -1,0 +1,59 @@
+"""An Outputs message as NumPy columns, checked to fit one another."""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc.errors import MalformedMessageError
+from ipc.messages import FinishReason, Outputs
+from ipc.paged_rows import Int32s
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+
+class OutputColumns(NamedTuple):
+    """R rows and their T tokens. Columns that need no widening are views of the message."""
+
+    numbers: Int64s  # [R]
+    positions: Int64s  # [R]
+    counts: Int64s  # [R]
+    tokens: Int32s  # [T]
+    finish: npt.NDArray[np.uint8] | None  # [R]; None = none finished
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> "OutputColumns":
+        """The columns of the rows in the mask keep [R]."""
+        return OutputColumns(
+            self.numbers[keep],
+            self.positions[keep],
+            self.counts[keep],
+            self.tokens[keep.repeat(self.counts)],
+            None if self.finish is None else self.finish[keep],
+        )
+
+
+def columns_of(outputs: Outputs) -> OutputColumns:
+    """Errors: MalformedMessageError when the columns are not of one length."""
+    try:
+        columns = OutputColumns(
+            np.frombuffer(outputs.numbers, "<u4").astype(np.int64),
+            np.frombuffer(outputs.positions, "<u4").astype(np.int64),
+            np.frombuffer(outputs.counts, "<u2").astype(np.int64),
+            np.frombuffer(outputs.tokens, "<i4"),
+            np.frombuffer(outputs.finish, np.uint8) if outputs.finish else None,
+        )
+    except ValueError as error:
+        raise MalformedMessageError(f"an output column is not a whole number of entries: {error}") from error
+    num_rows = len(columns.numbers)
+    num_finish = num_rows if columns.finish is None else len(columns.finish)
+    lengths = (len(columns.positions), len(columns.counts), num_finish, int(columns.counts.sum()))
+    if lengths != (num_rows, num_rows, num_rows, len(columns.tokens)) or len(outputs.started) % 8:
+        raise MalformedMessageError(
+            f"output columns do not fit: {num_rows} numbers, {lengths[0]} positions, {lengths[1]} counts with the sum "
+            f"{lengths[3]}, {len(columns.tokens)} tokens, {lengths[2]} finish codes, {len(outputs.started)} B started"
+        )
+    if columns.finish is not None and num_rows and columns.finish.max() > FinishReason.ABORT:
+        raise MalformedMessageError(f"finish code {columns.finish.max()}; known are 0 to {FinishReason.ABORT.value}")
+    if any(outputs.choices):
+        raise MalformedMessageError("an output row is of a choice other than 0; this client asks for one choice")
+    return columns

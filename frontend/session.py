@@ -1,0 +1,231 @@
+"""Session: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from frontend.chat_template import render_chat
+from frontend.client import EngineClient
+from frontend.engine_process import EngineProcess
+from frontend.prompts import Prompt, PromptInput, read_prompts
+from frontend.request_state import RequestState, needs_every_token
+from frontend.tokenizer import Tokenizer
+from frontend.transport import ZmqTransport
+from ipc.config import EngineConfig, config_from_options
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
+from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.sampling_params import RequestOutputKind, SamplingParams
+
+Message: TypeAlias = dict[str, Any]
+
+_MAX_PRIORITY = 2**31 - 1
+
+
+class PreparedRequest(NamedTuple):
+    """A request that was checked and can be submitted."""
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int
+
+
+class Session:
+    """An open session; close() ends it, and the engine with it where the session started it.
+
+    model: path of a model folder or .gguf file; None = the demo model (with executor="fake": none). connect: address
+    of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the text
+    side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
+    options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None,
+        *,
+        connect: str | None,
+        seed: int,
+        tokenizer: str | os.PathLike[str] | None,
+        skip_tokenizer: bool,
+        start_timeout: float,
+        connect_timeout: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed must be an integer, got {seed!r}")
+        self._seed = seed
+        self._process: EngineProcess | None = None
+        self._owner = os.getpid()
+        self._text_source = None if tokenizer is None else os.fspath(tokenizer)
+        self._skip_tokenizer = skip_tokenizer
+        self.tokenizer: Tokenizer | None = None
+        if connect is None:
+            config = config_from_options(model=None if model is None else os.fspath(model), **options)
+            self._start(config, start_timeout, connect_timeout)
+        else:
+            if model is not None or options:
+                given = ["model"] if model is not None else []
+                raise ConfigError(
+                    f"connect={connect!r} uses an engine as it runs; leave out {', '.join([*given, *options])}"
+                )
+            self._connect(connect, connect_timeout)
+        self._salt = b"" if connect is None else self.client.welcome.session_token
+
+    def prepare(
+        self,
+        prompts: Sequence[PromptInput],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[PreparedRequest]:
+        """Check and tokenize everything before anything is submitted. Errors: InvalidRequestError."""
+        read = read_prompts(
+            prompts,
+            self.tokenizer,
+            vocab_size=self.client.welcome.vocab_size,
+            max_model_len=self.client.welcome.limits.max_model_len,
+            add_special_tokens=add_special_tokens,
+        )
+        all_params = self._read_params(params, len(read))
+        priorities = _read_priorities(priority, len(read))
+        return [PreparedRequest(*parts) for parts in zip(read, all_params, priorities, strict=True)]
+
+    def render_chats(
+        self,
+        conversations: Sequence[list[Message]],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """Each conversation as the prompt the model's template (or the given one) makes of it."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "this engine has no tokenizer, so no chat template: use generate() with token ids"
+            )
+        return [
+            render_chat(
+                chat_template if chat_template is not None else self.tokenizer.chat_template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.tokenizer.bos_token,
+                eos_token=self.tokenizer.eos_token,
+                tools=tools,
+                **(kwargs or {}),
+            )
+            for messages in conversations
+        ]
+
+    def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
+        """Submit; request_id None = the request's number. Errors: those of EngineClient.submit."""
+        prompt, params, priority = prepared
+        number = self.client.submit(
+            prompt.token_ids,
+            params,
+            seed=self._derive_seed if params.seed is None else params.seed,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            streaming=needs_every_token(params),
+        )
+        name = str(number) if request_id is None else request_id
+        return RequestState(name, number, prompt, params, self.tokenizer)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End the session, and within `timeout` seconds the engine this session started."""
+        self.client.close()
+        if self._process is not None and self._owner == os.getpid():
+            self._process.stop(timeout)
+            self._process.close()
+            self._process = None
+
+    def _start(self, config: EngineConfig, start_timeout: float, connect_timeout: float) -> None:
+        process = EngineProcess(config, start_timeout=start_timeout)
+        try:
+            process.start()
+            files = self._read_own_files(config)  # while the engine starts
+            process.wait_ready()
+            transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
+            self.client = EngineClient(transport, hello_timeout=connect_timeout)
+        except BaseException:
+            process.stop(0.0)
+            process.close()
+            raise
+        self._process = process
+        if files and self._text_source is None:
+            self._check_hash(files)
+
+    def _connect(self, address: str, connect_timeout: float) -> None:
+        self.client = EngineClient(ZmqTransport(address), hello_timeout=connect_timeout)
+        try:
+            if self._skip_tokenizer:
+                return
+            if self._text_source is not None:
+                self._load(read_tokenizer_files(Path(self._text_source)))
+            else:
+                self._load(self.client.tokenizer_files().files)
+        except BaseException:
+            self.client.close()
+            raise
+
+    def _read_own_files(self, config: EngineConfig) -> dict[str, bytes]:
+        if self._skip_tokenizer or (config.executor == "fake" and config.model is None and self._text_source is None):
+            return {}
+        path = resolve_model(config.model) if self._text_source is None else Path(self._text_source)
+        files = read_tokenizer_files(path)
+        self._load(files)
+        return files
+
+    def _load(self, files: dict[str, bytes]) -> None:
+        if files or self._text_source is not None:
+            self.tokenizer = Tokenizer.from_files(files)
+
+    def _check_hash(self, files: dict[str, bytes]) -> None:
+        theirs, ours = self.client.welcome.tokenizer_hash, tokenizer_hash(files)
+        if theirs and theirs != ours:
+            self.close()
+            raise ModelFileError(f"the model's tokenizer files changed while the engine started: {theirs} and {ours}")
+
+    def _derive_seed(self, number: int) -> int:
+        """The uint64 seed of a request that brought none: of LLM(seed=), the request's number and, with connect=, the
+        session, so that two clients of one engine do not draw the same numbers."""
+        text = b"%d:%d:" % (self._seed, number)
+        return int.from_bytes(hashlib.blake2b(text + self._salt, digest_size=8).digest(), "little")
+
+    def _read_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """One per prompt, as copies: a caller may change theirs while the request runs."""
+        given = SamplingParams() if params is None else params
+        many = list(given) if isinstance(given, Sequence) else [given]
+        for one in many:
+            if not isinstance(one, SamplingParams):
+                raise InvalidRequestError(f"sampling_params must be SamplingParams, got {type(one).__name__}")
+            if one.stop_strings and self.tokenizer is None:
+                raise InvalidRequestError(
+                    "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
+                )
+        if isinstance(given, Sequence):
+            if len(many) != count:
+                raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
+            return [msgspec.structs.replace(one) for one in many]
+        return [msgspec.structs.replace(given)] * count
+
+
+def final_only(params: SamplingParams) -> SamplingParams:
+    """These parameters, for a caller that waits for the end."""
+    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _read_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
+    if len(priorities) != count:
+        raise InvalidRequestError(f"{count} prompts need as many priorities; got {len(priorities)}")
+    for one in priorities:
+        if isinstance(one, bool) or not isinstance(one, int) or abs(one) > _MAX_PRIORITY:
+            raise InvalidRequestError(f"a priority must be an integer within +-{_MAX_PRIORITY}, got {one!r}")
+    return priorities

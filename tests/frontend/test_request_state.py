@@ -1,0 +1,118 @@
+"""RequestState: what each output kind shows, where texts end, and why."""
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from frontend.journal import Progress
+from frontend.prompts import Prompt
+from frontend.request_state import RequestState, needs_every_token
+from frontend.tokenizer import Tokenizer
+from ipc.messages import FinishReason
+from ipc.sampling_params import RequestOutputKind, SamplingParams
+
+WORDS = ["</s>", "a", "b", "c", "d", "e"]
+CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    hf = tokenizers.Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="a"))
+    hf.decoder = decoders.Fuse()
+    hf.add_special_tokens(["</s>"])
+    return Tokenizer(hf, eos_token_ids=[0])
+
+
+def progress(ids, finish=FinishReason.NONE, stop_token=None):
+    return Progress(np.array(ids, np.int32), finish, stop_token, 2, 1.0, 2.0, 5.0, 6.0 if finish else 0.0, None)
+
+
+def state_for(tokenizer, **parameters):
+    return RequestState("id", 0, Prompt("p", [1]), SamplingParams(max_tokens=None, **parameters), tokenizer)
+
+
+def play(state, *steps):
+    """(text, token ids, finish reason, stop reason) of each output."""
+    outputs = [state.update(progress(*step)) for step in steps]
+    return [
+        (one.text, one.token_ids, one.finish_reason, one.stop_reason)
+        for output in outputs
+        if output is not None
+        for one in output.outputs
+    ]
+
+
+def test_cumulative_shows_all_so_far(tokenizer):
+    steps = play(state_for(tokenizer), ([1],), ([],), ([2, 3],), ([4], FinishReason.LENGTH))
+    assert steps == [
+        ("a", [1], None, None),
+        ("abc", [1, 2, 3], None, None),
+        ("abcd", [1, 2, 3, 4], "length", None),
+    ]
+
+
+def test_delta_shows_what_is_new(tokenizer):
+    steps = play(state_for(tokenizer, output_kind=DELTA), ([1],), ([2, 3],), ([0], FinishReason.STOP))
+    assert steps == [("a", [1], None, None), ("bc", [2, 3], None, None), ("", [0], "stop", None)]
+
+
+def test_final_only_shows_the_end(tokenizer):
+    state = state_for(tokenizer, output_kind=FINAL)
+    assert play(state, ([1],), ([2, 0], FinishReason.STOP)) == [("ab", [1, 2, 0], "stop", None)]
+    assert state.finished
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, FINAL])
+def test_a_stop_token_ends_the_ids_but_not_the_text(tokenizer, kind):
+    step = ([1, 3], FinishReason.STOP, 3)
+    assert play(state_for(tokenizer, output_kind=kind), step) == [("a", [1, 3], "stop", 3)]
+    shown = state_for(tokenizer, output_kind=kind, include_stop_str_in_output=True)
+    assert play(shown, step) == [("ac", [1, 3], "stop", 3)]
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
+def test_a_stop_string_ends_the_request_here(tokenizer, kind):
+    state = state_for(tokenizer, output_kind=kind, stop="cd")
+    assert play(state, ([1, 2, 3, 4, 5, 5],)) == [("ab", [1, 2, 3, 4], "stop", "cd")]
+    assert state.finished
+    assert state.num_tokens == 6
+
+
+def test_what_may_begin_a_stop_string_waits(tokenizer):
+    state = state_for(tokenizer, output_kind=DELTA, stop=["cd"])
+    assert play(state, ([1, 3],), ([5],), ([3],), ([1], FinishReason.LENGTH)) == [
+        ("a", [1, 3], None, None),
+        ("c", [5], None, None),
+        ("e", [3], None, None),
+        ("ca", [1], "length", None),
+    ]
+
+
+def test_an_aborted_request_says_so(tokenizer):
+    assert play(state_for(tokenizer), ([1], FinishReason.ABORT)) == [("a", [1], "abort", None)]
+
+
+def test_no_text_without_tokenizer_or_by_request(tokenizer):
+    for state in (state_for(None), state_for(tokenizer, detokenize=False), state_for(None, output_kind=FINAL)):
+        assert play(state, ([1, 2], FinishReason.LENGTH)) == [("", [1, 2], "length", None)]
+
+
+def test_the_rest_of_the_output(tokenizer):
+    output = state_for(tokenizer).update(progress([1, 2, 3], FinishReason.LENGTH))
+    assert (output.request_id, output.prompt, output.prompt_token_ids, output.finished) == ("id", "p", [1], True)
+    assert (output.num_cached_tokens, output.metrics.ttft, output.metrics.tpot) == (2, 1.0, 1.5)
+    assert (output.metrics.arrival_time, output.metrics.finished_time) == (1.0, 6.0)
+
+
+def test_outputs_do_not_share_their_lists(tokenizer):
+    state = state_for(tokenizer)
+    first = state.update(progress([1]))
+    state.update(progress([2]))
+    assert first.outputs[0].token_ids == [1]
+
+
+def test_only_the_end_matters_where_nothing_is_shown_before():
+    assert not needs_every_token(SamplingParams(output_kind=FINAL))
+    assert needs_every_token(SamplingParams(output_kind=FINAL, stop="x"))
+    assert needs_every_token(SamplingParams())
