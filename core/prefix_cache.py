@@ -65,6 +65,11 @@ class PrefixCache:
         for row, end in zip(rows[more].tolist(), full[more].tolist(), strict=True):
             self._name_blocks(row, end)
 
+    def name_started_blocks(self, row: int, num_tokens: int) -> None:
+        """As name_full_blocks, for a row that starts with these tokens: who starts after it in this step finds them."""
+        if self._enabled and num_tokens // self._block_size > self._table.num_hashed_blocks[row]:
+            self._name_blocks(row, num_tokens // self._block_size)
+
     def _name_blocks(self, row: int, end: int) -> None:
         table, request = self._table, self._table.request[row]
         assert request is not None, f"row {row} is scheduled and free"

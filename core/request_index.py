@@ -4,6 +4,9 @@ import heapq
 
 from core.request import Request
 
+#: Deadlines of finished requests that the heap may hold beside as many as there are live requests.
+_MAX_SPARE = 64
+
 
 class RequestIndex:
     def __init__(self) -> None:
@@ -29,11 +32,15 @@ class RequestIndex:
             heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
 
     def remove(self, request: Request) -> None:
+        """The request is marked finished by now."""
         numbers = self._clients[request.client]
         del numbers[request.number]
         if not numbers:
             del self._clients[request.client]
         self._length -= 1
+        if len(self._deadlines) > 2 * self._length + _MAX_SPARE:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
 
     def pop_overdue(self, now_ns: int) -> list[Request]:
         """Requests whose deadline has come; finished ones among them are left out."""

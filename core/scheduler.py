@@ -233,6 +233,7 @@ class Scheduler:
         cached = len(hits) * self.block_size
         block_ids = np.concatenate([hits, self.pool.allocate(-(-end // self.block_size) - len(hits))])
         row = self.table.add(request, cached, block_ids, len(hits))
+        self._prefix_cache.name_started_blocks(row, end)
         if request.params.stop_token_ids:
             self._stop_check.add(row, request.params.stop_token_ids)
         draft.added.append(

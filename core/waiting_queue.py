@@ -4,9 +4,13 @@ from collections import deque
 
 from core.request import Request
 
+#: Finished requests the queue may hold beside as many as wait.
+_MAX_SPARE = 64
+
 
 class WaitingQueue:
-    """Every operation is O(1): an aborted request is marked finished and dropped when it comes to the head."""
+    """Every operation is O(1), amortized: an aborted request is marked finished and dropped later, at the head or when
+    such requests are the most of the queue."""
 
     def __init__(self) -> None:
         self._queue: deque[Request] = deque()
@@ -28,6 +32,8 @@ class WaitingQueue:
         """The request, which is in the queue, will not be given out again."""
         request.is_finished = True
         self._length -= 1
+        if len(self._queue) > 2 * self._length + _MAX_SPARE:
+            self._queue = deque(waiting for waiting in self._queue if not waiting.is_finished)
 
     def head(self) -> Request | None:
         while self._queue and self._queue[0].is_finished:

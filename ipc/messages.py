@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
 from ipc.sampling_params import SamplingParams
 
@@ -216,6 +217,14 @@ ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | CallRes
 # --- parent to engine process, over the pipe that is also the child's lease on life -------------------------------
 
 
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
+    """The first frame: what to run and where to listen."""
+
+    config: EngineConfig
+    address: str
+    epoch: int = 0  # counts the engine's restarts under one owner
+
+
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
     """Take no more requests, finish the running ones, exit 0."""
 
@@ -241,6 +250,7 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
     message: str
 
 
+OwnerMessage: TypeAlias = Start | Drain
 StartReport: TypeAlias = StartPhase | Ready | StartFailed
 
 

@@ -1,6 +1,5 @@
 """SamplingParams: what one request asks of the sampler and the detokenizer. Names and defaults are vLLM's."""
 
-import math
 from enum import IntEnum
 
 import msgspec
@@ -119,16 +118,24 @@ _UNSUPPORTED = {
 def _refuse_unsupported(params: SamplingParams) -> None:
     for name, default in _UNSUPPORTED.items():
         value = getattr(params, name)
-        if value != default and not (isinstance(value, (list, dict)) and not value):
+        is_empty = default is None and isinstance(value, (list, dict)) and not value
+        if not is_empty and not _is_same(value, default):
             raise UnsupportedParameterError(
                 f"{name}={value!r} is not supported by this version; leave it at its default ({default!r})"
             )
+        setattr(params, name, default)  # what the wire's type allows: 1, not 1.0; null, not []
+
+
+def _is_same(value: object, default: object) -> bool:
+    if value is None or default is None or isinstance(value, bool) or isinstance(default, bool):
+        return value is default
+    return isinstance(value, (int, float)) and value == default
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # also for NaN
         raise InvalidRequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
     return float(value)
 
@@ -150,6 +157,8 @@ def _stop_strings(stop: object) -> list[str]:
     for string in strings:
         if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {string!r:.80}")
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise InvalidRequestError(f"a stop string must be valid Unicode; {string!r:.80} has a lone surrogate")
     return strings
 
 

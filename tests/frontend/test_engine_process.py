@@ -202,10 +202,10 @@ def test_killed_while_idle_then_started_again() -> None:
 
 def test_drain_finishes_what_runs() -> None:
     with EngineProcess(FAKE) as engine, RawClient(engine.address) as client:
-        client.add(1, [1], max_tokens=2000)
+        client.add(1, [1], max_tokens=3000)
         client.receive(Outputs)
         engine.drain()
-        assert len(client.finish(1)[0]) == 2000
+        assert len(client.finish(1)[0]) == 3000
         assert client.receive(EngineStopping).error == ""
         assert engine.wait(PATIENCE_S)
         assert engine.describe_exit().endswith("exited with code 0")
@@ -227,13 +227,20 @@ def test_engine_dies_with_its_owner(moment: str, tmp_path: Path) -> None:
     pidfd = os.pidfd_open(int(read_line(owner)))
     end(owner)
     assert is_gone(pidfd, 2.0)
-    if moment == "ready":
-        assert private_files() == before
+    assert private_files() == before
 
 
 def test_fork_of_the_owner_neither_ends_nor_keeps_the_engine() -> None:
-    fork = "import os\nif not (child := os.fork()): time.sleep(0.05); sys.exit()\nos.waitpid(child, 0)\n"
-    fork += "print(engine.is_alive, flush=True)\nif not os.fork(): print(os.getpid(), flush=True); time.sleep(60)\n"
+    fork = """
+import os
+if not (child := os.fork()):
+    sys.exit()
+os.waitpid(child, 0)
+print(engine.is_alive and os.path.exists(engine.address[6:]), flush=True)
+if not os.fork():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
     owner = run_owner("ready", rest=fork)
     pidfd = os.pidfd_open(int(read_line(owner)))
     assert read_line(owner) == "True\n"

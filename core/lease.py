@@ -1,0 +1,99 @@
+"""The engine process's lease on life: the pipe from its owner, and the signals that end it.
+
+One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
+the pipe means that the owner is gone or wants no more: the process exits at once. Drain and the first SIGTERM let
+running requests finish; a second SIGTERM does not. SIGINT is ignored, because a terminal's Ctrl-C goes to the whole
+process group and it is the owner's to decide.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from core.io_thread import IOThread
+from ipc.messages import Drain, Start
+from ipc.pipes import FrameReader, decode_owner_message
+from ipc.sockets import remove_private_address
+
+EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
+_STOP_S = 1.0  # for telling the clients
+
+
+class Lease:
+    """Made by the main thread, which alone may install signal handlers. Errors: MalformedMessageError, EOFError."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._reader = FrameReader()
+        self._signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # works while the main thread is in C code
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the owner blocks them for exec
+        self._lock = threading.Lock()
+        self._io: IOThread | None = None
+        self._num_stops = 0
+        self.start = self._read_start()
+        self._remove_files: Callable[[], None] = lambda: remove_private_address(self.start.address)
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def on_exit(self, remove_files: Callable[[], None]) -> None:
+        """What to call, in its thread, before this lease ends the process. Until then: remove a private directory."""
+        self._remove_files = remove_files
+
+    def serve(self, io: IOThread) -> None:
+        """From now on there may be work to finish."""
+        with self._lock:
+            self._io = io
+
+    def _read_start(self) -> Start:
+        while True:
+            data = os.read(self._fd, 65_536)
+            if not data:
+                raise EOFError("the owner closed its pipe before it said what to start")
+            for frame in self._reader.feed(data):
+                message = decode_owner_message(frame)
+                assert isinstance(message, Start), message
+                return message
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        poller.register(self._signals, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._signals:
+                    for number in os.read(self._signals, 64):
+                        if number == signal.SIGTERM:
+                            self._stop_or_drain()
+                elif data := os.read(self._fd, 65_536):
+                    for frame in self._reader.feed(data):
+                        if isinstance(decode_owner_message(frame), Drain):
+                            self._drain()
+                else:
+                    self._exit(0)
+
+    def _stop_or_drain(self) -> None:
+        self._num_stops += 1
+        if self._num_stops == 1:
+            self._drain()
+            return
+        if self._io is not None:
+            self._io.finish("the engine was told to stop at once", _STOP_S)
+        self._exit(EXIT_STOPPED)
+
+    def _drain(self) -> None:
+        with self._lock:
+            if self._io is None:
+                self._exit(0)  # nothing has been accepted yet
+            else:
+                self._io.drain()
+
+    def _exit(self, code: int) -> None:
+        self._remove_files()
+        sys.stderr.flush()
+        os._exit(code)

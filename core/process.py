@@ -1,0 +1,35 @@
+"""The engine loop: drains the inbox, runs the step, hands over its messages; sleeps while there is nothing to do."""
+
+import sys
+import time
+import traceback
+
+from core.engine import EngineCore
+from core.io_thread import IOThread
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+_FINISH_S = 2.0  # for telling the clients how the engine ended
+
+
+def run(engine: EngineCore, io: IOThread) -> int:
+    """Serve until drained; returns the exit code of the process. An exception in a step ends the engine: its state can
+    no longer be trusted, and every client is told."""
+    try:
+        _loop(engine, io)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"engine-core: a step failed, the engine ends: {text}", file=sys.stderr, flush=True)
+        io.finish(text, _FINISH_S)
+        return EXIT_FAILED
+    io.finish("", _FINISH_S)
+    return EXIT_OK
+
+
+def _loop(engine: EngineCore, io: IOThread) -> None:
+    inbox = io.inbox
+    while engine.has_work or not inbox.has_ended:
+        messages = inbox.drain(wait=not engine.has_work)
+        if messages or engine.has_work:
+            io.put(engine.step(messages, time.monotonic_ns()))

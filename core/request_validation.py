@@ -1,0 +1,81 @@
+"""What the engine demands of a request before the scheduler sees it."""
+
+import msgspec
+import numpy as np
+
+from ipc.errors import InvalidRequestError
+from ipc.messages import DECODE_ERRORS, AddRequest
+
+MAX_CACHE_SALT_CHARS = 1024
+_MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
+
+
+class _RequestHead(msgspec.Struct, frozen=True, array_like=True, tag=AddRequest.__struct_config__.tag):
+    """The beginning of an AddRequest: enough to say which request a bad one is."""
+
+    number: int
+
+
+_head_decoder = msgspec.msgpack.Decoder(_RequestHead)
+
+
+def decode_request_number(data: bytes | memoryview) -> int | None:
+    """The number in an AddRequest whose remainder could not be decoded; None if there is none."""
+    try:
+        return _head_decoder.decode(data).number
+    except DECODE_ERRORS:
+        return None
+
+
+def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Errors: InvalidRequestError saying what is wrong and what would be right."""
+    _check_range("number", message.number, 0, 2**32 - 1)
+    _check_range("seed", message.seed, 0, 2**64 - 1)
+    _check_range("priority", message.priority, -(2**31), 2**31 - 1)
+    _check_range("deadline_ms", message.deadline_ms, 0, _MAX_DEADLINE_MS)
+    if len(message.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
+        )
+    num_prompt = _check_token_ids("the prompt", message.prompt_token_ids, vocab_size)
+    if num_prompt == 0:
+        raise InvalidRequestError("the prompt is empty: it needs at least one token")
+    if num_prompt >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}, which leaves no room for an "
+            f"output token: shorten it by at least {num_prompt + 1 - max_model_len}"
+        )
+    if len(message.delivered) > message.params.n:
+        raise InvalidRequestError(
+            f"delivered has tokens for {len(message.delivered)} choices and may have n={message.params.n}"
+        )
+    for choice, token_ids in enumerate(message.delivered):
+        num_delivered = _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
+        _check_delivered(num_prompt, num_delivered, message.params.max_tokens, max_model_len)
+
+
+def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None, max_model_len: int) -> None:
+    """A request that had all its tokens is finished and must not be sent again."""
+    room = max_model_len - num_prompt if max_tokens is None else min(max_tokens, max_model_len - num_prompt)
+    if num_delivered >= room:
+        raise InvalidRequestError(
+            f"{num_delivered} tokens are delivered already and the request ends after {room}: nothing is left to do"
+        )
+
+
+def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:
+    """Number of tokens in an int32 column whose ids all lie in [0, vocab_size)."""
+    if len(data) % 4:
+        raise InvalidRequestError(f"{name} has {len(data)} bytes, which is no whole number of int32 token ids")
+    ids = np.frombuffer(data, "<i4")
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise InvalidRequestError(
+            f"token {int(ids[at])} at index {at} of {name} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
+        )
+    return len(ids)
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be from {low} to {high}, got {value}")

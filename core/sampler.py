@@ -1,0 +1,200 @@
+"""The sampler: one token per row of logits, a function of that row, its parameters and its position alone.
+
+Order, as in vLLM: forbidden tokens, temperature, min_p, top_k, top_p, draw. A draw is one Philox uniform pushed through
+the inverse cumulative distribution of the tokens that are left: of rows with top_p < 1 or top_k < V in order of descending
+logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never sorted whole: its largest
+logits are taken by the smallest of a few buckets that its own parameters, then its own logits, show to be enough.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.philox import uniform
+
+#: What stands for a token in a row whose logits are not numbers.
+NOT_A_TOKEN = -1
+
+#: Sizes of the candidate prefilter; after the last one comes the whole vocabulary.
+BUCKETS = (64, 256, 1024, 4096)
+
+#: Logits worked on at once, in whole rows: bounds temporary memory (13 bytes a logit).
+_MAX_LOGITS = 1 << 22
+
+#: Totals over the vocabulary are summed in blocks: torch splits the sum of one long row between threads, not of many.
+_SUM_BLOCK = 4096
+
+Bools = NDArray[np.bool_]
+Doubles = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+class SamplingInputs(NamedTuple):
+    """Parameters of S rows, as columns [S]; and the index group of forbidden tokens."""
+
+    temperature: NDArray[np.float32]  # 0 = greedy
+    top_k: NDArray[np.int64]  # 0 = all
+    top_p: NDArray[np.float32]  # (0, 1]
+    min_p: NDArray[np.float32]  # [0, 1]
+    seed: NDArray[np.uint64]
+    position: NDArray[np.int64]  # index of the token to draw in its request's output
+    forbidden_row: NDArray[np.int64]  # [F] row in 0..S-1 and
+    forbidden_token: NDArray[np.int64]  # [F] token id it must not draw; ids outside the vocabulary are ignored
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
+    """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
+    not forbidden, is NaN or infinite."""
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return np.zeros(0, np.int32)
+    if len(inputs.forbidden_row):
+        known = inputs.forbidden_token < vocab_size
+        logits[torch.from_numpy(inputs.forbidden_row[known]), torch.from_numpy(inputs.forbidden_token[known])] = -np.inf
+    best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
+    maximum = logits.gather(1, best[:, None])[:, 0]
+    drawn = inputs.temperature > 0
+    divisor = torch.from_numpy(np.where(drawn, inputs.temperature, np.float32(1)))
+    finite = (maximum / divisor).isfinite().numpy()
+    tokens = np.where(finite, best.numpy(), NOT_A_TOKEN)
+    drawn &= finite
+    has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
+    sorts = has_top_k | (inputs.top_p < 1)
+    for rows in _parts(np.flatnonzero(drawn & ~sorts), vocab_size):
+        tokens[rows] = _draw_in_vocabulary_order(*_scaled(logits, maximum, rows, inputs), rows, inputs)
+    for rows in _parts(np.flatnonzero(drawn & sorts), vocab_size):
+        top_k = np.where(has_top_k[rows], inputs.top_k[rows], 0)
+        tokens[rows] = _draw_in_descending_order(*_scaled(logits, maximum, rows, inputs), rows, top_k, inputs)
+    return tokens.astype(np.int32)
+
+
+def _parts(rows: Indices, vocab_size: int) -> list[Indices]:
+    size = max(1, _MAX_LOGITS // vocab_size)
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def _scaled(
+    logits: torch.Tensor, maximum: torch.Tensor, rows: Indices, inputs: SamplingInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits / temperature [n, V] and their maximum [n, 1] of these rows."""
+    temperature = torch.from_numpy(inputs.temperature[rows])[:, None]
+    index = torch.from_numpy(rows)
+    return logits.index_select(0, index).div_(temperature), maximum[index, None].div_(temperature)
+
+
+def _draw_in_vocabulary_order(
+    scaled: torch.Tensor, maximum: torch.Tensor, rows: Indices, inputs: SamplingInputs
+) -> Indices:
+    weights = _weights_above_min_p(scaled, maximum, inputs.min_p[rows])
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = _targets(cumulative[:, -1].numpy(), rows, inputs)
+    found: Indices = torch.searchsorted(cumulative, torch.from_numpy(target)[:, None], right=True)[:, 0].numpy()
+    return found
+
+
+def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: NDArray[np.float32]) -> torch.Tensor:
+    """exp(scaled - maximum) [n, V], 0 below the row's min_p (the largest weight is 1); overwrites scaled."""
+    weights = scaled.sub_(maximum).exp_()
+    users = np.flatnonzero(min_p > 0)
+    if len(users):
+        index = torch.from_numpy(users)
+        part = weights.index_select(0, index)
+        weights[index] = part.masked_fill_(part < torch.from_numpy(min_p[users])[:, None], 0.0)
+    return weights
+
+
+def _targets(total: Doubles, rows: Indices, inputs: SamplingInputs) -> Doubles:
+    """A uniform number in (0, total) of each row: below total also after rounding."""
+    drawn: Doubles = np.minimum(uniform(inputs.seed[rows], inputs.position[rows]) * total, np.nextafter(total, 0.0))
+    return drawn
+
+
+def _draw_in_descending_order(
+    scaled: torch.Tensor, maximum: torch.Tensor, rows: Indices, top_k: Indices, inputs: SamplingInputs
+) -> Indices:
+    """Rows go through the buckets from the first that can hold their top_k, until one is seen to be enough."""
+    num_rows, vocab_size = scaled.shape
+    tokens = np.zeros(num_rows, np.int64)
+    total = np.zeros(num_rows)
+    need_total = np.flatnonzero(top_k == 0)
+    if len(need_total):
+        index = torch.from_numpy(need_total)
+        chosen, chosen_maximum = scaled.index_select(0, index), maximum.index_select(0, index)
+        total[need_total] = _sums(_weights_above_min_p(chosen, chosen_maximum, inputs.min_p[rows[need_total]]))
+    left = np.arange(num_rows)
+    for bucket in (*(size for size in BUCKETS if size < vocab_size), vocab_size):
+        # One more than top_k: the next value shows whether ties of the last one were cut off.
+        ready = left[(top_k[left] < bucket) | (bucket == vocab_size)]
+        if len(ready) == 0:
+            continue
+        index = torch.from_numpy(ready)
+        values, ids = scaled.index_select(0, index).topk(bucket, dim=-1)
+        candidates = _Candidates(
+            values.numpy(), ids.numpy(), (values - maximum.index_select(0, index)).exp_().double().numpy()
+        )
+        part = rows[ready]
+        kept, enough = _keep(candidates, top_k[ready], total[ready], inputs.top_p[part], inputs.min_p[part])
+        enough |= bucket == vocab_size
+        tokens[ready[enough]] = _draw(candidates.select(enough), kept[enough], part[enough], inputs)
+        left = np.setdiff1d(left, ready[enough], assume_unique=True)
+        if len(left) == 0:
+            break
+    return tokens
+
+
+def _sums(weights: torch.Tensor) -> Doubles:
+    """[n, V] -> [n] float64."""
+    blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]
+    sums: Doubles = torch.stack(blocks, -1).cumsum(-1)[:, -1].numpy()
+    return sums
+
+
+class _Candidates(NamedTuple):
+    """The largest logits of some rows [n, bucket], descending."""
+
+    values: NDArray[np.float32]  # scaled logits
+    ids: Indices
+    weights: Doubles  # exp(value - the row's maximum)
+
+    def select(self, rows: Bools) -> "_Candidates":
+        return _Candidates(self.values[rows], self.ids[rows], self.weights[rows])
+
+
+def _keep(
+    candidates: _Candidates,
+    top_k: Indices,
+    total: Doubles,
+    top_p: NDArray[np.float32],
+    min_p: NDArray[np.float32],
+) -> tuple[Indices, Bools]:
+    """How many of the first candidates stay (every filter keeps a prefix), and whether this is sure: not if a token
+    outside the bucket may have the value of the last one kept."""
+    values, weights = candidates.values, candidates.weights
+    rows = np.arange(len(values))
+    bucket = values.shape[1]
+    allowed = (weights >= min_p[:, None]) & (values > -np.inf)
+    count = allowed.sum(-1)
+    kth = values[rows, np.minimum(np.where(top_k > 0, top_k, bucket), bucket) - 1]
+    by_k = np.where(top_k > 0, (allowed & (values >= kth[:, None])).sum(-1), count)
+    cumulative = np.cumsum(weights, -1)
+    total = np.where(top_k > 0, cumulative[rows, by_k - 1], total)
+    # A token stays if those before it have less than top_p together; as in vLLM the first always does.
+    by_p = ((cumulative - weights) < top_p[:, None] * total[:, None]).sum(-1)
+    kept = np.where(top_p < 1, np.clip(by_p, 1, by_k), by_k)
+    last = values[:, -1]
+    enough = (values[rows, kept - 1] > last) & ((top_k == 0) | (values[rows, by_k - 1] > last))
+    return kept, enough | (last == -np.inf)
+
+
+def _draw(candidates: _Candidates, kept: Indices, rows: Indices, inputs: SamplingInputs) -> Indices:
+    """Tokens [n] from the first kept[i] candidates of each row."""
+    order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # topk leaves ties in any order
+    ids = np.take_along_axis(candidates.ids, order, -1)
+    cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights: their order is nothing to it
+    each = np.arange(len(kept))
+    target = _targets(cumulative[each, kept - 1], rows, inputs)
+    chosen: Indices = ids[each, (cumulative <= target[:, None]).sum(-1)]
+    return chosen

@@ -1,0 +1,112 @@
+"""The engine's start: socket, executor, resolved config, KV cache, EngineCore - in phases that the owner is told of."""
+
+import importlib
+import importlib.metadata
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from core.engine import EngineCore
+from core.executor.interface import Executor, ModelInfo, load_executor
+from core.io_thread import IOThread
+from core.resolve import resolve
+from ipc.config import EngineConfig
+from ipc.messages import (
+    MAX_CLIENT_MESSAGE_BYTES,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Limits,
+    Start,
+    TokenizerFiles,
+    Welcome,
+)
+from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.sockets import BoundRouter, Context, bind_router
+
+Report = Callable[[str], None]
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class StartedEngine(NamedTuple):
+    engine: EngineCore
+    executor: Executor
+    io: IOThread  # bound, not yet running
+
+
+def bind(start: Start) -> tuple[Context, BoundRouter]:
+    """First of all: a bad or busy address is known before minutes go into loading. Errors: AddressError."""
+    context: Context = zmq.Context()
+    try:
+        return context, bind_router(context, start.address)
+    except BaseException:
+        context.term()
+        raise
+
+
+def start_engine(start: Start, context: Context, router: BoundRouter, report: Report) -> StartedEngine:
+    """Errors: those of ipc.errors that concern the config, the model's files and memory."""
+    config = start.config
+    report("read tokenizer")
+    tokenizer = _read_tokenizer(config)
+    report("import")
+    importlib.import_module(f"core.executor.{config.executor}")
+    report("load model")
+    executor = load_executor(config)
+    report("kv cache")
+    config = resolve(
+        config,
+        executor.info,
+        executor.determine_num_available_blocks,
+        total_memory_bytes=total_memory_bytes(),
+        num_cpus=len(os.sched_getaffinity(0)),
+    )
+    executor.initialize_cache(config)
+    engine = EngineCore(config, executor, start.epoch)
+    io = IOThread(context, router, _welcome(config, executor.info, start.epoch, tokenizer), tokenizer)
+    return StartedEngine(engine, executor, io)
+
+
+def total_memory_bytes() -> int:
+    """Memory this process may use: the machine's, or less where a control group (a container) says so."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
+    if config.executor == "fake" and config.model is None:
+        return TokenizerFiles(0, "", {})
+    files = read_tokenizer_files(resolve_model(config.model))
+    return TokenizerFiles(0, tokenizer_hash(files), files)
+
+
+def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: TokenizerFiles) -> Welcome:
+    assert config.max_model_len is not None, config
+    return Welcome(
+        major=PROTOCOL_MAJOR,
+        minor=PROTOCOL_MINOR,
+        server_version=_version(),
+        engine_id=secrets.token_hex(8),
+        epoch=epoch,
+        session_token=b"",
+        model_name=info.name,
+        model_fingerprint=info.fingerprint,
+        tokenizer_hash=tokenizer.tokenizer_hash,
+        numerics=info.numerics,
+        vocab_size=info.vocab_size,
+        limits=Limits(config.max_model_len, config.max_num_seqs, MAX_CLIENT_MESSAGE_BYTES),
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("engine-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "source checkout"

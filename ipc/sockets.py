@@ -1,0 +1,281 @@
+"""The two ends of the border: the engine's bound ROUTER and a client's connected DEALER, with every option set.
+
+libzmq facts behind the options (measured on 4.3.5): a second bind on a live ipc path succeeds and steals its clients,
+hence the lock file; a ROUTER without MANDATORY drops silently; MAXMSGSIZE limits one frame, not a message; a ROUTER
+with HANDOVER gives one peer's replies to another that claims its identity; the ipc file stays behind after a close.
+"""
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import re
+import socket as sockets
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import zmq
+
+from ipc.errors import AddressError
+from ipc.messages import MAX_CLIENT_MESSAGE_BYTES, MAX_SERVER_MESSAGE_BYTES
+
+Socket: TypeAlias = zmq.Socket[bytes]
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+
+HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
+HANDSHAKE_MS = 2000
+ROUTER_LINGER_MS = 500  # what is left for the last messages of an engine that ends
+DEALER_LINGER_MS = 100
+MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
+PRIVATE_PREFIX = "engine-core-"
+_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+@dataclass
+class BoundRouter:
+    """A ROUTER that owns its address. `close` belongs to the thread that uses the socket; `remove_files` to any."""
+
+    socket: Socket
+    address: str  # the real one: port 0 is replaced by the port that was given
+    lock_fd: int | None = field(default=None, repr=False)  # flock on PATH.lock for ipc; None for tcp
+
+    def close(self, linger_ms: int = ROUTER_LINGER_MS) -> None:
+        self.socket.close(linger_ms)
+        self.remove_files()
+        if self.lock_fd is not None:
+            os.close(self.lock_fd)
+            self.lock_fd = None
+
+    def remove_files(self) -> None:
+        """Remove the socket file, its lock and, if it was made for this socket alone, their directory."""
+        if self.lock_fd is not None:
+            _remove_files(ipc_path(self.address))
+
+
+def bind_router(context: Context, address: str) -> BoundRouter:
+    """A ROUTER bound to `ipc:///absolute/path` or `tcp://127.0.0.1:port` (port 0 = any free one).
+
+    Errors: AddressError when the address is malformed, too long, open to the network, or in use by a live process.
+    """
+    check_address(address, binding=True)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    _set_common_options(socket, MAX_CLIENT_MESSAGE_BYTES, ROUTER_LINGER_MS)
+    lock_fd = None
+    try:
+        if address.startswith("ipc://"):
+            lock_fd = _lock(address)
+            _clean_stale_socket(address)
+            _bind_private_file(socket, address)
+        else:
+            _bind(socket, _numeric(address))
+    except BaseException:
+        socket.close(0)
+        if lock_fd is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(ipc_path(address) + ".lock")
+            os.close(lock_fd)
+        raise
+    real = address if lock_fd is not None else socket.get_string(zmq.LAST_ENDPOINT)
+    return BoundRouter(socket, real, lock_fd)
+
+
+def connect_dealer(context: Context, address: str) -> Socket:
+    """A DEALER connected to an engine's address. libzmq connects in the background and again after a loss.
+
+    Errors: AddressError for an address that cannot be connected to.
+    """
+    check_address(address, binding=False)
+    socket = context.socket(zmq.DEALER)
+    try:
+        _set_common_options(socket, MAX_SERVER_MESSAGE_BYTES, DEALER_LINGER_MS)
+        endpoint = address if address.startswith("ipc://") else _numeric(address)
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise AddressError(f"cannot connect to {address}: {zmq.strerror(error.errno or 0)}") from error
+    except BaseException:
+        socket.close(0)
+        raise
+    return socket
+
+
+def check_address(address: str, *, binding: bool) -> None:
+    """Errors: AddressError saying what an address looks like and why this one cannot be used."""
+    if address.startswith("ipc://"):
+        _check_ipc_path(address)
+        return
+    match = _TCP.fullmatch(address)
+    if match is None:
+        raise AddressError(
+            f"{address!r} is not an address: write ipc:///absolute/path or tcp://127.0.0.1:PORT"
+            + (" (port 0 = any free one)" if binding else "")
+        )
+    if not 0 <= int(match["port"]) <= 65535 or (not binding and int(match["port"]) == 0):
+        raise AddressError(f"the port of {address!r} must be from {0 if binding else 1} to 65535")
+    if not _is_loopback(match["host"]):
+        raise AddressError(
+            f"{address!r} leaves this machine, and this version has no authentication: "
+            "use tcp://127.0.0.1:PORT or ipc:///path, and an ssh tunnel to reach it from elsewhere"
+        )
+
+
+def ipc_path(address: str) -> str:
+    return address.removeprefix("ipc://")
+
+
+def private_ipc_address() -> str:
+    """A fresh ipc address in a directory of its own, mode 0700, under XDG_RUNTIME_DIR or the temporary directory.
+
+    The caller owns it and ends it with `remove_private_address`. Errors: AddressError if no directory can be made.
+    """
+    tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/engine.sock")
+    failures = []
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if not parent or not os.path.isabs(parent) or len(os.fsencode(parent)) + tail > MAX_IPC_PATH_BYTES:
+            continue
+        try:
+            return f"ipc://{tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=parent)}/engine.sock"
+        except OSError as error:
+            failures.append(str(error))
+    raise AddressError(
+        f"no directory for a socket could be made ({'; '.join(failures) or 'every candidate path is too long'}): "
+        f"set TMPDIR to a writable directory of at most {MAX_IPC_PATH_BYTES - tail} bytes"
+    )
+
+
+def remove_private_address(address: str) -> None:
+    """Remove what `private_ipc_address` made and an engine may have left in it; other addresses are not touched."""
+    if address.startswith("ipc://") and _is_private(ipc_path(address)):
+        _remove_files(ipc_path(address))
+
+
+def _check_ipc_path(address: str) -> None:
+    path = ipc_path(address)
+    if not os.path.isabs(path):
+        raise AddressError(f"{address!r} needs an absolute path: write ipc:///run/user/1000/engine.sock, for example")
+    if "\0" in path or "*" in path or path.endswith("/"):
+        raise AddressError(f"{address!r} must name one file, without wildcards")
+    length = len(os.fsencode(path))
+    if length > MAX_IPC_PATH_BYTES:
+        raise AddressError(
+            f"the path of {address!r} has {length} bytes and a socket's path at most {MAX_IPC_PATH_BYTES}: "
+            f"shorten it by {length - MAX_IPC_PATH_BYTES}"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _numeric(address: str) -> str:
+    return address.replace("tcp://localhost:", "tcp://127.0.0.1:", 1)
+
+
+def _set_common_options(socket: Socket, max_message_bytes: int, linger_ms: int) -> None:
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def _bind(socket: Socket, endpoint: str) -> None:
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        hint = ": stop its owner or choose another address" if error.errno == zmq.EADDRINUSE else ""
+        raise AddressError(f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}{hint}") from error
+
+
+def _bind_private_file(socket: Socket, address: str) -> None:
+    """Bind so that only this user may connect: the file is made with mode 0600."""
+    before = os.umask(0o177)
+    try:
+        _bind(socket, address)
+    finally:
+        os.umask(before)
+
+
+def _lock(address: str) -> int:
+    """Take the lock beside the socket file; it is released by the kernel however its owner ends."""
+    path = ipc_path(address) + ".lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        try:
+            fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise AddressError(
+                f"cannot listen on {address}: {error.strerror} ({path}); "
+                "its directory must exist and be writable for this user"
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same_file(fd, path):  # its last owner may have unlinked it between our open and our lock
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise AddressError(
+                f"{address} is in use by a live engine, process {owner}: connect to it, stop it or choose another"
+            ) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_same_file(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _clean_stale_socket(address: str) -> None:
+    """Remove a dead engine's socket file. Only under the lock, and only if it is a socket nobody listens on."""
+    path = ipc_path(address)
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise AddressError(
+            f"cannot listen on {address}: {path} exists and is not a socket; remove it or choose another"
+        )
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError as error:
+            raise AddressError(f"cannot listen on {address}: {error.strerror}") from error
+    raise AddressError(f"{address} is in use by another live process: stop it or choose another path")
+
+
+def _is_private(path: str) -> bool:
+    return os.path.basename(os.path.dirname(path)).startswith(PRIVATE_PREFIX)
+
+
+def _remove_files(path: str) -> None:
+    for name in (path, path + ".lock"):
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    if _is_private(path):
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(path))

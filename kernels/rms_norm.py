@@ -1,0 +1,12 @@
+"""Root mean square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, d] float32, weight [d] float32 -> x / sqrt(mean(x**2) + eps) * weight, [T, d] rounded once to dtype.
+
+    A row is summed by one thread in one order (below 32,768 columns), so it does not depend on the other rows.
+    """
+    scale = torch.rsqrt_(x.square().mean(-1, keepdim=True).add_(eps))
+    return (x * scale).mul_(weight).to(dtype)

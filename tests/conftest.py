@@ -1,0 +1,67 @@
+"""Suite-wide: nothing may be left behind. Each pytest process (xdist's workers too) checks itself at its end."""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_MARK = "ENGINE_CORE_TEST_PROCESS"  # in the environment of everything that a test starts, children of children too
+_ENDING_S = 5.0  # seconds that processes and threads get to end after the last test
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the session when a process, a socket, lock or temporary file, or a thread outlives it."""
+    pytest_folder = tmp_path_factory.getbasetemp()  # stays where it would be
+    folder = tempfile.mkdtemp(prefix="ec-")  # short: socket paths have a limit of 107 bytes
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    threads_before = set(threading.enumerate())
+    runtime_before = _runtime_files()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)  # read TMPDIR again
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytest_folder / "inductor"))  # transformers makes it when imported
+        patch.setenv(_MARK, mark)
+        yield
+
+    def look() -> list[str]:
+        files = [*Path(folder).rglob("*"), *(_runtime_files() - runtime_before)]
+        return [*_processes(mark), *_threads(threads_before), *(f"file {file}" for file in sorted(files))]
+
+    end = time.monotonic() + _ENDING_S
+    while (found := look()) and time.monotonic() < end:
+        time.sleep(0.05)
+    shutil.rmtree(folder)
+    assert not found, "left behind: " + "; ".join(found)
+
+
+def _processes(mark: str) -> list[str]:
+    """Our children, zombies too, and whatever else runs with our mark in its environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            name, fields = (entry / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+            is_child = int(fields.split()[1]) == os.getpid()
+            if is_child or f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(f"process {entry.name} {name} {fields.split()[0]} {command}")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def _threads(before: set[threading.Thread]) -> list[str]:
+    return [f"thread {thread.name}" for thread in threading.enumerate() if thread not in before and not thread.daemon]
+
+
+def _runtime_files() -> set[Path]:
+    """Ours under XDG_RUNTIME_DIR, where sockets go if it is set."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    return set(Path(folder).glob("engine-core-*")) if folder else set()

@@ -1,0 +1,153 @@
+"""The batch is a table: Python calls per step do not depend on the number of running requests, only on events.
+
+Counted with sys.setprofile, Python and C functions alike; nothing here is measured by time.
+"""
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+import pytest
+
+from core.engine import EngineCore
+from core.executor.fake import create
+from ipc.config import EngineConfig
+from ipc.messages import AddRequest, encode
+from tests.core.driving import add_message, small_config
+
+BLOCK_SIZE = 16
+PHASES = ("schedule", "execute", "update", "encode")
+Result = TypeVar("Result")
+
+
+def count_calls(function: Callable[[], Result]) -> tuple[int, Result]:
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    was_enabled = gc.isenabled()
+    gc.disable()  # callbacks of the collector are Python calls too
+    sys.setprofile(profile)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+        if was_enabled:
+            gc.enable()
+    return count, result
+
+
+def config(depth: int = 1) -> EngineConfig:
+    # More rows than the tests use: a full table does not look at the queue, which saves a call.
+    return small_config(2000, BLOCK_SIZE, max_num_seqs=300, budget=2**14, depth=depth, max_model_len=1024)
+
+
+def request(number: int, length: int, stop_token_ids: list[int] | None = None) -> AddRequest:
+    """Prompts differ in their first token, so that no block is shared."""
+    return add_message(number, [number, *range(length - 1)], 500, stop_token_ids=stop_token_ids)
+
+
+def prefilled(messages: list[AddRequest], depth: int = 1, num_clients: int = 1) -> EngineCore:
+    """All of these have started; the next step is the first that decodes alone."""
+    engine = EngineCore(config(depth), executor := create(config(depth)))
+    executor.initialize_cache(config(depth))
+    engine.step([(index % num_clients, message) for index, message in enumerate(messages)], 0)
+    assert engine.scheduler.get_request_counts() == (len(messages), 0)
+    return engine
+
+
+def whole_step(engine: EngineCore) -> int:
+    """Calls of a step and of the encoding of its messages."""
+    rows_before = engine.scheduler.stats.num_scheduled_rows
+    count, _ = count_calls(lambda: [encode(message) for _, message in engine.step((), 0)])
+    assert engine.scheduler.stats.num_scheduled_rows - rows_before == len(engine.scheduler.running)
+    return count
+
+
+def phases_of_step(engine: EngineCore) -> Counter[str]:
+    """Calls of each phase of a step at depth 1."""
+    counts: Counter[str] = Counter()
+    counts["schedule"], plan = count_calls(lambda: engine.scheduler.schedule(0))
+    counts["execute"], done = count_calls(lambda: engine.pipeline.execute(plan))
+    assert done is not None
+    counts["update"], messages = count_calls(lambda: engine.scheduler.update_from_output(*done))
+    counts["encode"], _ = count_calls(lambda: [encode(message) for _, message in messages])
+    return counts
+
+
+def steady(num_rows: int, **options: int) -> EngineCore:
+    """No row is near a block boundary for the next ten steps."""
+    return prefilled([request(number, 20) for number in range(num_rows)], **options)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_costs_the_same_for_16_and_256_rows(phase: str) -> None:
+    few, many = steady(16), steady(256)
+    for _ in range(3):
+        assert phases_of_step(few)[phase] == phases_of_step(many)[phase]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_clients", [1, 4])
+def test_a_step_costs_the_same_for_16_and_256_rows(depth: int, num_clients: int) -> None:
+    few, many = (steady(rows, depth=depth, num_clients=num_clients) for rows in (16, 256))
+    counts = [(whole_step(few), whole_step(many)) for _ in range(5)]
+    assert all(one == other for one, other in counts), counts
+    assert counts[-1][0] < 400 + 50 * num_clients
+
+
+def test_rows_with_stop_tokens_cost_as_one_group() -> None:
+    stop_token_ids = [1001, 1002, 1003]  # never sampled
+    counts = []
+    for num_rows, num_group in ((16, 1), (256, 1), (256, 200)):
+        messages = [request(n, 20, stop_token_ids if n < num_group else None) for n in range(num_rows)]
+        counts.append(whole_step(prefilled(messages)))
+    assert counts[0] == counts[1] == counts[2]
+    assert 0 < counts[0] - whole_step(steady(16)) < 25
+
+
+def crossing_counts(num_rows: int, num_crossing: int) -> list[Counter[str]]:
+    """Calls of the step in which some rows fill a block, which is named, and of the next, which gives them another."""
+    messages = [request(number, 31 if number < num_crossing else 20) for number in range(num_rows)]
+    engine = prefilled(messages)
+    free_before = engine.scheduler.pool.num_free
+    names_before = engine.scheduler.pool.num_remembered
+    counts = [phases_of_step(engine), phases_of_step(engine)]
+    assert engine.scheduler.pool.num_remembered - names_before == num_crossing
+    assert free_before - engine.scheduler.pool.num_free == num_crossing
+    return counts
+
+
+@pytest.mark.parametrize(("step", "name"), [(0, "a block is full"), (1, "a block is added")])
+@pytest.mark.parametrize("phase", PHASES)
+def test_crossing_a_block_boundary_costs_per_crossing_row(phase: str, step: int, name: str) -> None:
+    crossing = (0, 1, 2, 8, 32, 64)
+    costs = {k: crossing_counts(64, k)[step][phase] for k in crossing}
+    per_row = costs[2] - costs[1]
+    assert 0 <= per_row <= 40, f"{name}: {per_row} calls for each crossing row"
+    for k in crossing[1:]:
+        assert costs[k] <= costs[1] + per_row * (k - 1), f"{name}: not linear: {costs}"
+    assert costs[1] - costs[0] <= 80, f"{name}: {costs}"
+    assert crossing_counts(256, 8)[step][phase] == costs[8], f"{name}: rows that do not cross pay"
+
+
+def test_blocks_are_added_without_a_call_per_row() -> None:
+    one, many = crossing_counts(64, 1)[1], crossing_counts(64, 64)[1]
+    assert one == many
+
+
+def test_a_page_of_tokens_costs_per_row_that_needs_it() -> None:
+    """Every 256 tokens a row takes a page in the scheduler's and in the executor's table."""
+    costs = {}
+    for num_crossing in (0, 1, 9, 18):
+        # the prompt and the first sampled token; the next token is the 257th, or one that has a page already
+        engine = prefilled([request(n, 255 if n < num_crossing else 245) for n in range(20)])
+        costs[num_crossing] = whole_step(engine)
+    assert costs[1] > costs[0]
+    for num_crossing in (1, 9, 18):  # the pool of pages doubles now and then
+        assert costs[num_crossing] - costs[0] <= 80 + 40 * num_crossing, costs

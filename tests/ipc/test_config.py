@@ -1,0 +1,133 @@
+"""EngineConfig: every bad option is named together with what is allowed."""
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from ipc.config import _CHOICES, _NEUTRAL, _OPTIONAL, _RANGES, EngineConfig, config_from_options
+from ipc.errors import ConfigError, EngineCoreError
+
+FIELDS = EngineConfig.__struct_fields__
+
+
+def test_every_option_is_checked_by_some_rule() -> None:
+    assert set(FIELDS) == {*_CHOICES, *_RANGES, "model", "enable_prefix_caching", "async_scheduling"}
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = config_from_options()
+    assert config == EngineConfig()
+    with pytest.raises(AttributeError):
+        config.block_size = 32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", sorted(_CHOICES))
+@pytest.mark.parametrize("value", ["nonsense", "", None, 3, ["auto"]])
+def test_choices(name: str, value: object) -> None:
+    allowed = ", ".join(_CHOICES[name])
+    with pytest.raises(ConfigError, match=re.escape(f"{name} must be one of {allowed}; got {value!r}")):
+        config_from_options(**{name: value})
+
+
+def test_every_choice_is_accepted() -> None:
+    for name, choices in _CHOICES.items():
+        for choice in choices:
+            assert getattr(config_from_options(**{name: choice}), name) == choice
+
+
+@pytest.mark.parametrize("name", sorted(_RANGES))
+def test_ranges(name: str) -> None:
+    low, high = _RANGES[name]
+    for value in (low, high):
+        assert getattr(config_from_options(**{name: value}), name) == value
+    text = re.escape(f"{name} must be an integer from {low} to {high}; got ")
+    bad: list[Any] = [low - 1, high + 1, -1, 10**30, True, "8", 8.5, float("nan"), float("inf"), [8], b"8"]
+    bad += [] if name in _OPTIONAL else [None]
+    for value in bad:
+        with pytest.raises(ConfigError, match=text + re.escape(repr(value))):
+            config_from_options(**{name: value})
+
+
+def test_none_lets_the_engine_decide() -> None:
+    for name in _OPTIONAL:
+        assert getattr(config_from_options(**{name: None}), name) is None
+
+
+def test_an_integral_float_is_told_how_to_be_written() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs must be an integer from 1 to 65536; got 8\.0, write 8$"):
+        config_from_options(max_num_seqs=8.0)
+
+
+@pytest.mark.parametrize("value", [3, 5, 6, 7, 12, 100, 127])
+def test_block_size_is_a_power_of_two(value: int) -> None:
+    with pytest.raises(ConfigError, match=f"block_size must be a power of two from 1 to 128; got {value}"):
+        config_from_options(block_size=value)
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "async_scheduling"])
+@pytest.mark.parametrize("value", [1, 0, "true", None])
+def test_switches(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be true or false; got {value!r}"):
+        config_from_options(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["", 3, b"model", ["model"]])
+def test_model(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"model must be a path to a model folder or a \.gguf file; got"):
+        config_from_options(model=value)
+
+
+def test_async_scheduling_needs_an_executor_that_overlaps() -> None:
+    with pytest.raises(ConfigError, match="async_scheduling=true needs an executor that overlaps"):
+        config_from_options(async_scheduling=True)
+    assert config_from_options(async_scheduling=True, executor="fake").async_scheduling
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_num_sequences", "max_num_seqs"),
+        ("max_model_length", "max_model_len"),
+        ("blocksize", "block_size"),
+        ("num_threads", "threads"),
+        ("max_num_batched_token", "max_num_batched_tokens"),
+        ("prefix_caching", "enable_prefix_caching"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'; did you mean '{near}'\\? known options: model,"):
+        config_from_options(**{name: 8})
+
+
+def test_an_option_like_no_other_gets_the_list() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'zzz'; known options: ") as caught:
+        config_from_options(zzz=1)
+    assert all(name in str(caught.value) for name in FIELDS)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, EngineCoreError)
+
+
+@pytest.mark.parametrize("name", sorted(_NEUTRAL))
+def test_options_of_vllm_are_accepted_where_they_change_nothing(name: str) -> None:
+    for value in _NEUTRAL[name]:
+        assert config_from_options(**{name: value}) == EngineConfig()
+    with pytest.raises(ConfigError, match=f"{name}=7 is not supported by this version; only .* is"):
+        config_from_options(**{name: 7})
+
+
+def test_a_config_is_a_message() -> None:
+    configs = (
+        EngineConfig(),
+        EngineConfig(model="m", executor="fake", async_scheduling=True, num_blocks_override=2, threads=1),
+    )
+    for config in configs:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+        assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+
+
+@pytest.mark.parametrize("raw", [{"block_size": 12}, {"dtype": "float8"}, {"threads": "2"}, {"model": ""}])
+def test_a_bad_config_is_refused_when_decoded(raw: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=EngineConfig)

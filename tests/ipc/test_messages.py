@@ -1,0 +1,285 @@
+"""The wire: every message survives it, fields may be appended, and no bytes do more than raise one typed error."""
+
+import random
+from typing import get_args
+
+import msgspec
+import pytest
+
+from ipc import messages
+from ipc.config import EngineConfig
+from ipc.errors import MalformedMessageError
+from ipc.messages import (
+    Abort,
+    AddRequest,
+    CallDone,
+    CallFailed,
+    ClientMessage,
+    Drain,
+    EngineStopping,
+    ErrorCode,
+    GetStatistics,
+    GetTokenizer,
+    Goodbye,
+    Hello,
+    Limits,
+    Outputs,
+    OwnerMessage,
+    Ready,
+    Refused,
+    RequestFailed,
+    ResetPrefixCache,
+    ServerMessage,
+    Start,
+    StartFailed,
+    StartPhase,
+    StartReport,
+    Statistics,
+    TokenizerFiles,
+    Welcome,
+    decode_client_message,
+    decode_server_message,
+    encode,
+    pack_numbers,
+    unpack_numbers,
+)
+from ipc.sampling_params import RequestOutputKind, SamplingParams
+
+PARAMS = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    seed=-1,
+    stop=["stop", "\u2603"],
+    stop_token_ids=[0, 2**31 - 1],
+    max_tokens=None,
+    min_tokens=3,
+    output_kind=RequestOutputKind.DELTA,
+)
+CLIENT_MESSAGES: list[msgspec.Struct] = [
+    Hello(1, 0, "näme"),
+    AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"]),
+    AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
+    Abort(pack_numbers([0, 7, 2**32 - 1])),
+    Goodbye(),
+    GetTokenizer(1),
+    GetStatistics(2),
+    ResetPrefixCache(3),
+]
+SERVER_MESSAGES: list[msgspec.Struct] = [
+    Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
+    Refused(ErrorCode.VERSION_MISMATCH, "why"),
+    Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
+    Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),
+    RequestFailed(9, ErrorCode.INTERNAL, "why"),
+    TokenizerFiles(1, "hash", {"tokenizer.json": b"{}", "": b""}),
+    Statistics(1, *range(16)),
+    CallDone(1),
+    CallFailed(1, ErrorCode.UNAVAILABLE, "why"),
+    EngineStopping(),
+    EngineStopping("why"),
+]
+OWNER_MESSAGES: list[msgspec.Struct] = [Start(EngineConfig(model="m", threads=2), "ipc:///x", 3), Drain()]
+START_REPORTS: list[msgspec.Struct] = [
+    StartPhase("load", 0.5),
+    Ready("ipc:///x", 1.5),
+    StartFailed("ConfigError", "why"),
+]
+
+
+def test_samples_cover_every_message() -> None:
+    samples = {
+        ClientMessage: CLIENT_MESSAGES,
+        ServerMessage: SERVER_MESSAGES,
+        OwnerMessage: OWNER_MESSAGES,
+        StartReport: START_REPORTS,
+    }
+    for union, instances in samples.items():
+        assert {type(message) for message in instances} == set(get_args(union))
+    tags = [kind.__struct_config__.tag for union in samples for kind in get_args(union)]
+    assert len(tags) == len(set(tags)), "a tag names two messages"
+
+
+@pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda message: type(message).__name__)
+def test_client_messages_round_trip(message: msgspec.Struct) -> None:
+    assert decode_client_message(encode(message)) == message
+    assert decode_client_message(memoryview(encode(message))) == message
+    with pytest.raises(MalformedMessageError, match="not a server message"):
+        decode_server_message(encode(message))
+
+
+@pytest.mark.parametrize("message", SERVER_MESSAGES, ids=lambda message: type(message).__name__)
+def test_server_messages_round_trip(message: msgspec.Struct) -> None:
+    assert decode_server_message(encode(message)) == message
+    with pytest.raises(MalformedMessageError, match="not a client message"):
+        decode_client_message(encode(message))
+
+
+@pytest.mark.parametrize("message", [*OWNER_MESSAGES, *START_REPORTS], ids=lambda message: type(message).__name__)
+def test_pipe_messages_round_trip(message: msgspec.Struct) -> None:
+    union = OwnerMessage if message in OWNER_MESSAGES else StartReport
+    assert msgspec.msgpack.decode(encode(message), type=union) == message
+    for decode in (decode_client_message, decode_server_message):
+        with pytest.raises(MalformedMessageError):
+            decode(encode(message))
+
+
+def test_a_message_is_one_array_that_begins_with_its_tag() -> None:
+    """The wire's fixed points; a change of one of these is another protocol major."""
+    assert encode(Goodbye()) == b"\x91\x04"
+    assert encode(Abort(pack_numbers([258]))) == b"\x92\x03\xc4\x04\x02\x01\x00\x00"
+    assert encode(CallDone(5)) == b"\x92\x52\x05"
+    assert encode(Hello(1, 0, "x")) == b"\x94\x01\x01\x00\xa1x"
+
+
+def test_fields_of_a_later_minor_are_ignored_and_missing_optional_ones_filled() -> None:
+    raw = msgspec.msgpack.decode(encode(Outputs(0, 1, b"", b"", b"", b"", b"c", b"f", [(0, 1)], b"s")))
+    later = msgspec.msgpack.encode([*raw, "new field", {"a": [1]}])
+    assert decode_server_message(later) == msgspec.msgpack.decode(later, type=Outputs)
+    assert decode_server_message(msgspec.msgpack.encode(raw[:7])) == Outputs(0, 1, b"", b"", b"", b"")
+    with pytest.raises(MalformedMessageError, match="length"):
+        decode_server_message(msgspec.msgpack.encode(raw[:6]))
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"", "truncated"),
+        (b"\xc0", "Expected `array`"),
+        (b"\x90", "length"),
+        (b"\x91\x7f", "Invalid value 127"),
+        (b"\x91\xa1x", "Expected `int`"),
+        (b"\x91\x04\x00", "trailing"),
+        (b"\x92\x03\xa4abcd", "Expected `bytes`"),
+        (b"\x94\x01\x01\x00\xa1\xff", "utf-8"),
+        (b"\x94\x01\xcb\x3f\xf8\0\0\0\0\0\0\x00\xa1x", "Expected `int`"),
+        (b"\x94\x01\x01\x00\xdb\xff\xff\xff\xff", "truncated"),
+        (b"\xdd\xff\xff\xff\xff\x04", "truncated"),
+    ],
+)
+def test_errors_say_what_is_wrong(frame: bytes, reason: str) -> None:
+    with pytest.raises(MalformedMessageError, match=f"^not a client message: .*{reason}"):
+        decode_client_message(frame)
+
+
+@pytest.mark.parametrize("position", range(3, len(SamplingParams.__struct_fields__)))
+def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> None:
+    raw = msgspec.msgpack.decode(encode(CLIENT_MESSAGES[1]))
+    raw[3][position] = {"a": "mapping"}
+    with pytest.raises(MalformedMessageError, match=r"\$\[3\]"):
+        decode_client_message(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("temperature", -1.0, "temperature must be in"),
+        ("temperature", float("nan"), "temperature must be in"),
+        ("top_p", 0.0, "top_p must be in"),
+        ("top_k", -2, "top_k must be in"),
+        ("min_p", float("inf"), "min_p must be in"),
+        ("max_tokens", 0, "max_tokens must be in"),
+        ("min_tokens", -1, "min_tokens must be in"),
+        ("seed", 0.5, "Expected `int"),
+        ("stop", ["x"] * 17, "at most 16 stop strings"),
+        ("stop_token_ids", [-1], "stop_token_ids must be"),
+        ("n", 2, "n=2 is not supported"),
+        ("logprobs", 1, "logprobs=1 is not supported"),
+        ("logit_bias", {1: 0.5}, "logit_bias=.* is not supported"),
+        ("bad_words", ["x"], "bad_words=.* is not supported"),
+        ("output_kind", 9, "Invalid enum value 9"),
+    ],
+)
+def test_bad_parameters_are_refused_again_when_decoded(name: str, value: object, reason: str) -> None:
+    raw = msgspec.msgpack.decode(encode(CLIENT_MESSAGES[2]))
+    raw[3][SamplingParams.__struct_fields__.index(name)] = value
+    with pytest.raises(MalformedMessageError, match=reason):
+        decode_client_message(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("depth", [10, 1000, 100_000, 2_000_000])
+@pytest.mark.parametrize("nest", [b"\x91", b"\x81\x01"], ids=["arrays", "maps"])
+def test_deep_nesting(depth: int, nest: bytes) -> None:
+    bodies = [
+        nest * depth,
+        b"\x92\x04" + nest * depth,
+        b"\x92\x04" + nest * depth + b"\xc0",
+        b"\x94\x42\0\0" + nest * depth,
+    ]
+    for frame in bodies:
+        for decode in (decode_client_message, decode_server_message):
+            if frame is bodies[2] and depth == 10 and decode is decode_client_message:
+                assert decode(frame) == Goodbye()  # a field of some later minor
+                continue
+            with pytest.raises(MalformedMessageError):
+                decode(frame)
+
+
+def test_announced_lengths_allocate_nothing() -> None:
+    """Four billion entries or bytes are announced wherever a list, a map or bytes may stand."""
+    add, tokenizer = encode(AddRequest(1, b"", SamplingParams(), 3)), encode(TokenizerFiles(1, "h", {}))
+    for header in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"):
+        for frame in (add, tokenizer):
+            decode = decode_client_message if frame is add else decode_server_message
+            for at in range(len(frame)):
+                with pytest.raises(MalformedMessageError):
+                    decode(frame[:at] + header + b"\xff\xff\xff\xff" + frame[at + 1 :][:8])
+
+
+#: Bytes with which msgpack values begin.
+_HEADERS = bytes(range(0x80, 0xE0)) + b"\x00\x7f\xff"
+
+
+def _mutate(rng: random.Random, frames: list[bytes]) -> bytes:
+    frame = bytearray(rng.choice(frames))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(40))
+    if kind == 1:
+        return bytes(frame[: rng.randrange(len(frame))])
+    if kind == 2:
+        other = rng.choice(frames)
+        return bytes(frame[: rng.randrange(len(frame))]) + other[rng.randrange(len(other)) :]
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(frame))
+        if kind == 3:
+            frame[at] ^= 1 << rng.randrange(8)
+        elif kind == 4:
+            frame[at] = rng.choice(_HEADERS)
+        else:
+            frame[at:at] = bytes([rng.choice(_HEADERS)]) + rng.randbytes(rng.randrange(5))
+    return bytes(frame)
+
+
+def test_20000_hostile_frames_raise_only_malformed_message_error() -> None:
+    rng = random.Random(20)
+    frames = [encode(message) for message in (*CLIENT_MESSAGES, *SERVER_MESSAGES)]
+    decoders = {"client": decode_client_message, "server": decode_server_message}
+    outcomes = dict.fromkeys((*decoders, "not a client message", "not a server message"), 0)
+    for _ in range(20_000):
+        frame = _mutate(rng, frames)
+        for name, decode in decoders.items():
+            try:
+                message = decode(frame)
+            except MalformedMessageError as error:
+                outcomes[str(error).partition(":")[0]] += 1
+            else:
+                assert decode(encode(message)) == message
+                outcomes[name] += 1
+    assert sum(outcomes.values()) == 40_000
+    assert min(outcomes.values()) > 500, outcomes  # the mutations reach behind the first byte
+
+
+def test_numbers_columns() -> None:
+    numbers = [0, 1, 2**31, 2**32 - 1]
+    assert unpack_numbers(pack_numbers(numbers)) == numbers
+    assert unpack_numbers(pack_numbers([])) == []
+    assert unpack_numbers(pack_numbers(numbers)[:-1]) == numbers[:-1]
+    with pytest.raises(OverflowError):
+        pack_numbers([2**32])
+
+
+def test_protocol_version_is_announced() -> None:
+    refused = Refused(ErrorCode.VERSION_MISMATCH, "")
+    assert (refused.major, refused.minor) == (messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR)

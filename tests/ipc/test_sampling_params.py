@@ -1,0 +1,184 @@
+"""SamplingParams: wrong values are refused by name, and what is accepted is what the wire's types allow."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from ipc.errors import EngineCoreError, InvalidRequestError, UnsupportedParameterError
+from ipc.sampling_params import (
+    _UNSUPPORTED,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+NAN, INFINITY = math.nan, math.inf
+FLOATS = {"temperature": (0.0, 1e4), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+INTEGERS = {
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+}
+SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def make(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": None, **options})
+
+
+def wire(params: SamplingParams) -> SamplingParams:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+
+
+def test_every_parameter_is_checked_by_some_rule() -> None:
+    checked = {*FLOATS, *INTEGERS, *SWITCHES, *_UNSUPPORTED, "stop", "stop_token_ids", "output_kind"}
+    assert checked == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(FLOATS))
+def test_floats(name: str) -> None:
+    low, high = FLOATS[name]
+    for value in (high, (low + high) / 2, 1):
+        assert getattr(make(**{name: value}), name) == value
+        assert type(getattr(make(**{name: value}), name)) is float
+    for value in (NAN, INFINITY, -INFINITY, low - 1e-9, high + 1e-3, -1, 10**400):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be in \\[{low:g}, {high:g}\\], got "):
+            make(**{name: value})
+    for wrong in ("0.5", None, True, [0.5], 0.5j, b"1"):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be a number in .*, got "):
+            make(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", sorted(INTEGERS))
+def test_integers(name: str) -> None:
+    low, high = INTEGERS[name]
+    for value in (low, high):
+        make(**{name: value})
+    for value in (low - 1, high + 1, 10**400):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be in \\[{low}, {high}\\], got {value}"):
+            make(**{name: value})
+    for wrong in ("3", 3.0, 3.5, NAN, True, [3], b"3"):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be an integer in .*, got "):
+            make(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", [0, 1, None, "True", 1.0])
+def test_switches(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{name} must be True or False, got {value!r}"):
+        make(**{name: value})
+
+
+def test_temperature() -> None:
+    assert make(temperature=0).temperature == 0.0
+    assert make(temperature=1e-9).temperature == MIN_TEMPERATURE
+    assert make(temperature=MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
+
+
+def test_top_p_zero_says_what_to_do() -> None:
+    with pytest.raises(InvalidRequestError, match=r"top_p must be in \(0, 1\], got 0.0; .* set temperature=0"):
+        make(top_p=0)
+
+
+def test_top_k_of_all() -> None:
+    assert [make(top_k=k).top_k for k in (-1, 0, 5)] == [0, 0, 5]
+
+
+def test_seeds_are_64_bits() -> None:
+    assert [make(seed=seed).seed for seed in (None, 0, 2**64 - 1)] == [None, 0, 2**64 - 1]
+    assert make(seed=-1).seed == 2**64 - 1
+    assert make(seed=-(2**63)).seed == 2**63
+
+
+def test_lengths() -> None:
+    assert SamplingParams().max_tokens == 16
+    assert SamplingParams(max_tokens=3, min_tokens=3).min_tokens == 3
+    assert make(min_tokens=10**6).min_tokens == 10**6
+    with pytest.raises(InvalidRequestError, match="min_tokens=17 max_tokens=16"):
+        SamplingParams(min_tokens=17)
+
+
+def test_stop_strings() -> None:
+    wrong: Any
+    assert make().stop_strings == []
+    assert make(stop="a").stop_strings == ["a"]
+    assert make(stop=("a", "b")).stop_strings == make(stop=["a", "b"]).stop_strings == ["a", "b"]
+    assert make(stop=["x" * MAX_STOP_STRING_CHARS] * MAX_STOP_STRINGS).stop_strings
+    for wrong in (3, b"a", {"a": 1}, {"a"}, True):
+        with pytest.raises(InvalidRequestError, match="stop must be a string or a list of strings"):
+            make(stop=wrong)
+    for wrong in ("", ["a", ""], ["a", 3], [None], "x" * (MAX_STOP_STRING_CHARS + 1)):
+        with pytest.raises(InvalidRequestError, match="a stop string has 1 to 256 characters"):
+            make(stop=wrong)
+    with pytest.raises(InvalidRequestError, match="at most 16 stop strings are allowed, got 17"):
+        make(stop=["a"] * 17)
+    with pytest.raises(InvalidRequestError, match=r"valid Unicode; '\\ud800x' has a lone surrogate"):
+        make(stop=["\N{SNOWMAN}", "\ud800x"])
+    with pytest.raises(InvalidRequestError, match="stop strings need text"):
+        make(stop="a", detokenize=False)
+
+
+def test_stop_token_ids() -> None:
+    wrong: Any
+    assert make(stop_token_ids=(3, 0)).stop_token_ids == [3, 0]
+    assert make(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS).stop_token_ids
+    for wrong in (3, "3", {3}, [1] * (MAX_STOP_TOKEN_IDS + 1)):
+        with pytest.raises(InvalidRequestError, match="stop_token_ids must be a list of at most 1024 token ids"):
+            make(stop_token_ids=wrong)
+    for wrong in ([-1], [2**31], [1.0], [True], [None], ["1"]):
+        with pytest.raises(InvalidRequestError, match="stop_token_ids must be"):
+            make(stop_token_ids=wrong)
+
+
+def test_the_callers_lists_are_not_kept() -> None:
+    strings, ids = ["a"], [1]
+    params = make(stop=strings, stop_token_ids=ids)
+    strings.append("b")
+    ids.append(2)
+    assert (params.stop_strings, params.stop_token_ids) == (["a"], [1])
+
+
+def test_output_kind() -> None:
+    wrong: Any
+    assert make(output_kind=2).output_kind is RequestOutputKind.FINAL_ONLY
+    for wrong in (3, -1, "DELTA", None, []):
+        with pytest.raises(InvalidRequestError, match=r"output_kind must be one of \['CUMULATIVE', 'DELTA', 'FINAL_ON"):
+            make(output_kind=wrong)
+
+
+@pytest.mark.parametrize("name", sorted(_UNSUPPORTED))
+def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
+    default = _UNSUPPORTED[name]
+    for value in (2, 0.5, NAN, "x", [1], {1: 0.5}, not default, object()):
+        with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported by this version; leave it"):
+            make(**{name: value})
+    assert getattr(make(**{name: default}), name) is default
+
+
+def test_the_error_is_a_value_error_of_ours() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make(n=2)
+    assert isinstance(caught.value, (EngineCoreError, ValueError))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 1.0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0},
+        {"logprobs": [], "bad_words": {}, "logit_bias": [], "allowed_token_ids": [], "extra_args": {}},
+        {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": -1, "seed": -1},
+        {"stop": "x", "stop_token_ids": (), "output_kind": 1, "max_tokens": 2**31 - 1},
+        {},
+    ],
+)
+def test_whatever_is_accepted_survives_the_wire(options: dict[str, Any]) -> None:
+    """Values equal to a default but of another type would be refused by the core's decoder."""
+    params = make(**options)
+    assert wire(params) == params
+    assert wire(wire(params)) == params

@@ -1,0 +1,151 @@
+"""Rules of the house that no linter checks. (ruff, mypy and import-linter run before the tests: `make check`.)"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("core", "frontend", "ipc", "kernels", "tools")
+MAX_LINES = 400
+MAX_FUNCTION_LINES = 50
+
+#: The pure part of the core; nothing it loads may know the time, chance or the environment.
+PURE = ("core.scheduler", "core.engine")
+IMPURE_MODULES = {"time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "asyncio"}
+#: Names whose value differs from run to run, or that run what they are given.
+IMPURE_CALLS = {"hash", "id"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+
+
+def tracked_files() -> list[Path]:
+    """All .py files that git knows or would add, relative to the root."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return sorted(Path(name) for name in set(listed) if (ROOT / name).exists())
+
+
+def product_files() -> list[Path]:
+    return [path for path in tracked_files() if path.parts[0] in (*PACKAGES, "engine_core.py")]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), str(path))
+
+
+def imported_modules(tree: ast.Module) -> Iterator[str]:
+    """First parts of all module names imported anywhere in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+
+
+def called_names(tree: ast.Module) -> Iterator[str]:
+    """Bare names that are called: f of f(...), not of x.f(...)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.func.id
+
+
+def trusted_input(tree: ast.Module) -> list[str]:
+    """What in this file runs code that came with its input."""
+    found = [f"imports {name}" for name in imported_modules(tree) if name in FORBIDDEN_MODULES]
+    found += [f"calls {name}()" for name in called_names(tree) if name in FORBIDDEN_CALLS]
+    keywords = [keyword for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords]
+    found += ["passes trust_remote_code" for keyword in keywords if keyword.arg == "trust_remote_code"]
+    refused = [keyword for keyword in keywords if keyword.arg == "weights_only" and _is_false(keyword.value)]
+    return found + ["loads more than weights"] * len(refused)
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Modules in sys.modules of a fresh interpreter after this statement."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {statement}; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_there_are_files_to_check() -> None:
+    assert {Path("ipc/config.py"), Path("core/scheduler.py"), Path("tests/test_house.py")} <= set(tracked_files())
+
+
+def test_init_files_are_empty() -> None:
+    assert [str(path) for path in tracked_files() if path.name == "__init__.py" and (ROOT / path).stat().st_size] == []
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in tracked_files()}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_a_function_fits_a_screen() -> None:
+    long = {}
+    for path in product_files():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    long[f"{path}:{node.name}"] = length
+    assert long == {}
+
+
+def test_readme_maps_every_file() -> None:
+    """The README's section "Files" has one line for each file, which begins with the file's path."""
+    text = (ROOT / "README.md").read_text()
+    sections = re.split(r"(?m)^#+ ", text)
+    maps = [section for section in sections if section.startswith("Files\n")]
+    assert len(maps) == 1, [section.split("\n", 1)[0] for section in sections]
+    named = re.findall(r"(?m)^[ \-*|`]*([\w./-]+\.py)\b", maps[0])
+    # Test files say in their names what they are about.
+    expected = [str(path) for path in tracked_files() if path.name != "__init__.py" and path.parts[0] != "tests"]
+    assert sorted(name for name in named if not name.startswith("tests/")) == sorted(expected)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_scheduling_loads_neither_torch_nor_zmq() -> None:
+    for module in PURE:
+        assert loaded_by(f"import {module}") & {"torch", "zmq", "transformers", "asyncio"} == set(), module
+
+
+def test_the_public_package_loads_no_engine() -> None:
+    assert loaded_by("import engine_core") & {"torch", "transformers", "core", "kernels"} == set()
+
+
+def test_the_start_of_the_engine_process_loads_no_torch() -> None:
+    assert loaded_by("import core.process, core.__main__") & {"torch", "transformers"} == set()
+
+
+def test_the_core_is_a_function_of_its_inputs() -> None:
+    """No clock, chance, environment, hash() or id() in what the scheduler and the step are made of."""
+    loaded = {name for module in PURE for name in loaded_by(f"import {module}") if name.split(".")[0] == "core"}
+    files = [Path(*name.split(".")).with_suffix(".py") for name in loaded]
+    files = [path for path in files if (ROOT / path).is_file()]
+    assert len(files) > 5, files
+    found = []
+    for path in files:
+        tree = parse(path)
+        found += [f"{path} imports {name}" for name in imported_modules(tree) if name in IMPURE_MODULES]
+        found += [f"{path} calls {name}()" for name in called_names(tree) if name in IMPURE_CALLS]
+    # The executor is found by name when the process starts, not during a step.
+    assert [one for one in found if not one.startswith("core/executor/interface.py")] == []
+
+
+def test_nothing_runs_what_it_is_sent() -> None:
+    """No pickle, no eval, no trust_remote_code, no torch.load of more than weights."""
+    found = [f"{path}: {what}" for path in product_files() for what in trusted_input(parse(path))]
+    assert found == []
+
+
+def test_the_rules_can_fail() -> None:
+    tree = ast.parse("import pickle\nfrom time import sleep\nx = eval(hash('a'))\n")
+    assert set(imported_modules(tree)) == {"pickle", "time"}
+    assert set(called_names(tree)) == {"eval", "hash"}
+    assert trusted_input(tree) == ["imports pickle", "calls eval()"]
+    assert trusted_input(ast.parse("f(trust_remote_code=False)\ntorch.load(path, weights_only=False)")) != []

@@ -1,0 +1,46 @@
+"""The suite-wide check of tests/conftest.py finds what it is for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CONFTEST = Path(__file__).parent / "conftest.py"
+
+LEAKY = """
+import os, subprocess, sys, tempfile, threading
+
+def test_leaves_a_child():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2.1)"])
+
+def test_leaves_a_grandchild():
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2.2)'])"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+def test_leaves_a_file():
+    os.close(tempfile.mkstemp(suffix=".forgotten")[0])
+
+def test_leaves_a_thread():
+    threading.Thread(target=threading.Event().wait, args=(2.0,), name="forgotten-thread").start()
+"""
+
+
+def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST.read_text().replace("_ENDING_S = 5.0", "_ENDING_S = 0.5"))
+    (folder / "test_leaky.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(folder / "base"), "."]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take seconds to load
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_leaks_are_found(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, LEAKY)
+    assert "4 passed, 1 error" in done.stdout, done.stdout + done.stderr
+    for what in ("time.sleep(2.1)", "time.sleep(2.2)", ".forgotten", "thread forgotten-thread"):
+        assert what in done.stdout, what
+
+
+def test_a_clean_session_passes(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "def test_nothing():\n    pass\n")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,162 @@
+"""The benchmarks: their workloads to the token, and their records. No test looks at a time's size."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.model_config import read_model_config
+from ipc.errors import ConfigError
+from ipc.safetensors import read_safetensors_folder
+from tools.bench import quiet
+from tools.bench.report import percentile, summary_ms
+from tools.bench.runs import is_clean
+from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
+from tools.bench.workloads import WORKLOADS, Workload, make_workload, read_workload, warm_up_workload
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+#: requests, tokens in, tokens out, CRC-32 of all prompt ids as int32.
+SHAPES = {
+    "lat1": (1, 128, 128, 0x30DAAC88),
+    "batch8": (8, 1024, 1024, 0x20EC450B),
+    "batch32": (32, 8546, 2506, 0x578D11A7),
+    "prefix": (16, 8704, 512, 0x1FF2A50C),
+    "long": (1, 2000, 16, 0xC14FF4C6),
+    "host256": (256, 8192, 32768, 0x427C14D4),
+}
+
+
+def bench(*arguments: str) -> list[dict[str, object]]:
+    command = [sys.executable, "-m", "tools.bench", *arguments, "--executor", "fake", "--quiet-seconds", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def crc(workload: Workload) -> int:
+    return zlib.crc32(np.concatenate([np.array(request.prompt, "<i4") for request in workload.requests]).tobytes())
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_the_same_everywhere(name: str) -> None:
+    """Numbers are compared across engines and years, so the ids may never change."""
+    workload = make_workload(name)
+    assert (
+        len(workload.requests),
+        workload.num_prompt_tokens,
+        workload.num_output_tokens,
+        crc(workload),
+    ) == SHAPES[name]
+
+
+def test_rounds_have_other_ids_of_the_same_shape() -> None:
+    first = make_workload("prefix")
+    second = first.shifted(3)
+    assert [len(request.prompt) for request in second.requests] == [544] * 16
+    ids = {token for request in second.requests for token in request.prompt}
+    assert 20 <= min(ids) <= max(ids) < 20 + first.id_span
+    shared = [request.prompt[:512] for request in second.requests]
+    assert shared == [shared[0]] * 16, "what is shared stays shared"
+    assert shared[0][:16] != first.requests[0].prompt[:16]
+    assert first.shifted(0) == first
+
+
+def test_a_workload_file_is_read_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "requests": [{"prompt": [20, 21], "max_tokens": 3}]}')
+    assert read_workload(path).num_output_tokens == 3
+    for bad in ("{", '{"name": "mine", "requests": []}', '{"name": 1, "requests": []}', '{"requests": 2}'):
+        path.write_text(bad)
+        with pytest.raises(ConfigError, match="--workload"):
+            read_workload(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_workload(tmp_path / "none.json")
+
+
+def test_the_warm_up_stays_in_the_vocabulary() -> None:
+    ids = [token for request in warm_up_workload(1900).requests for token in request.prompt]
+    assert 20 <= min(ids) <= max(ids) < VOCAB_SIZE
+
+
+def test_the_tiny_model_is_a_model(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    config = read_model_config(tmp_path)
+    assert (config.num_hidden_layers, config.vocab_size, config.hidden_size) == (1, VOCAB_SIZE, 64)
+    (tensors,) = read_safetensors_folder(tmp_path).values()
+    assert tensors["model.embed_tokens.weight"].shape == (VOCAB_SIZE, 64)
+    raw = np.frombuffer((tmp_path / "model.safetensors").read_bytes(), np.uint8)
+    tensor = tensors["model.layers.0.self_attn.o_proj.weight"]
+    weights = (raw[tensor.begin : tensor.end].view("<u2").astype(np.uint32) << 16).view(np.float32)
+    assert 0.018 < float(weights.std()) < 0.022
+
+
+def test_latency_prints_one_record_per_workload_and_repetition() -> None:
+    records = bench("latency", "--reps", "2", "--round", "1", "--tries", "1")
+    assert [(record["workload"], record["rep"]) for record in records] == [
+        ("lat1", 0),
+        ("long", 0),
+        ("lat1", 1),
+        ("long", 1),
+    ]
+    record = records[0]
+    assert set(record) == {
+        *("engine", "version", "dtype", "workload", "requests", "in_tok", "out_tok", "ok", "wall_s", "out_tok_s"),
+        *("total_tok_s", "ttft_ms", "tpot_ms", "threads", "round", "rep", "peak_rss_mb", "pss_mb", "cpu_s"),
+        *("foreign_cpu_s", "steal_s", "noisy", "ready_s", "start_to_first_token_s"),
+    }
+    assert (record["ok"], record["in_tok"], record["out_tok"], record["round"]) == (True, 128, 128, 1)
+
+
+def test_throughput_runs_what_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "requests": [{"prompt": [20, 21], "max_tokens": 3}]}')
+    records = bench("throughput", "--only", "prefix,host256", "--workload", str(path), "--tries", "1")
+    assert [(record["workload"], record["ok"], record["out_tok"]) for record in records] == [
+        ("prefix", True, 512),
+        ("mine", True, 3),
+        ("host256", True, 32_768),
+    ]
+
+
+def test_startup_measures_a_fresh_process() -> None:
+    (record,) = bench("startup", "--tries", "1")
+    assert record["workload"] == "startup"
+    assert 0 < float(str(record["import_s"])) <= float(str(record["ready_s"]))
+    assert "load model" in str(record["phases"])
+
+
+def test_summaries() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert percentile([7.0], 0.99) == 7.0
+    assert summary_ms([0.001, 0.003]) == {"mean": 2.0, "p50": 2.0, "p99": 2.98}
+    assert summary_ms([]) is None
+    assert is_clean(0.039, 1.0)
+    assert not is_clean(0.041, 1.0)
+
+
+def test_cpu_time_of_others_is_told_from_ours() -> None:
+    """A child counts as ours while it runs and after it has ended."""
+    before = quiet.cpu_use()
+    begin = time.monotonic()
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        assert child.pid in quiet.process_tree()
+    after = quiet.cpu_use()
+    assert after.ours - before.ours >= 0.28
+    # Ticks of 10 ms are rounded per process.
+    most = (time.monotonic() - begin) * (os.cpu_count() or 1) - 0.3
+    assert 0 <= quiet.foreign_cpu(before, after) <= most + 0.1
+
+
+def test_memory_and_age_of_this_process() -> None:
+    memory = quiet.memory_mb()
+    assert memory["peak_rss_mb"] >= memory["pss_mb"] > 5
+    assert quiet.seconds_since_process_start() > 0

@@ -1,0 +1,327 @@
+"""The programs, run as users run them: real processes, the fake executor."""
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core.executor.fake import fake_tokens
+from frontend.llm import LLM
+from ipc.config import EngineConfig
+from ipc.errors import EngineDeadError
+from ipc.sampling_params import SamplingParams
+from tools.cli import main
+from tools.options import ALIASES, HELP, ArgumentParser, add_engine_options, engine_options
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+VOCAB = 32_000
+LONG = 200_000  # tokens; a minute of the fake executor
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tools.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "TERM": "xterm"}
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), env=environment(), input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+@contextlib.contextmanager
+def serving(address: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that is ready, and its address."""
+    server = subprocess.Popen(
+        command("serve", "--executor", "fake", "--listen", address, *options),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    assert server.stderr is not None
+    try:
+        line = server.stdout.readline()
+        assert line.startswith("engine-core: ready at "), line + server.stderr.read()
+        yield server, line.split()[3]
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        server.stderr.close()
+
+
+def wait_for_running(llm: LLM, count: int) -> None:
+    end = time.monotonic() + 20
+    while llm.statistics().num_running != count:
+        assert time.monotonic() < end, llm.statistics()
+        time.sleep(0.01)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("generate", "serve", "bench", "version"))
+    assert main([]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("engine-core ")
+
+
+def test_a_command_is_imported_only_when_called() -> None:
+    code = "import sys, tools.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert {"zmq", "rich", "uvloop", "tokenizers", "tools.generate"} & set(loaded.stdout.split()) == set()
+
+
+def test_an_unknown_command_or_flag_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["sreve"])
+    assert exit_.value.code == 2
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "--max-num-seq", "3"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert "'serve'" in error
+    assert "unknown argument --max-num-seq; did you mean --max-num-seqs?" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["generate", "--executor", "fake", "--max-num-seqs", "0"], "max_num_seqs must be an integer from 1"),
+        (["generate", "--executor", "fake", "--top-p", "2"], "top_p must be in [0, 1], got 2.0"),
+        (["generate", "--model", "/nowhere"], "'/nowhere' is no file or folder here"),
+        (["generate", "--connect", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
+        (["serve", "--executor", "fake", "--listen", "ipc://x"], "needs an absolute path"),
+        (["bench", "latency", "--only", "lat2"], "known are lat1, batch8"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_1(
+    arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if " error: " in line]
+    assert line.startswith("engine-core: error: ")
+    assert expected in line
+
+
+def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
+    assert set(HELP) == set(EngineConfig.__struct_fields__)
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    assert engine_options(parser.parse_args([])) == {}
+    values = {"model": "m", "scheduling_policy": "fcfs"}
+    for name, aliases in ALIASES.items():
+        for flag in (*aliases, "--" + name.replace("_", "-")):
+            given = engine_options(parser.parse_args([flag, values.get(name, "8")]))
+            assert given == {name: values.get(name, 8)}, flag
+            assert flag not in aliases or f"{flag} " not in parser.format_help()
+    flags = ["--no-enable-prefix-caching", "--async-scheduling", "--kv-cache-memory-bytes", "2G"]
+    assert engine_options(parser.parse_args(flags)) == {
+        "enable_prefix_caching": False,
+        "async_scheduling": True,
+        "kv_cache_memory_bytes": 2 << 30,
+    }
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_gives_each_prompt_its_own_tokens() -> None:
+    done = run("generate", "--executor", "fake", "--max-tokens", "6", "--json", "5 6 7", "-", stdin="8 9\n")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [request["token_ids"] for request in report["requests"]] == [
+        fake_tokens([5, 6, 7], 6, VOCAB),
+        fake_tokens([8, 9], 6, VOCAB),
+    ]
+    assert report["engine"]["num_output_tokens"] == 12
+    assert report["engine"]["max_batch_size"] in (1, 2), "the second may come after the first has finished"
+    assert report["engine"]["start_s"] > 0
+
+
+def test_without_a_terminal_whole_lines_and_tables_are_printed() -> None:
+    done = run("generate", "--executor", "fake", "--max-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert {line[:4] for line in lines if line.startswith("[")} == {"[1] ", "[2] ", "[3] ", "[4] "}
+    for word in ("TTFT ms", "TPOT ms", "cached", "steps", "batch size", "prefix cache hits", "KV blocks", "preempt"):
+        assert word in done.stdout
+    assert "73.8%" in done.stdout, "three of four demo prompts share four blocks: 192 of 260 tokens"
+    assert "\x1b" not in done.stdout
+
+
+def test_on_a_terminal_the_answers_grow_in_place() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command("generate", "--executor", "fake", "--max-tokens", "2000"),
+        env=environment(),
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other side has closed
+        while data := os.read(ours, 65_536):
+            shown += data
+    os.close(ours)
+    assert process.wait(20) == 0
+    text = shown.decode()
+    assert "\x1b[?25l" in text, "the cursor is hidden while panels are redrawn"
+    assert text.count("╭") > 2 * 4, "four panels were drawn more than once"
+    assert "2000 tokens, length" in text
+
+
+def test_a_failed_request_fails_alone() -> None:
+    done = run("generate", "--executor", "fake", "--fake-vocab-size", "100", "--json", "5 6", "500")
+    assert done.returncode == 1
+    good, bad = json.loads(done.stdout)["requests"]
+    assert good["token_ids"] == fake_tokens([5, 6], 128, 100)[: len(good["token_ids"])]
+    assert good["error"] == ""
+    assert "token id 500" in bad["error"]
+
+
+def test_ctrl_c_is_quiet() -> None:
+    process = subprocess.Popen(
+        command("generate", "--executor", "fake", "--max-tokens", str(LONG // 2), "--json", "5 6"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    while "kv cache" not in process.stderr.readline():
+        pass
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the engine too
+    out, error = process.communicate(timeout=20)
+    assert (process.returncode, out, error) == (130, "", "")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    process = subprocess.Popen(
+        command("generate", "--executor", "fake", "--max-tokens", "50"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == 141
+    assert "Traceback" not in error
+
+
+# --- serve ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_clients_of_a_server_get_their_own_tokens(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s") as (server, address):
+        prompts = [[40 + k, 50] for k in range(2)]
+        clients = [
+            subprocess.Popen(
+                command("generate", "--connect", address, "--max-tokens", "300", "--json", " ".join(map(str, prompt))),
+                env=environment(),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for prompt in prompts
+        ]
+        for client, prompt in zip(clients, prompts, strict=True):
+            out, _ = client.communicate(timeout=30)
+            (request,) = json.loads(out)["requests"]
+            assert request["token_ids"] == fake_tokens(prompt, 300, VOCAB)[: len(request["token_ids"])]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+    assert list(tmp_path.iterdir()) == [], "the socket and its lock are gone"
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s") as (server, address), LLM(connect=address) as llm:
+        results = []
+        params = SamplingParams(max_tokens=3000, temperature=0, ignore_eos=True)
+        running = threading.Thread(target=lambda: results.extend(llm.generate([[5, 6]], params, use_tqdm=False)))
+        running.start()
+        wait_for_running(llm, 1)
+        server.send_signal(signal.SIGTERM)
+        running.join(30)
+        assert server.wait(20) == 0
+        assert [len(result.outputs[0].token_ids) for result in results] == [3000]
+        assert results[0].outputs[0].token_ids == fake_tokens([5, 6], 3000, VOCAB)
+
+
+def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s", "--fake-max-model-len", str(4 * LONG)) as (server, address):
+        llm = LLM(connect=address)
+        errors: list[Exception] = []
+
+        def generate() -> None:
+            try:
+                llm.generate([[5, 6]], SamplingParams(max_tokens=LONG, ignore_eos=True), use_tqdm=False)
+            except EngineDeadError as error:
+                errors.append(error)
+
+        running = threading.Thread(target=generate)
+        running.start()
+        wait_for_running(llm, 1)
+        server.send_signal(signal.SIGTERM)
+        assert server.stderr is not None
+        while "draining" not in server.stderr.readline():
+            pass
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        running.join(20)
+        llm.close()
+        assert len(errors) == 1
+
+
+def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
+    with serving(f"ipc://{tmp_path}/s") as (server, _):
+        (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+        assert server.wait(20) == 1
+        assert server.stderr is not None
+        error = server.stderr.read()
+        assert "was killed by SIGKILL" in error
+        assert "Traceback" not in error
+
+
+def test_a_signal_while_starting_ends_the_server(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        command("serve", "--executor", "fake", "--listen", f"ipc://{tmp_path}/s"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stderr is not None
+    select.select([server.stderr], [], [], 20)  # the first phase: the engine has begun to start
+    server.send_signal(signal.SIGTERM)
+    _, error = server.communicate(timeout=20)
+    assert server.returncode == 0
+    assert "Traceback" not in error

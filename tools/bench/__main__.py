@@ -1,0 +1,122 @@
+"""`python -m tools.bench {latency,throughput,startup}`: one JSON line per result; never fails on a time."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ipc.config import config_from_options
+from ipc.errors import ConfigError
+from tools.bench.report import print_record, run_record, startup_record
+from tools.bench.runs import Bench
+from tools.bench.startup import measure_cleanly
+from tools.bench.tiny_model import write_tiny_model
+from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
+from tools.options import ArgumentParser, add_engine_options, engine_options
+
+#: What a benchmark runs when --only and --workload do not say.
+DEFAULTS = {"latency": ["lat1", "long"], "throughput": ["batch8", "batch32", "prefix"], "startup": []}
+#: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
+_OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
+HOST = "host256"  # runs on an engine of its own, with the tiny model
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    options = engine_options(parsed)
+    if parsed.connect is not None and options:
+        raise ConfigError("--connect measures an engine as it runs; leave out the engine options")
+    if parsed.connect is None:
+        options = {**_OPTIONS, **options}
+    if parsed.benchmark == "startup":
+        _run_startup(parsed, options)
+        return 0
+    workloads = _workloads(parsed)
+    if usual := [workload for workload in workloads if workload.name != HOST]:
+        _run_workloads(parsed, options, usual, is_first=True)
+    if host := [workload for workload in workloads if workload.name == HOST]:
+        with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
+            _run_workloads(parsed, _host_options(options, Path(folder)), host, is_first=not usual)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog="engine-core bench",
+        usage="engine-core bench {latency,throughput,startup} [--model PATH | --connect ADDR] [OPTION ...]",
+        description="Measure; prints one JSON line per result.",
+    )
+    parser.add_argument("benchmark", choices=DEFAULTS)
+    names = f"comma-separated; known: {', '.join(WORKLOADS)}"
+    parser.add_argument("--only", metavar="NAMES", help=f"these workloads, {names}")
+    parser.add_argument("--workload", type=Path, action="append", metavar="FILE", help="a workload of your own, JSON")
+    parser.add_argument("--round", type=int, default=0, metavar="N", help="another N, other token ids of equal shape")
+    parser.add_argument("--id-span", type=int, metavar="N", help=f"token ids from {ID_LOW} to {ID_LOW}+N-1")
+    parser.add_argument("--reps", type=int, default=1, metavar="N", help="results per workload; default: 1")
+    parser.add_argument("--tries", type=int, default=3, metavar="N", help="runs until one is undisturbed; default: 3")
+    parser.add_argument(
+        "--quiet-seconds", type=float, default=30.0, metavar="S", help="longest wait for a quiet machine; default: 30"
+    )
+    parser.add_argument("--connect", metavar="ADDR", help="measure the engine at this address")
+    add_engine_options(parser)
+    return parser
+
+
+def _workloads(parsed: argparse.Namespace) -> list[Workload]:
+    """Errors: ConfigError."""
+    if parsed.reps < 1 or parsed.tries < 1 or parsed.quiet_seconds < 0:
+        raise ConfigError("--reps and --tries must be at least 1, --quiet-seconds at least 0")
+    if parsed.id_span is not None and parsed.id_span < 1:
+        raise ConfigError(f"--id-span must be at least 1; got {parsed.id_span}")
+    files = [read_workload(path) for path in parsed.workload or ()]
+    if parsed.only is not None:
+        return [*map(make_workload, parsed.only.split(",")), *files]
+    return files or [make_workload(name) for name in DEFAULTS[parsed.benchmark]]
+
+
+def _run_workloads(
+    parsed: argparse.Namespace, options: dict[str, Any], workloads: Sequence[Workload], *, is_first: bool
+) -> None:
+    if parsed.id_span is not None:
+        workloads = [msgspec.structs.replace(workload, id_span=parsed.id_span) for workload in workloads]
+    id_span = min(workload.id_span for workload in workloads)
+    with Bench(
+        options,
+        connect=parsed.connect,
+        tries=parsed.tries,
+        quiet_seconds=parsed.quiet_seconds,
+        id_span=id_span,
+        is_first=is_first,
+    ) as bench:
+        for rep in range(parsed.reps):
+            for workload in workloads:
+                run = bench.run_cleanly(workload, parsed.round)
+                print_record(run_record(bench, run, round_=parsed.round, rep=rep))
+
+
+def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
+    if parsed.connect is not None or parsed.only is not None or parsed.workload:
+        raise ConfigError("startup starts its own engine and has no workload: leave out --connect, --only, --workload")
+    config = config_from_options(**options)
+    for rep in range(parsed.reps):
+        measured = measure_cleanly(config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds)
+        print_record(startup_record(config, config.threads or len(os.sched_getaffinity(0)), measured, rep=rep))
+
+
+def _host_options(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """All requests at once on the tiny model, unless the caller says otherwise."""
+    if options.get("executor") != "fake" and "model" not in options:
+        write_tiny_model(folder)
+        options = {**options, "model": str(folder)}
+    return {"max_num_seqs": 256, **options}
+
+
+if __name__ == "__main__":
+    from tools.cli import main as run_cli
+
+    sys.exit(run_cli(["bench", *sys.argv[1:]]))

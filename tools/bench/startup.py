@@ -1,0 +1,85 @@
+"""From the start of a process to its first token: a fresh Python for each measurement, phases included.
+
+`python -m tools.bench.startup` is that fresh process: it reads an EngineConfig as JSON from standard input and prints a
+Startup as JSON.
+"""
+
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from frontend.llm import LLM
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, EngineStartError
+from tools.bench.quiet import cpu_use, foreign_cpu, memory_mb, seconds_since_process_start, wait_until_quiet
+from tools.bench.runs import is_clean, request_params
+from tools.bench.workloads import HOST_ID_SPAN, warm_up_workload
+from tools.start import started_engine
+
+
+class Startup(msgspec.Struct, frozen=True):
+    """Seconds since the kernel started the process."""
+
+    import_s: float  # Python and the frontend are loaded
+    ready_s: float  # the engine answers
+    start_to_first_token_s: float
+    phases: dict[str, float]  # phase -> when it began, seconds since the engine process began
+    peak_rss_mb: int
+    pss_mb: int
+
+
+class MeasuredStartup(NamedTuple):
+    startup: Startup
+    wall_s: float
+    foreign_cpu_s: float
+    steal_s: float
+
+
+def measure_cleanly(config: EngineConfig, *, tries: int, quiet_seconds: float) -> MeasuredStartup:
+    """The cleanest of at most `tries` starts. Errors: EngineStartError with what the process wrote."""
+    measured: list[MeasuredStartup] = []
+    for _ in range(tries):
+        wait_until_quiet(quiet_seconds)
+        measured.append(_measure(config))
+        if is_clean(measured[-1].foreign_cpu_s, measured[-1].wall_s):
+            break
+    return min(measured, key=lambda one: one.foreign_cpu_s / one.wall_s)
+
+
+def _measure(config: EngineConfig) -> MeasuredStartup:
+    command = [sys.executable, "-m", "tools.bench.startup"]
+    before, begin = cpu_use(), time.monotonic()
+    done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False)
+    wall_s, after = time.monotonic() - begin, cpu_use()
+    if done.returncode:
+        raise EngineStartError(done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}")
+    startup = msgspec.json.decode(done.stdout, type=Startup)
+    return MeasuredStartup(startup, wall_s, foreign_cpu(before, after), after.steal - before.steal)
+
+
+def start_to_first_token(config: EngineConfig) -> Startup:
+    """In this process, which does nothing else."""
+    import_s = seconds_since_process_start()
+    phases: dict[str, float] = {}
+
+    def note(name: str, seconds: float) -> None:
+        phases[name] = round(seconds, 3)
+
+    with started_engine(config, on_phase=note) as (process, _), LLM(connect=process.address) as llm:
+        ready_s = seconds_since_process_start()
+        prompt: Any = {"prompt_token_ids": warm_up_workload(HOST_ID_SPAN).requests[0].prompt}
+        llm.generate(prompt, request_params(1), use_tqdm=False)
+        first_token_s = seconds_since_process_start()
+        memory = memory_mb()
+    return Startup(round(import_s, 2), round(ready_s, 2), round(first_token_s, 2), phases, **memory)
+
+
+if __name__ == "__main__":
+    try:
+        startup = start_to_first_token(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+    except EngineCoreError as error:
+        sys.exit(str(error))
+    print(msgspec.json.encode(startup).decode())

@@ -1,0 +1,117 @@
+"""EngineConfig's fields as command line flags, with the names other engines' users know as silent aliases."""
+
+import argparse
+import difflib
+import sys
+from types import UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from ipc.config import EngineConfig
+
+#: Every field of EngineConfig and what its flag's help says.
+HELP = {
+    "model": "folder with config.json and *.safetensors, or a .gguf file; default: the demo model",
+    "executor": "'fake' answers with made-up tokens and needs no model",
+    "load_format": "format of the weights",
+    "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU has it, else float32",
+    "device": "where the model runs",
+    "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's own attention",
+    "threads": "compute threads; default: the CPUs this process may use",
+    "max_model_len": "tokens of prompt and output together; default: the model's",
+    "max_num_seqs": "requests running at once",
+    "max_num_batched_tokens": "token budget of a step",
+    "block_size": "tokens in a KV block, a power of two up to 128",
+    "kv_cache_memory_bytes": "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G",
+    "num_blocks_override": "exact number of KV blocks, whatever the memory",
+    "enable_prefix_caching": "reuse the KV blocks of equal beginnings",
+    "scheduling_policy": "which waiting request comes next",
+    "async_scheduling": "schedule a step before the tokens of the one before are known",
+    "fake_vocab_size": "vocabulary of the fake executor",
+    "fake_eos_token_id": "end token of the fake executor",
+    "fake_max_model_len": "max_model_len of the fake executor",
+}
+
+#: vLLM's, SGLang's and llama.cpp's names of our options; accepted, not shown.
+ALIASES = {
+    "model": ("-m", "--model-path", "--model-id"),
+    "threads": ("-t",),
+    "max_model_len": ("-c", "--ctx-size", "--context-length"),
+    "max_num_seqs": ("-np", "--parallel", "--max-running-requests"),
+    "block_size": ("--page-size",),
+    "num_blocks_override": ("--num-gpu-blocks-override",),
+    "scheduling_policy": ("--schedule-policy",),
+}
+
+_BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, but flags are never abbreviated and an unknown one is answered with the nearest known."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return parsed
+
+    def _refuse(self, unknown: list[str]) -> NoReturn:
+        shown = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+        name = unknown[0].split("=", 1)[0]
+        near = difflib.get_close_matches(name, shown, n=1)
+        self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of EngineConfig; options not given stay out of the namespace."""
+    group = parser.add_argument_group("engine options")
+    types = get_type_hints(EngineConfig)
+    for field in msgspec.structs.fields(EngineConfig):
+        text = HELP[field.name]
+        if "default:" not in text and field.default is not None:
+            text += f"; default: {_spell(field.default)}"
+        arguments = _argument(field.name, types[field.name])
+        flag = "--" + field.name.replace("_", "-")
+        group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=text, **arguments)
+        if aliases := ALIASES.get(field.name):
+            arguments.pop("metavar", None)
+            group.add_argument(
+                *aliases, dest=field.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **arguments
+            )
+
+
+def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, by their EngineConfig names."""
+    return {name: getattr(parsed, name) for name in EngineConfig.__struct_fields__ if hasattr(parsed, name)}
+
+
+def parse_bytes(text: str) -> int:
+    """'1048576', '512M' or '2G' (powers of 1024) as bytes. Errors: argparse's, for anything else."""
+    unit = _BYTE_UNITS.get(text[-1:].upper(), 0)
+    digits = text[:-1] if unit else text
+    if not digits.isascii() or not digits.isdigit():
+        raise argparse.ArgumentTypeError(f"expected bytes as 1048576, 512M or 2G, got {text!r}")
+    return int(digits) * (unit or 1)
+
+
+def _argument(name: str, kind: Any) -> dict[str, Any]:
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    plain = [part for part in get_args(kind) if part is not type(None)] if isinstance(kind, UnionType) else [kind]
+    if name.endswith("_bytes"):
+        return {"type": parse_bytes, "metavar": "BYTES"}
+    return {"type": int, "metavar": "N"} if plain == [int] else {"type": str, "metavar": "PATH"}
+
+
+def _spell(default: object) -> str:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
+
+
+def print_error(message: str) -> None:
+    print(f"engine-core: error: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""What `engine-core generate` asks: the user's prompts, or the built-in ones."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ipc.errors import InvalidRequestError
+
+#: Shared by several demo prompts: its KV blocks are computed once.
+DEMO_SYSTEM = (
+    "You are a friendly and careful teacher. You answer in plain English, in a few short sentences, with one concrete "
+    "example taken from everyday life. You never use lists, headings or tables, and you never repeat the question."
+)
+DEMO_QUESTIONS = (
+    "Why is the sky blue?",
+    "How does a bicycle stay upright?",
+    "What is a prime number?",
+    "Why do cats purr?",
+)
+DEMO_ALONE = "Write a short poem about a lighthouse in winter."
+#: Greedy, a model as small as the demo's soon repeats itself. The seed makes every run of the demo the same.
+DEMO_SAMPLING: dict[str, float | int] = {"temperature": 0.6, "top_p": 0.9, "seed": 2}
+
+#: For an engine without a tokenizer.
+DEMO_IDS_PREFIX = tuple(range(100, 164))
+
+
+class Question(NamedTuple):
+    """One request. `chat` is a conversation, `token_ids` a prompt for an engine without a tokenizer, else `text`."""
+
+    title: str
+    text: str = ""
+    chat: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+
+
+def read_questions(
+    prompts: Sequence[str], *, system: str | None, raw: bool, has_tokenizer: bool, has_chat_template: bool
+) -> list[Question]:
+    """The requests to make. prompts: empty = the demo's; "-" = standard input.
+
+    Errors: InvalidRequestError for words given to an engine that has no tokenizer, or a system text without a chat.
+    """
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    if not has_tokenizer:
+        return [_token_question(text) for text in texts] or _demo_token_questions()
+    chat = has_chat_template and not raw
+    if system is not None and not chat:
+        raise InvalidRequestError("--system needs a chat: this model has no chat template, or --raw was given")
+    if not chat:
+        return [Question(text, text) for text in texts or [*DEMO_QUESTIONS, DEMO_ALONE]]
+    if texts:
+        return [_chat_question(text, system) for text in texts]
+    asked = [_chat_question(text, DEMO_SYSTEM if system is None else system) for text in DEMO_QUESTIONS]
+    return [*asked, _chat_question(DEMO_ALONE, system)]
+
+
+def _chat_question(text: str, system: str | None) -> Question:
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return Question(text, chat=messages)
+
+
+def _token_question(text: str) -> Question:
+    words = text.split()
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        raise InvalidRequestError(
+            f"this engine has no tokenizer: write prompts as token ids, such as '12 7 300'; got {text!r:.80}"
+        )
+    return Question(text, token_ids=[int(word) for word in words])
+
+
+def _demo_token_questions() -> list[Question]:
+    prompts = [[*DEMO_IDS_PREFIX, 200 + index] for index in range(len(DEMO_QUESTIONS))]
+    return [Question(f"{len(prompt)} token ids", token_ids=prompt) for prompt in prompts]

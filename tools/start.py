@@ -1,0 +1,44 @@
+"""Starting an engine process from a program, with its phases shown on standard error."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from frontend.engine_process import EngineProcess, OnPhase
+from ipc.config import EngineConfig
+
+
+@contextlib.contextmanager
+def started_engine(config: EngineConfig, *, on_phase: OnPhase | None = None) -> Iterator[tuple[EngineProcess, float]]:
+    """(a ready engine, seconds its start took); it is stopped at the end. on_phase: None = show them.
+
+    Errors: ConfigError, ModelFileError, OutOfMemoryError, EngineStartError.
+    """
+    begin = time.monotonic()
+    with contextlib.nullcontext(on_phase) if on_phase is not None else shown_phases() as show:
+        process = EngineProcess(config, on_phase=show)
+        process.start()
+        process.wait_ready()
+    try:
+        yield process, time.monotonic() - begin
+    finally:
+        process.close()
+
+
+@contextlib.contextmanager
+def shown_phases() -> Iterator[OnPhase]:
+    """A function that shows a phase: in one line that is redrawn on a terminal, a line each elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield print_phase
+        return
+    with console.status("starting the engine") as status:
+        yield lambda name, seconds: status.update(f"starting the engine: {name} ({seconds:.1f} s)")
+
+
+def print_phase(name: str, seconds: float) -> None:
+    """seconds: since the engine process began."""
+    print(f"engine-core: {seconds:6.2f} s  {name}", file=sys.stderr, flush=True)

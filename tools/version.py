@@ -1,0 +1,13 @@
+"""The version of this package."""
+
+import importlib.metadata
+
+DISTRIBUTION = "engine-core"
+
+
+def version() -> str:
+    """Of the installed distribution; "0" in a checkout that was never installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
