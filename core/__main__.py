@@ -73,8 +73,9 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
         lease = Lease(lease_fd)
         begin("listen")
         check_packages()
-        context, router = bind(lease.start)
-        lease.on_exit(router.remove_files)
+        with lease.making_files:
+            context, router = bind(lease.start)
+            lease.on_exit(router.remove_files)
         try:
             started = start_engine(lease.start, context, router, begin)
         except BaseException:

@@ -34,6 +34,7 @@ class Lease:
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the owner blocks them for exec
+        self.making_files = threading.Lock()  # held by who makes files, so that an exit removes all of them or none
         self._lock = threading.Lock()
         self._io: IOThread | None = None
         self._num_stops = 0
@@ -94,6 +95,7 @@ class Lease:
                 self._io.drain()
 
     def _exit(self, code: int) -> None:
+        self.making_files.acquire(timeout=_STOP_S)  # for good
         self._remove_files()
         sys.stderr.flush()
         os._exit(code)

@@ -15,6 +15,7 @@ from core.engine import EngineCore, EngineInput, EngineReply
 from core.executor.fake import FakeExecutor, UInt64s, fake_tokens, mix, next_token
 from core.outputs import Addressed
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.prefix_cache import extend_digests
 from core.request import request_from_message
 from core.runner_table import RunnerTable
 from core.scheduler import Scheduler
@@ -274,7 +275,19 @@ class Driver:
         self.log.append((list(messages), now_ns, replies))
         self.inbox.take(replies)
         self.scheduler.check_integrity()
+        self._check_digests()
         return replies
+
+    def _check_digests(self) -> None:
+        """Running requests have named their blocks after tokens that are known."""
+        table = self.scheduler.table
+        for row in self.scheduler.running.tolist():
+            request = table.request[row]
+            assert request is not None
+            expected: list[bytes] = []
+            ids = table.tokens.read(row, 0, int(table.num_tokens[row]))
+            extend_digests(expected, ids, self.config.block_size, request.cache_salt)
+            assert request.digests == expected[: len(request.digests)], f"row {row} has named its blocks wrongly"
 
     def drain(self, limit: int = 2000, now_ns: int = 0) -> int:
         """Step until there is no work; all blocks have come back. Returns the number of steps."""

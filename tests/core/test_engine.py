@@ -320,6 +320,13 @@ def test_max_tokens_is_never_exceeded_with_steps_in_flight(depth: int) -> None:
     assert driver.scheduler.stats.num_generation_tokens == sum(n % 3 + 1 for n in range(12))
 
 
+def test_no_step_is_spent_on_what_follows_the_last_token(depth: int) -> None:
+    """That a request ends by its length is known before its last token is."""
+    driver = Driver(small_config(depth=depth))
+    driver.run(add_message(1, [5] * 6, 4), add_message(2, [6] * 6, 9))
+    assert driver.scheduler.stats.num_scheduled_tokens == (6 + 3) + (6 + 8)
+
+
 def test_a_request_that_fills_the_whole_cache_runs_to_its_end(depth: int) -> None:
     driver = Driver(small_config(depth=depth, num_blocks=9))
     messages = [add_message(n, [n] * 7, None) for n in range(3)]

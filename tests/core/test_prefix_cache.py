@@ -66,8 +66,9 @@ def test_hits_end_at_a_block_boundary_before_the_last_token(num_shared: int, len
     assert second.tokens == expected_tokens(message, 396)
 
 
-def test_output_tokens_are_found_in_the_next_turn() -> None:
-    driver = Driver(small_config())
+@pytest.mark.parametrize("depth", [1, 2])
+def test_output_tokens_are_found_in_the_next_turn(depth: int) -> None:
+    driver = Driver(small_config(depth=depth))
     (first,) = driver.run(add_message(1, PROMPT[:6], max_tokens=8))
     turn = PROMPT[:6] + first.tokens + [9, 9, 9]
     (second,) = driver.run(add_message(2, turn))

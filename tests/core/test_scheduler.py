@@ -98,6 +98,35 @@ def test_a_prompt_is_admitted_only_if_all_of_it_will_fit() -> None:
     assert hand.scheduler.stats.num_preemptions == 0
 
 
+def test_a_row_that_waits_for_a_fence_keeps_the_blocks_it_was_promised() -> None:
+    hand = ByHand(small_config(num_blocks=10, max_model_len=36, budget=26, depth=2))
+    for number, length in ((1, 20), (2, 2), (3, 12)):
+        hand.add(add_message(number, prompt(length, number)))
+    first = hand.schedule()
+    assert hand.scheduled(first) == {1: 20, 2: 2, 3: 4}
+    hand.scheduler.finish_requests(0, [2])  # its block is fenced
+    hand.add(add_message(4, prompt(2, 4)))
+    second = hand.schedule()  # two blocks are free; the first request takes one and the third needs two
+    assert hand.scheduled(second) == {1: 1}
+    hand.update(first)
+    third = hand.schedule()
+    assert hand.scheduled(third) == {1: 1, 3: 8}
+    assert hand.scheduler.stats.num_preemptions == 0
+
+
+def test_blocks_are_fenced_by_the_last_step_in_flight() -> None:
+    """The scheduler may run ahead by more than the two steps of the engine."""
+    hand = ByHand(small_config(depth=2))
+    hand.add(add_message(1, prompt(9, 1), 20))
+    plans = [hand.schedule() for _ in range(2)]
+    hand.scheduler.finish_requests(0, [1])
+    pool = hand.scheduler.pool
+    hand.update(plans[0])
+    assert (pool.num_free, pool.num_fenced) == (96, 3)
+    hand.update(plans[1])
+    assert (pool.num_free, pool.num_fenced) == (99, 0)
+
+
 def test_running_rows_stay_in_arrival_order_when_rows_are_reused() -> None:
     hand = ByHand(small_config(max_num_seqs=3))
     for number in range(6):
@@ -192,6 +221,7 @@ def test_outputs_are_split_by_client_in_scheduling_order() -> None:
         hand.add(add_message(number, prompt(2, number), max_tokens=2), client)
     replies = hand.update(hand.schedule(), lambda row: 50 + row)
     rows = {client: [row[:3] for row in unpack(reply)] for client, reply in replies}  # type: ignore[arg-type]
+    assert list(rows) == [0, 1, 2]
     assert rows == {0: [(11, 0, [51])], 1: [(10, 0, [50]), (12, 0, [52])], 2: [(13, 0, [53])]}
     assert {reply.step for _, reply in replies} == {0}  # type: ignore[union-attr]
 

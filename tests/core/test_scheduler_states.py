@@ -34,14 +34,14 @@ configs = st.fixed_dictionaries(
 )
 
 
-def random_request(rng: random.Random, number: int, max_model_len: int) -> AddRequest:
+def random_request(rng: random.Random, number: int, prefix: list[int], max_model_len: int) -> AddRequest:
     """Most are plain; about one in four has each uncommon option, one in sixteen is poisoned."""
 
     def sometimes(value: Any, otherwise: Any, one_in: int = 4) -> Any:
         return otherwise if rng.randrange(one_in) else value
 
     tail = [rng.choice([1, EOS, 3, rng.randrange(POISON)]) for _ in range(rng.randrange(1, 7))]
-    prompt = [*rng.choice(BASES)[: rng.choice([0, 3, 4, 8, 16, 24])], *tail, *sometimes([POISON], [], 16)]
+    prompt = [*prefix[: rng.choice([0, 3, 4, 8, 16, 24])], *tail, *sometimes([POISON], [], 16)]
     prompt = prompt[-(max_model_len - 1) :]
     max_tokens = rng.randrange(1, 25)
 
@@ -92,7 +92,12 @@ class EngineMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         for _ in range(count):
             client = rng.choice(self.clients)
-            message = random_request(rng, len(self.added), self.max_model_len)
+            prefix = rng.choice(BASES)
+            if self.added and rng.randrange(4) == 0:  # the next turn of a conversation
+                earlier = self.added[rng.choice(sorted(self.added))][0]
+                prompt = np.frombuffer(earlier.prompt_token_ids, "<i4").tolist()
+                prefix = [*prompt, *expected_tokens(earlier, self.max_model_len)]
+            message = random_request(rng, len(self.added), prefix, self.max_model_len)
             self.added[client, message.number] = (message, -1)
             self.pending.append((client, message))
 
@@ -163,5 +168,5 @@ class EngineMachine(RuleBasedStateMachine):
 def test_engine_survives_random_clients() -> None:
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(max_examples=110, stateful_step_count=20, derandomize=True, deadline=None, database=None),
+        settings=settings(max_examples=180, stateful_step_count=20, derandomize=True, deadline=None, database=None),
     )
