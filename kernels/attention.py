@@ -7,6 +7,7 @@ shapes; the probe shows that those give equal bits on this machine, whatever the
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,6 +17,10 @@ import torch
 from kernels.attention_metadata import KV_TILE, AttentionMetadata, TileShape, WorkGroup
 from kernels.kv_cache import KVCache
 from kernels.linear import probe_inputs
+from kernels.whole_vectors import in_whole_vectors
+
+#: exp(x) = 2 ** (x * log2(e)); the factor is folded into the scale.
+_LOG2_E = math.log2(math.e)
 
 #: Numbers of items multiplied at once that the probe compares.
 _PROBE_BATCHES = (1, 2, 3, 5, 8, 48)
@@ -50,15 +55,20 @@ def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale
     kv.index_fill_(0, group.tail_rows, 0.0)
     keys, values = kv.view(2, num_items * num_kv_heads, KV_TILE, head_dim).unbind(0)
 
+    if group.query_tile > 1:
+        # Tokens after a row's own have weight 0, but 0 * NaN is NaN. A token gone wrong still shows: its K is NaN too.
+        values[: n * num_kv_heads].nan_to_num_(0.0, 0.0, 0.0)
+
     queries = q.index_select(0, group.q_rows).view(-1, rows, head_dim)
-    scores = torch.baddbmm(_NOTHING, queries, keys.transpose(1, 2), beta=0.0, alpha=scale)
+    scores = torch.baddbmm(_NOTHING, queries, keys.transpose(1, 2), beta=0.0, alpha=scale * _LOG2_E)
     scores = scores.view(num_items, num_kv_heads, rows, KV_TILE)
     scores[:n].masked_fill_(group.mask, -torch.inf)
 
     item_maximum = scores.amax(-1, keepdim=True)
     maximum = item_maximum[:n]
     _for_each_distance(group, item_maximum, torch.maximum)
-    weights = scores.sub_(maximum if num_items == n else maximum.index_select(0, group.item_query)).exp_()
+    scores.sub_(maximum if num_items == n else maximum.index_select(0, group.item_query))
+    weights = in_whole_vectors(torch.exp2_, scores)
     total = weights.sum(-1, keepdim=True)
     _for_each_distance(group, total, torch.add)
     out = torch.bmm(weights.view(-1, rows, KV_TILE), values).view(num_items, num_kv_heads, rows, head_dim)

@@ -52,6 +52,7 @@ class TileShape:
 class WorkGroup:
     """Some query tiles of one size and all their items. n query tiles, W items, M rows per tile and KV head."""
 
+    query_tile: int  # tokens
     num_query_tiles: int  # n
     rows: int  # M
     counts: tuple[int, ...]  # [max KV tiles]; sums to W
@@ -190,6 +191,7 @@ def _work_group(
         assert len(out_tokens) == num_tokens, f"query tiles hold {len(out_tokens)} tokens of {num_tokens}"
         out_rows = np.concatenate((out_rows, np.repeat(out_rows[:1], num_rows - num_tokens, axis=0)))
     return WorkGroup(
+        query_tile=size,
         num_query_tiles=n,
         rows=rows,
         counts=tuple(counts.tolist()),

@@ -7,7 +7,7 @@ depends on every id before it, a token lost, doubled or taken from a neighbour s
 import numpy as np
 import numpy.typing as npt
 
-from core.executor.interface import ModelInfo, StepHandle
+from core.executor.interface import FinishedStep, ModelInfo, StepHandle
 from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.runner_table import RunnerTable
 from ipc.config import EngineConfig
@@ -82,18 +82,10 @@ class FakeExecutor:
         table.append_tokens(rows, sampled)
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         token_ids[samples] = sampled
-        return _Done(ModelRunnerOutput(plan.step, token_ids))
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids))
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class _Done:
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def result(self) -> ModelRunnerOutput:
-        return self._output
 
 
 def create(config: EngineConfig) -> FakeExecutor:

@@ -1,7 +1,7 @@
 """What the engine needs of an executor, and how it is found by name."""
 
 import importlib
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,15 @@ class StepHandle(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens. Handles are asked in the order of their steps, each once."""
+
+
+class FinishedStep(NamedTuple):
+    """The handle of a step that execute() has run to its end."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
 
 
 class Executor(Protocol):

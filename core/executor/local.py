@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from core.executor.interface import ModelInfo, StepHandle
+from core.executor.interface import FinishedStep, ModelInfo, StepHandle
 from core.model_config import read_model_config
 from core.model_runner import ModelRunner
 from core.models.llama import Llama
-from core.plan import ModelRunnerOutput, SchedulerOutput
+from core.plan import SchedulerOutput
 from core.weights import load_weights
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -55,18 +55,10 @@ class LocalExecutor:
             raise OutOfMemoryError(f"{error}; lower kv_cache_memory_bytes or max_model_len") from error
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        return _Done(self.runner.execute(plan))
+        return FinishedStep(self.runner.execute(plan))
 
     def close(self) -> None:
         """Memory goes with the process."""
-
-
-class _Done:
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def result(self) -> ModelRunnerOutput:
-        return self._output
 
 
 def create(config: EngineConfig) -> LocalExecutor:

@@ -126,6 +126,14 @@ def test_runner_table_takes_several_blocks_for_several_rows() -> None:
     assert table.num_blocks.tolist() == [4, 0, 3]
 
 
+def test_removed_rows_give_their_pages_back() -> None:
+    table = RunnerTable(2, 4)
+    table.apply(plan(0, [], [], [new_row(0, [1], [1]), new_row(1, [2], [2])]))
+    assert (table.tokens.num_used_pages, table.blocks.num_used_pages) == (2, 2)
+    table.apply(plan(1, [], [], removed=[0]))
+    assert (table.tokens.num_used_pages, table.blocks.num_used_pages) == (1, 1)
+
+
 def test_it_is_found_by_name_and_needs_no_torch() -> None:
     code = (
         "import sys\n"

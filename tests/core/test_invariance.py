@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from core.engine import EngineCore
-from core.executor.interface import ModelInfo
+from core.executor.interface import FinishedStep, ModelInfo
 from core.executor.local import LocalExecutor
 from core.model_config import ModelConfig, read_model_config
 from core.model_runner import ModelRunner
 from core.models.llama import Llama
-from core.plan import ModelRunnerOutput, SchedulerOutput
+from core.plan import SchedulerOutput
 from core.weights import expected_shapes, load_weights
 from ipc.config import EngineConfig, Numerics
 from ipc.messages import AddRequest, Outputs, RequestFailed
@@ -78,17 +78,10 @@ class RecordingExecutor:
 
     def initialize_cache(self, config: EngineConfig) -> None: ...
 
-    def execute(self, plan: SchedulerOutput) -> "Step":
-        return Step(self.runner.execute(plan))
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        return FinishedStep(self.runner.execute(plan))
 
     def close(self) -> None: ...
-
-
-class Step(NamedTuple):
-    output: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        return self.output
 
 
 class Run(NamedTuple):

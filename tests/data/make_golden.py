@@ -1,4 +1,4 @@
-"""Writes golden_smollm2.json: float32 greedy continuations of the demo model by transformers, the oracle of test_golden.py.
+"""Writes golden_smollm2.json: float32 greedy continuations of the demo model by transformers, for test_golden.py.
 
 usage: python tests/data/make_golden.py        (needs transformers and gguf; about two minutes)
 """

@@ -1,0 +1,103 @@
+"""RMS norm, rotary embedding and the gated activation: right, and each row the same bits wherever it stands."""
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.kv_cache import KVCache
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope_kv_write, rotary_frequencies, rotary_tables, rotate
+from kernels.silu_mul import silu_mul
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def check_rows(function, x, set_threads):
+    """function maps [T, ...] to [T, ...] row by row, in any cut and with any number of threads."""
+    whole = function(x)
+    for num_threads in (1, 2, 3):
+        set_threads(num_threads)
+        for count in (1, 2, 3, 5, 8, 13, 100):
+            for first in (0, 1, len(x) - count):
+                assert torch.equal(function(x[first : first + count]), whole[first : first + count])
+        assert torch.equal(function(x), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [7, 33, 96, 576])
+def test_rms_norm(width, dtype, threads):
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(300, width, generator=generator) * torch.rand(300, 1, generator=generator) * 9
+    weight = torch.randn(width, generator=generator)
+    exact = x.double() * torch.rsqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-5) * weight
+    got = rms_norm(x, weight, 1e-5, dtype)
+    assert got.dtype == dtype
+    assert torch.allclose(got.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
+    check_rows(lambda part: rms_norm(part, weight, 1e-5, dtype), x, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 33, 100, 1536])
+def test_silu_mul(width, dtype, threads):
+    generator = torch.Generator().manual_seed(width)
+    x = (torch.randn(300, 2 * width, generator=generator) * 4).to(dtype)
+    x[0, 0], x[1, 0] = -300.0, 300.0  # exp overflows to infinity: the quotient is 0
+    gate, up = x.double().chunk(2, -1)
+    got = silu_mul(x)
+    assert got.dtype == dtype
+    assert torch.allclose(
+        got.double(), gate * gate.sigmoid() * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+    )
+    check_rows(silu_mul, x, threads)
+
+
+@pytest.mark.parametrize("head_dim", [2, 10, 64, 80])
+def test_rotate(head_dim, threads):
+    generator = torch.Generator().manual_seed(head_dim)
+    x = torch.randn(300, 5, head_dim, generator=generator)
+    positions = torch.arange(300) * 13
+    frequencies = rotary_frequencies(head_dim, 10_000.0)
+    cos, sin = rotary_tables(positions, frequencies)
+    half = head_dim // 2
+    turned = torch.view_as_complex(torch.stack((x[..., :half], x[..., half:]), -1).double())
+    angles = (positions[:, None].float() * frequencies).double()
+    turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
+    assert torch.allclose(rotate(x, cos, sin).double(), torch.cat((turned.real, turned.imag), -1), rtol=1e-5, atol=1e-6)
+    rows = torch.cat((x.flatten(1), positions[:, None].float()), 1)
+
+    def at_positions(part):
+        tables = rotary_tables(part[:, -1].long(), frequencies)
+        return rotate(part[:, :-1].reshape(-1, 5, head_dim), *tables)
+
+    check_rows(at_positions, rows, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_kv_write_stores_what_it_should_where_it_should(dtype):
+    cache = KVCache(2, 6, 4, 2, 8, dtype)
+    for layer in cache.layers:
+        layer[1:] = torch.nan
+    qkv = torch.randn(5, (4 + 2 * 2) * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = rotary_tables(torch.tensor([0, 1, 9, 3, 4]), rotary_frequencies(8, 100.0))
+    slots = torch.tensor([4, 23, -1, 10, 9])
+    stored = torch.tensor([0, 1, 3, 4])
+    before = qkv.clone()
+    q = rope_kv_write(qkv, cos, sin, cache, 1, cache.slot_rows(slots[stored]), stored)
+    rotated = rotate(before[:, : 6 * 8].reshape(5, 6, 8), cos, sin)
+    assert torch.equal(q, rotated[:, :4])
+    assert q.dtype == torch.float32
+    keys, values = cache.keys(1).flatten(0, 1), cache.values(1).flatten(0, 1)  # [slots, Hkv, D]
+    assert torch.equal(keys[slots[stored]], rotated[stored, 4:].to(dtype))
+    assert torch.equal(values[slots[stored]], before[stored, 6 * 8 :].reshape(-1, 2, 8))
+    untouched = np.setdiff1d(np.arange(4, 24), slots.numpy())
+    assert keys[untouched].isnan().all()
+    assert values[untouched].isnan().all()
+    assert (cache.layers[1][0] == 0).all()
+    assert cache.layers[0][1:].isnan().all()
