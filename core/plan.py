@@ -14,7 +14,8 @@ from ipc.sampling_params import SamplingParams
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
-#: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone.
+#: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone. An executor that runs
+#: behind the scheduler still counts a token for the row: the next plan may cover it already.
 FAILED_TOKEN = -2
 
 

@@ -23,8 +23,8 @@ def default_cache_bytes(total_memory_bytes: int) -> int:
 def resolve(
     config: EngineConfig, info: ModelInfo, blocks_in: BlocksIn, *, total_memory_bytes: int, num_cpus: int
 ) -> EngineConfig:
-    """The config with nothing left open: max_model_len, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included) and threads are set.
+    """The config with nothing left open: dtype, max_model_len, kv_cache_memory_bytes, num_blocks_override (the number
+    of KV blocks, null block included) and threads are set.
 
     Errors: ConfigError when max_model_len exceeds the model's; OutOfMemoryError when the cache cannot hold one request
     of max_model_len tokens, with the numbers and what to change.
@@ -41,6 +41,7 @@ def resolve(
     useful = config.max_num_seqs * num_blocks_of(max_model_len, config.block_size) + 1
     return msgspec.structs.replace(
         config,
+        dtype=info.dtype,
         max_model_len=max_model_len,
         kv_cache_memory_bytes=memory_bytes,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),

@@ -67,6 +67,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             raise InvalidRequestError("top_p must be in (0, 1], got 0.0; for greedy decoding set temperature=0")
         self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         self.top_k = max(0, _integer("top_k", self.top_k, -1, 2**31 - 1))
+        if self.seed == -1:  # "no seed", as in vLLM
+            self.seed = None
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1) & (2**64 - 1)
         if self.max_tokens is not None:

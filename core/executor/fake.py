@@ -54,6 +54,7 @@ class FakeExecutor:
         self.info = ModelInfo(
             name=config.model or "fake",
             fingerprint=f"fake-1-{config.fake_vocab_size}-{config.fake_eos_token_id}",
+            dtype="float32" if config.dtype == "auto" else config.dtype,
             vocab_size=config.fake_vocab_size,
             max_model_len=config.fake_max_model_len,
             eos_token_ids=(config.fake_eos_token_id,),

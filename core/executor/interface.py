@@ -14,6 +14,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     name: str
     fingerprint: str  # hex: config, weights, dtype and kernel variant; equal fingerprints at L2 mean equal tokens
+    dtype: str  # of the weights and the KV cache: what EngineConfig.dtype "auto" has become
     vocab_size: int
     max_model_len: int  # tokens the model was made for
     eos_token_ids: tuple[int, ...]

@@ -31,6 +31,7 @@ class LocalExecutor:
         self.info = ModelInfo(
             name=path.name,
             fingerprint=_fingerprint(path, dtype, self._model.variant),
+            dtype=str(dtype).removeprefix("torch."),
             vocab_size=self._model_config.vocab_size,
             max_model_len=self._model_config.max_position_embeddings,
             eos_token_ids=self._model_config.eos_token_ids,

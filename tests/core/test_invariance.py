@@ -70,7 +70,7 @@ class Recorder(ModelRunner):
 
 class RecordingExecutor:
     def __init__(self, runner: Recorder) -> None:
-        self.info = ModelInfo("recorded", "", 500, 2048, (0,), "L2")
+        self.info = ModelInfo("recorded", "", "float32", 500, 2048, (0,), "L2")
         self.runner = runner
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:

@@ -9,7 +9,7 @@ from ipc.errors import ConfigError, OutOfMemoryError
 
 GIB = 1 << 30
 BYTES_PER_TOKEN = 4096
-INFO = ModelInfo("tiny", "00", vocab_size=1000, max_model_len=2048, eos_token_ids=(2,), numerics="L2")
+INFO = ModelInfo("tiny", "00", "float32", vocab_size=1000, max_model_len=2048, eos_token_ids=(2,), numerics="L2")
 
 
 def blocks_in(memory_bytes: int, block_size: int) -> int:
