@@ -47,33 +47,52 @@ def paged_attention(
 
 
 def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale: float) -> torch.Tensor:
-    """q [T * H, D] -> [n * Hkv * M, D] float32. W items, n query tiles, M rows; items at distance 0 come first."""
-    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
+    """q [T * H, D] -> [n * Hkv * M, D] float32, in scratch. W items, n query tiles, M rows; distance 0 comes first."""
+    num_heads, head_dim, scratch = cache.num_kv_heads, cache.head_dim, cache.scratch
     n, rows, num_items = group.num_query_tiles, group.rows, len(group.item_query)
-    runs = cache.layers[layer].view(-1, cache.block_size * head_dim)
-    kv = runs.index_select(0, group.kv_rows).to(torch.float32).view(-1, head_dim)
-    kv.index_fill_(0, group.tail_rows, 0.0)
-    keys, values = kv.view(2, num_items * num_kv_heads, KV_TILE, head_dim).unbind(0)
-
+    products = num_items * num_heads
+    keys, values = _gather(cache, layer, group).view(2, products, KV_TILE, head_dim).unbind(0)
     if group.query_tile > 1:
         # Tokens after a row's own have weight 0, but 0 * NaN is NaN. A token gone wrong still shows: its K is NaN too.
-        values[: n * num_kv_heads].nan_to_num_(0.0, 0.0, 0.0)
+        values[: n * num_heads].nan_to_num_(0.0, 0.0, 0.0)
 
-    queries = q.index_select(0, group.q_rows).view(-1, rows, head_dim)
-    scores = torch.baddbmm(_NOTHING, queries, keys.transpose(1, 2), beta=0.0, alpha=scale * _LOG2_E)
-    scores = scores.view(num_items, num_kv_heads, rows, KV_TILE)
-    scores[:n].masked_fill_(group.mask, -torch.inf)
+    queries = scratch.get("queries", (products * rows, head_dim), torch.float32)
+    torch.index_select(q, 0, group.q_rows, out=queries)
+    scores = scratch.get("scores", (products, rows, KV_TILE), torch.float32)
+    torch.baddbmm(
+        _NOTHING,
+        queries.view(products, rows, head_dim),
+        keys.transpose(1, 2),
+        beta=0.0,
+        alpha=scale * _LOG2_E,
+        out=scores,
+    )
+    by_item = scores.view(num_items, num_heads, rows, KV_TILE)
+    by_item[:n].masked_fill_(group.mask, -torch.inf)
 
-    item_maximum = scores.amax(-1, keepdim=True)
+    item_maximum = by_item.amax(-1, keepdim=True)
     maximum = item_maximum[:n]
     _for_each_distance(group, item_maximum, torch.maximum)
-    scores.sub_(maximum if num_items == n else maximum.index_select(0, group.item_query))
+    by_item.sub_(maximum if num_items == n else maximum.index_select(0, group.item_query))
     weights = in_whole_vectors(torch.exp2_, scores)
-    total = weights.sum(-1, keepdim=True)
+    total = by_item.sum(-1, keepdim=True)
     _for_each_distance(group, total, torch.add)
-    out = torch.bmm(weights.view(-1, rows, KV_TILE), values).view(num_items, num_kv_heads, rows, head_dim)
+    out = scratch.get("out", (products, rows, head_dim), torch.float32)
+    torch.bmm(weights, values, out=out)
+    out = out.view(num_items, num_heads, rows, head_dim)
     _for_each_distance(group, out, torch.add)
     return out[:n].div_(total[:n]).view(-1, head_dim)
+
+
+def _gather(cache: KVCache, layer: int, group: WorkGroup) -> torch.Tensor:
+    """K and V of all items [2 * W * Hkv * KV_TILE, D] float32, in scratch; 0 where no token is to be seen."""
+    runs = cache.layers[layer].view(-1, cache.block_size * cache.head_dim)
+    shape = (len(group.kv_rows), cache.block_size * cache.head_dim)
+    gathered = cache.scratch.get("gathered", shape, cache.dtype)
+    torch.index_select(runs, 0, group.kv_rows, out=gathered)
+    if cache.dtype != torch.float32:
+        gathered = cache.scratch.get("gathered", shape, torch.float32).copy_(gathered)
+    return gathered.view(-1, cache.head_dim).index_fill_(0, group.tail_rows, 0.0)
 
 
 def _for_each_distance(group: WorkGroup, items: torch.Tensor, merge: Callable[..., torch.Tensor]) -> None:

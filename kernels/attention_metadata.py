@@ -23,7 +23,7 @@ from kernels.kv_cache import KVCache
 KV_TILE = 128
 
 #: Bytes of gathered K, V and scores one work group may take: stays in a CPU's shared cache, and bounds memory.
-WORK_GROUP_BYTES = 32 << 20
+WORK_GROUP_BYTES = 8 << 20
 
 Ints = NDArray[np.int64]
 AnyInts = NDArray[np.integer[Any]]

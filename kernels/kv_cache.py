@@ -8,6 +8,8 @@ yields the operands of a batched product per head, without a transposition.
 
 import torch
 
+from kernels.scratch import Scratch
+
 
 def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype) -> int:
     """Bytes one block takes in all layers, K and V together."""
@@ -29,6 +31,7 @@ class KVCache:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
+        self.scratch = Scratch()  # of the attention over this cache
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         try:
             self.layers = [torch.empty(shape, dtype=dtype) for _ in range(num_layers)]

@@ -92,7 +92,8 @@ def test_top_k_of_all() -> None:
 
 def test_seeds_are_64_bits() -> None:
     assert [make(seed=seed).seed for seed in (None, 0, 2**64 - 1)] == [None, 0, 2**64 - 1]
-    assert make(seed=-1).seed == 2**64 - 1
+    assert make(seed=-1).seed is None  # "no seed", as in vLLM
+    assert make(seed=-2).seed == 2**64 - 2
     assert make(seed=-(2**63)).seed == 2**63
 
 

@@ -1,0 +1,21 @@
+"""Scratch: buffers that a kernel uses again and again, since fresh memory costs more than most work done in it."""
+
+import math
+
+import torch
+
+
+class Scratch:
+    """One buffer per name and dtype, grown to the largest size asked for. A buffer holds garbage, and whoever asks for
+    the same name again gets the same memory: it belongs to one kernel call at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor, uninitialised."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or len(buffer) < size:
+            self._buffers[name, dtype] = buffer = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
