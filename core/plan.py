@@ -62,7 +62,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
 def _encode_array(value: Any) -> bytes:
     if isinstance(value, np.ndarray) and value.dtype == np.int32:
         return value.astype("<i4", copy=False).tobytes()
-    raise NotImplementedError(f"a plan holds int32 columns, not {type(value).__name__}")
+    raise TypeError(f"a plan holds int32 columns, not {type(value).__name__}")
 
 
 def _decode_array(kind: Any, value: Any) -> Int32s:
