@@ -160,9 +160,10 @@ def test_death_of_a_client_aborts_and_frees(engine: EngineProcess, client: RawCl
         busy.receive(Outputs)
         dying = RawClient(engine.address)
         dying.add(1, [1, 2, 3], max_tokens=LONG)  # waits: nothing is sent to this client that could fail
-        assert dying.statistics().num_waiting == 1
+        end = time.monotonic() + PATIENCE_S
+        while dying.statistics().num_waiting != 1:  # statistics may be read before the others have started
+            assert time.monotonic() < end
         dying.context.destroy(linger=0)  # the connection ends without a word
-        end = time.monotonic() + 2.0
         while (statistics := client.statistics()).num_waiting:
             assert time.monotonic() < end
         assert statistics.num_running == CONFIG.max_num_seqs
@@ -180,8 +181,8 @@ def test_death_of_a_client_while_it_is_served(engine: EngineProcess, client: Raw
 
 
 def wait_until_free(client: RawClient) -> None:
-    """The time is what a statistics call needs: the disconnect is an event, not a timeout."""
-    end = time.monotonic() + 2.0
+    """The disconnect is an event, not a timeout: on a quiet machine this takes a statistics call."""
+    end = time.monotonic() + PATIENCE_S
     while (statistics := client.statistics()).num_running + statistics.num_waiting:
         assert time.monotonic() < end, statistics
     assert statistics.num_free_blocks == statistics.num_blocks - 1

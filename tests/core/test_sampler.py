@@ -10,6 +10,15 @@ from core.sampler import NOT_A_TOKEN, SamplingInputs, sample
 from kernels.philox import uniform
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of several test processes at once wait for each other at every barrier."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, forbidden=()):
     rows, tokens = zip(*forbidden, strict=True) if forbidden else ((), ())
     return SamplingInputs(

@@ -17,13 +17,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 BLOCK_SIZE = 16
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 class Bench:
     """Contexts of given lengths with random Q, K and V, run step by step over a cache that is NaN elsewhere."""
 
@@ -91,7 +84,8 @@ def outputs_in_every_way(heads, dtype, attention, set_threads):
     """Outputs of context 0, computed in many ways that must not matter."""
     for num_threads in (1, 2):
         set_threads(num_threads)
-        for seed, chunks in enumerate(chunkings(LENGTHS[0])):
+        # Two threads meet at barriers, which takes long where other processes compute: two ways of four will do.
+        for seed, chunks in list(enumerate(chunkings(LENGTHS[0])))[::num_threads]:
             yield Bench(LENGTHS[:1], heads, dtype, seed).run(0, chunks, attention=attention)
             mixed = Bench(LENGTHS, heads, dtype, seed + 50)
             yield mixed.run(0, chunks, others=((1, 30), (2, 200), (3, 1)), attention=attention)

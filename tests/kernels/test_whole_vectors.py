@@ -6,13 +6,6 @@ import torch
 from kernels.whole_vectors import LANES, in_whole_vectors
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("function_", [torch.exp2_, torch._C._nn.silu_, torch.sigmoid_], ids=lambda f: f.__name__)
 def test_bits_do_not_depend_on_position_or_threads(function_, threads):
     period = torch.randn(LANES * 63, generator=torch.Generator().manual_seed(0)) * 8
