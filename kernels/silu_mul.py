@@ -4,6 +4,8 @@ import torch
 
 from kernels.whole_vectors import LANES, in_whole_vectors
 
+SILU_ = torch._C._nn.silu_
+
 #: Numbers worked on at once, so that float32 intermediates stay in a core's cache and need no fresh memory.
 _BLOCK = 1 << 18
 
@@ -18,7 +20,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(len(gate), -(-width // LANES) * LANES)
         inner = padded[:, :width]
         inner.copy_(gate)
-        in_whole_vectors(torch._C._nn.silu_, padded)
+        in_whole_vectors(SILU_, padded)
         torch.mul(inner, up, out=inner)
         out[first : first + rows] = inner
     return out

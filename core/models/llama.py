@@ -15,7 +15,8 @@ from kernels.kv_cache import KVCache, bytes_per_block
 from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_kv_write, rotary_frequencies, rotary_tables
-from kernels.silu_mul import silu_mul
+from kernels.silu_mul import SILU_, silu_mul
+from kernels.whole_vectors import is_position_independent
 
 Attention = Callable[[torch.Tensor, KVCache, int, AttentionMetadata, float], torch.Tensor]
 
@@ -55,7 +56,7 @@ class Llama:
         self._attention_variant = attention_variant(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )
-        is_exact = numerics == "L2" and self._attention_variant.row_invariant
+        is_exact = numerics == "L2" and self._attention_variant.row_invariant and is_position_independent(SILU_)
         self.numerics: Numerics = "L2" if is_exact else "L0"
         self._scale = config.head_dim**-0.5
         self._frequencies = rotary_frequencies(config.head_dim, config.rope_theta)
@@ -63,7 +64,7 @@ class Llama:
             parts = _WeightParts(weights)
             self._embedding, self._head = _embedding_and_head(parts, config)
             self._layers = [_layer(parts, f"model.layers.{index}.") for index in range(config.num_hidden_layers)]
-            self._norm = parts.take("model.norm.weight").float()
+            self._norm = parts.take("model.norm.weight").to(torch.float32, copy=True)
         # The fewest rows that some product of the model can run: batches are padded once, not before each product.
         products = [product for layer in self._layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         shared = set(ROW_COUNTS).intersection(*(product.chosen.row_counts for product in products))
@@ -158,16 +159,16 @@ class _WeightParts:
 def _embedding_and_head(parts: _WeightParts, config: ModelConfig) -> tuple[torch.Tensor, PackedLinear]:
     embedding = parts.take("model.embed_tokens.weight")
     head = embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
-    return embedding, PackedLinear(head, max_rows=_HEAD_ROWS)
+    return embedding.clone(), PackedLinear(head, max_rows=_HEAD_ROWS)  # the clone is no view of a mapped file
 
 
 def _layer(parts: _WeightParts, prefix: str) -> _Layer:
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     return _Layer(
-        input_norm=parts.take(f"{prefix}input_layernorm.weight").float(),
+        input_norm=parts.take(f"{prefix}input_layernorm.weight").to(torch.float32, copy=True),
         qkv=PackedLinear(parts.take(*(f"{attention}{name}_proj.weight" for name in "qkv"))),
         o=PackedLinear(parts.take(f"{attention}o_proj.weight")),
-        post_attention_norm=parts.take(f"{prefix}post_attention_layernorm.weight").float(),
+        post_attention_norm=parts.take(f"{prefix}post_attention_layernorm.weight").to(torch.float32, copy=True),
         gate_up=PackedLinear(parts.take(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
         down=PackedLinear(parts.take(f"{mlp}down_proj.weight")),
     )
