@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from core.model_config import ModelConfig
+from core.architectures import ARCHITECTURES
+from core.models.config import ModelConfig
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.gguf import read_gguf
 from ipc.mapped_file import map_file
@@ -23,23 +24,33 @@ from kernels.dequantize import BLOCK_SIZES, dequantize
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 _GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
 }
 _GGUF_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-#: Tables of unscaled rotary embedding that old files carry; the config has them all.
-_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight")
+#: Where results are normalised as well, other norms have these names.
+_GGUF_POST_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+#: Tables of rotary embedding that files carry; the config has them all.
+_HARMLESS = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
+)
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -55,32 +66,47 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every weight of a Llama, in the order of use; matrices are [out, in]."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
+    """Name -> shape of every weight, in the order of use; matrices are [out, in]."""
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}self_attn.q_proj.weight": (query_size, hidden),
-            f"{prefix}self_attn.k_proj.weight": (kv_size, hidden),
-            f"{prefix}self_attn.v_proj.weight": (kv_size, hidden),
-            f"{prefix}self_attn.o_proj.weight": (hidden, query_size),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-            f"{prefix}mlp.gate_proj.weight": (intermediate, hidden),
-            f"{prefix}mlp.up_proj.weight": (intermediate, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, intermediate),
-        }
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+        shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
+    if config.qkv_bias:
+        for name, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+            shapes[f"self_attn.{name}_proj.bias"] = (size,)
+    if config.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    shapes["self_attn.o_proj.weight"] = (hidden, query_size)
+    if config.output_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    norms = ["post_attention_layernorm"]
+    if config.post_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    return shapes | {
+        **{f"{name}.weight": (hidden,) for name in norms},
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
+    }
+
+
 def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor in dtype) of every name of expected_shapes, in its order. All checks are done when this returns.
+    """(name, tensor) of every name of expected_shapes, in its order: matrices in dtype, vectors in float32, in which
+    norms and biases are computed. All checks are done when this returns.
 
     A tensor that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
     mapping lives as long as the tensor. Errors: ModelFileError naming file and tensor for a missing, unexpected or
@@ -95,15 +121,15 @@ def _plan_gguf(path: Path, config: ModelConfig) -> dict[str, _Stored]:
         name: _Stored(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
         for name, tensor in read_gguf(path).tensors.items()
     }
+    # llama.cpp's converter interleaves the two halves of each head's rows of these two, for some architectures.
+    interleaved: dict[str, int] = {}
+    if ARCHITECTURES[config.architecture].gguf_interleaves_heads:
+        interleaved = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     plan: dict[str, _Stored] = {}
     for name, shape in expected_shapes(config).items():
-        stored = _take(found, _gguf_name(name), shape, path)
-        # llama.cpp's converter interleaves the two halves of each head's rows of these two.
-        if name.endswith("q_proj.weight"):
-            stored = msgspec.structs.replace(stored, interleaved_heads=config.num_attention_heads)
-        elif name.endswith("k_proj.weight"):
-            stored = msgspec.structs.replace(stored, interleaved_heads=config.num_key_value_heads)
-        plan[name] = stored
+        stored = _take(found, _gguf_name(name, config), shape, path)
+        heads = interleaved.get(name.split(".")[-2], 0)
+        plan[name] = msgspec.structs.replace(stored, interleaved_heads=heads)
     _check_rest(found, config)
     return plan
 
@@ -119,11 +145,13 @@ def _plan_folder(folder: Path, config: ModelConfig) -> dict[str, _Stored]:
     return plan
 
 
-def _gguf_name(name: str) -> str:
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_GGUF_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+def _gguf_name(name: str, config: ModelConfig) -> str:
+    stem, kind = name.rsplit(".", 1)  # kind: weight or bias
+    if stem in _GGUF_NAMES:
+        return f"{_GGUF_NAMES[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    names = _GGUF_LAYER_NAMES | _GGUF_POST_NORM_NAMES if config.post_norms else _GGUF_LAYER_NAMES
+    return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: Path) -> _Stored:
@@ -159,7 +187,8 @@ def _convert(plan: dict[str, _Stored], dtype: torch.dtype) -> Iterator[tuple[str
         file = files[stored.path]
         if len(file) < stored.end:
             raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
-        yield name, _to_tensor(file[stored.begin : stored.end], stored, dtype)
+        kind = dtype if len(stored.shape) > 1 else torch.float32
+        yield name, _to_tensor(file[stored.begin : stored.end], stored, kind)
 
 
 def _to_tensor(data: torch.Tensor, stored: _Stored, dtype: torch.dtype) -> torch.Tensor:

@@ -54,9 +54,9 @@ def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale
     n, rows, num_items = group.num_query_tiles, group.rows, len(group.item_query)
     products = num_items * num_heads
     keys, values = _gather(cache, layer, group).view(2, products, KV_TILE, head_dim).unbind(0)
-    if group.query_tile > 1:
-        # Tokens after a row's own have weight 0, but 0 * NaN is NaN. A token gone wrong still shows: its K is NaN too.
-        values[: n * num_heads].nan_to_num_(0.0, 0.0, 0.0)
+    # Tokens that a row must not see have weight 0, but 0 * NaN is NaN. A token gone wrong still shows to those that see
+    # it: its K is NaN too.
+    values[: group.num_partial * num_heads].nan_to_num_(0.0, 0.0, 0.0)
 
     queries = scratch.get("queries", (products * rows, head_dim), torch.float32)
     torch.index_select(q, 0, group.q_rows, out=queries)
@@ -70,7 +70,7 @@ def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale
         out=scores,
     )
     by_item = scores.view(num_items, num_heads, rows, KV_TILE)
-    by_item[:n].masked_fill_(group.mask, -torch.inf)
+    by_item[: len(group.mask)].masked_fill_(group.mask, -torch.inf)
 
     item_maximum = by_item.amax(-1, keepdim=True)
     maximum = item_maximum[:n]

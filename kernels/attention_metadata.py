@@ -6,8 +6,13 @@ so that a query tile never straddles a KV tile boundary and every row in it sees
 items of a WorkGroup run as one batched product.
 
 Items are ordered by the distance of their KV tile from the query tile's last one, query tiles by their number of KV
-tiles, descending: items at distance j are those of the first counts[j] query tiles, a contiguous run, and only
-distance 0 needs a mask. Partial results are summed in this order, which is a function of a row's own position.
+tiles, descending: items at distance j are those of the first counts[j] query tiles, a contiguous run, and without a
+window only distance 0 needs a mask. Partial results are summed in this order, which is a function of a row's own
+position.
+
+With a sliding window a query tile's first KV tile is the one that its first row still sees. Later rows of the query
+tile may see nothing of it: for them all of that item is masked, which adds exact zeros to what they have, so that their
+bits are those of a query tile that does not visit it.
 """
 
 from dataclasses import dataclass
@@ -60,7 +65,8 @@ class WorkGroup:
     kv_rows: torch.Tensor  # int64 runs (block, K or V, head) to gather, ordered (K or V, item, head, block of the tile)
     tail_rows: torch.Tensor  # int64 rows of the gathered [2 * W * Hkv * KV_TILE] that no query of the tile may see
     q_rows: torch.Tensor  # [W * Hkv * M] int64 rows of q [T * H]
-    mask: torch.Tensor  # [n, 1, M or 1, KV_TILE] bool, true = not visible, for the items at distance 0
+    mask: torch.Tensor  # [m, 1, M or 1, KV_TILE] bool, true = not visible; m >= n: no item after these needs one
+    num_partial: int  # the first items, among which are all with a token that one of their rows sees and another not
     out_rows: torch.Tensor  # [t * H] int64 rows of the result [n * Hkv * M], in token order
     out_tokens: torch.Tensor | None  # [t] int64; None = this group alone makes the whole output
 
@@ -74,7 +80,12 @@ class AttentionMetadata:
     context_lens: Ints  # [R]
     block_tables: NDArray[np.int32]  # [R, P]
     num_rows: int  # rows of q and of the output; those past sum(num_tokens) are padding
+    window: int | None  # tokens that a row sees, itself included; None = all before it
     groups: tuple[WorkGroup, ...]
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the row at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class _QueryTiles:
     start: Ints  # position of the tile's row 0, a multiple of the tile size
     first: Ints  # positions of the first and last token it computes
     last: Ints
-    num_kv_tiles: Ints
+    num_kv_tiles: Ints  # from that of the first token that `first` sees to that of `last`
     token: Ints  # index in the batch of the token at position 0 of the request (may be negative)
 
     def __getitem__(self, part: slice | Ints) -> "_QueryTiles":
@@ -99,12 +110,13 @@ def attention_metadata(
     cache: KVCache,
     shape: TileShape,
     num_rows: int | None = None,
+    window: int | None = None,
 ) -> AttentionMetadata:
     """The work of a batch whose tokens are packed request after request.
 
     num_tokens [R] > 0 tokens computed in this step; context_lens [R] tokens in the cache after it, these included;
     block_tables [R, P] block ids, enough for context_lens (what lies beyond is ignored); num_rows >= sum(num_tokens)
-    rows of q, padding included.
+    rows of q, padding included; window: as AttentionMetadata's.
     """
     counts, lengths = num_tokens.astype(np.int64), context_lens.astype(np.int64)
     tables = block_tables.astype(np.int32, copy=False)
@@ -116,30 +128,31 @@ def attention_metadata(
     tile_size[counts == 1] = sizes[0]
     pieces = []
     for size in np.unique(tile_size).tolist():
-        tiles = _query_tiles(np.flatnonzero(tile_size == size), counts, lengths, size)
+        tiles = _query_tiles(np.flatnonzero(tile_size == size), counts, lengths, size, window)
         limit = _max_items(shape, shape.rows(size), cache)
         pieces += [(size, tiles[part]) for part in _parts(tiles.num_kv_tiles, limit)]
     groups = tuple(
-        _work_group(tiles, size, tables, cache, shape, (total, num_rows) if len(pieces) == 1 else None)
+        _work_group(tiles, size, tables, cache, shape, window, (total, num_rows) if len(pieces) == 1 else None)
         for size, tiles in pieces
     )
-    return AttentionMetadata(shape, counts, lengths, tables, num_rows, groups)
+    return AttentionMetadata(shape, counts, lengths, tables, num_rows, window, groups)
 
 
-def _query_tiles(requests: Ints, num_tokens: Ints, context_lens: Ints, size: int) -> _QueryTiles:
+def _query_tiles(requests: Ints, num_tokens: Ints, context_lens: Ints, size: int, window: int | None) -> _QueryTiles:
     start, end = (context_lens - num_tokens)[requests], context_lens[requests]
     first_token = (np.cumsum(num_tokens) - num_tokens)[requests]
     low = start // size
     count = (end - 1) // size - low + 1
     which = np.repeat(np.arange(len(requests)), count)
     number = low[which] + np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-    last = np.minimum((number + 1) * size, end[which]) - 1
+    first, last = np.maximum(number * size, start[which]), np.minimum((number + 1) * size, end[which]) - 1
+    seen = np.zeros_like(first) if window is None else np.maximum(first - window + 1, 0)
     tiles = _QueryTiles(
         request=requests[which],
         start=number * size,
-        first=np.maximum(number * size, start[which]),
+        first=first,
         last=last,
-        num_kv_tiles=last // KV_TILE + 1,
+        num_kv_tiles=last // KV_TILE - seen // KV_TILE + 1,
         token=(first_token - start)[which],
     )
     return tiles[np.argsort(-tiles.num_kv_tiles, kind="stable")]
@@ -167,6 +180,7 @@ def _work_group(
     block_tables: NDArray[np.int32],
     cache: KVCache,
     shape: TileShape,
+    window: int | None,
     whole: tuple[int, int] | None,
 ) -> WorkGroup:
     """whole = (tokens, rows) of the batch if this group computes all of it."""
@@ -175,15 +189,15 @@ def _work_group(
     counts = np.count_nonzero(tiles.num_kv_tiles[:, None] > np.arange(max_tiles), axis=0)
     distance = np.repeat(np.arange(max_tiles), counts)
     query = np.arange(len(distance)) - (np.cumsum(counts) - counts)[distance]
-    kv_tile = tiles.num_kv_tiles[query] - 1 - distance
+    kv_tile = tiles.last[query] // KV_TILE - distance
 
     # Rows of the products: (token of the tile, query head of the KV head). Rows of no token repeat one that has one.
     row = np.minimum(np.arange(rows), size * shape.group_size - 1)
     positions = np.clip(tiles.start[:, None] + row // shape.group_size, tiles.first[:, None], tiles.last[:, None])
     heads = np.arange(num_kv_heads)[:, None] * shape.group_size + row % shape.group_size
     q_rows = (tiles.token[:, None] + positions)[:, None] * shape.num_heads + heads  # [n, Hkv, M]
-    seen = positions if size > 1 else positions[:, :1]
-    mask = np.arange(KV_TILE) > (seen % KV_TILE)[:, :, None]
+    own = positions if size > 1 else positions[:, :1]
+    mask, num_partial = _mask(own, query, kv_tile, n, window)
 
     out_tokens, out_rows = _output_rows(tiles, rows, shape)
     if whole is not None:
@@ -200,9 +214,25 @@ def _work_group(
         tail_rows=_tail_rows(tiles, len(query), cache),
         q_rows=torch.from_numpy(q_rows[query].reshape(-1)),
         mask=torch.from_numpy(mask[:, None]),
+        num_partial=num_partial,
         out_rows=torch.from_numpy(out_rows.reshape(-1)),
         out_tokens=None if whole is not None else torch.from_numpy(out_tokens),
     )
+
+
+def _mask(own: Ints, query: Ints, kv_tile: Ints, n: int, window: int | None) -> tuple[NDArray[np.bool_], int]:
+    """own [n, M or 1] positions of the rows -> mask [m, M or 1, KV_TILE] of the first m items, and num_partial."""
+    column = np.arange(KV_TILE)
+    after = column > (own % KV_TILE)[:, :, None]
+    if window is None:
+        return after, n if own.shape[1] > 1 else 0
+    begin = kv_tile * KV_TILE
+    cut = np.flatnonzero(begin <= own[query].max(1) - window)  # items with a token that left some row's window
+    num_cut = int(cut[-1]) + 1 if len(cut) else 0
+    items = slice(max(num_cut, n))
+    position, rows = begin[items, None, None] + column, own[query[items]][:, :, None]
+    mask = (position > rows) | (position <= rows - window)
+    return mask, max(num_cut, n if own.shape[1] > 1 else 0)
 
 
 def _kv_rows(

@@ -21,8 +21,9 @@ def reference_attention(
         keys = keys.double().repeat_interleave(group_size, 1)  # [L, H, D]
         values = values.double().repeat_interleave(group_size, 1)
         for position in range(context_len - num_tokens, context_len):
-            scores = torch.einsum("hd,lhd->hl", q[token].double(), keys[: position + 1]) * scale
-            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[: position + 1])
+            seen = slice(metadata.first_seen(position), position + 1)
+            scores = torch.einsum("hd,lhd->hl", q[token].double(), keys[seen]) * scale
+            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen])
             token += 1
     return out.flatten(1)
 
@@ -38,11 +39,15 @@ def sdpa_attention(
     for index, (num_tokens, context_len) in enumerate(
         zip(metadata.num_tokens.tolist(), metadata.context_lens.tolist(), strict=True)
     ):
-        keys, values = (part.transpose(0, 1) for part in _context(cache, layer, metadata, index, context_len))
+        start = metadata.first_seen(context_len - num_tokens)
+        context = _context(cache, layer, metadata, index, context_len)
+        keys, values = (part[start:].transpose(0, 1) for part in context)
         queries = q[first : first + num_tokens].to(cache.dtype)
         # The query heads of one KV head become rows of one head: K and V are read once (and enable_gqa is slow on CPU).
         rows = queries.view(num_tokens, -1, group_size, cache.head_dim).permute(1, 0, 2, 3).flatten(1, 2)
-        seen = torch.arange(context_len) <= torch.arange(context_len - num_tokens, context_len)[:, None]
+        own = torch.arange(context_len - num_tokens, context_len)[:, None]
+        others = torch.arange(start, context_len)
+        seen = (others <= own) & (others > own - (metadata.window or context_len))
         mask = None if num_tokens == 1 else seen.repeat_interleave(group_size, 0)
         result = scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
         result = result.view(-1, num_tokens, group_size, cache.head_dim).permute(1, 0, 2, 3)

@@ -40,17 +40,21 @@ class Variant(NamedTuple):
 
 
 class PackedLinear:
-    """y = x @ weight.T with row-invariant results; weight [out, in] float32 or bfloat16 is packed and not kept.
+    """y = x @ weight.T + bias with row-invariant results; weight [out, in] float32 or bfloat16 is packed and not kept;
+    bias [out] float32, added to the rounded product.
 
     max_rows: the largest row count worth running at once, for layers that never see more (the head sees one row per
     request); it shortens the probe.
     """
 
-    def __init__(self, weight: torch.Tensor, *, max_rows: int = ROW_COUNTS[-1]) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, max_rows: int = ROW_COUNTS[-1]
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         row_counts = tuple(count for count in ROW_COUNTS if count <= max_rows)
         self.chosen = _choose(self.out_features, self.in_features, weight.dtype, row_counts, torch.get_num_threads())
-        self._operation = KERNELS[self.chosen.kernel](weight)
+        product = KERNELS[self.chosen.kernel](weight)
+        self._operation = product if bias is None else lambda x: product(x).add_(bias)
         self._row_counts = frozenset(self.chosen.row_counts)
 
     @property

@@ -4,7 +4,8 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """x [T, d] float32, weight [d] float32 -> x / sqrt(mean(x**2) + eps) * weight, [T, d] rounded once to dtype.
+    """x [..., d] float32, weight float32, [d] or more of x's last dimensions -> x / sqrt(mean(x**2) + eps) * weight,
+    x's shape, rounded once to dtype.
 
     A row is summed by one thread in one order (below 32,768 columns), so it does not depend on the other rows.
     """

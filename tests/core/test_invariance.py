@@ -6,6 +6,7 @@ The same run under --numerics L0 (torch's attention) must fail: otherwise this s
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from core.model_config import ModelConfig, read_model_config
 from core.model_runner import ModelRunner
 from core.models.llama import Llama
 from core.plan import SchedulerOutput
+from core.rope_scaling import LinearScaling
 from core.weights import expected_shapes, load_weights
 from ipc.config import EngineConfig, Numerics
 from ipc.messages import AddRequest, Outputs, RequestFailed
@@ -43,6 +45,27 @@ TINY = ModelConfig(
     eos_token_ids=(0,),
     dtype="float32",
 )
+
+#: What changes attention, by name. The windows end within KV tiles of 128 tokens and within blocks of 16.
+KINDS: dict[str, ModelConfig] = {
+    "plain": TINY,
+    "sliding window": msgspec.structs.replace(TINY, sliding_window=90, sliding_layers=(0, 1, 2), qkv_bias=True),
+    "head norms": msgspec.structs.replace(TINY, qk_norm=True, head_dim=24, output_bias=True),
+    "local and global": msgspec.structs.replace(
+        TINY,
+        sliding_window=139,
+        sliding_layers=(0, 2),
+        sliding_rope_theta=1000.0,
+        rope_scaling=LinearScaling(8.0),
+        query_pre_attn_scalar=40.0,
+        hidden_act="gelu_pytorch_tanh",
+        head_dim=32,
+        qk_norm=True,
+        post_norms=True,
+        norm_offset=1.0,
+        scale_embeddings=True,
+    ),
+}
 
 
 class Recorder(ModelRunner):
@@ -147,15 +170,13 @@ def neighbours(count: int, seed: int, longest: int, max_tokens: int) -> list[tup
     ]
 
 
-def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2") -> Llama:
+def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2", config: ModelConfig = TINY) -> Llama:
     generator = torch.Generator().manual_seed(5)
     weights = {
-        name: (torch.randn(shape, generator=generator) * 0.2).to(dtype)
-        if len(shape) > 1
-        else torch.ones(shape, dtype=dtype)
-        for name, shape in expected_shapes(TINY).items()
+        name: (torch.randn(shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype)
+        for name, shape in expected_shapes(config).items()
     }
-    return Llama(TINY, weights.items(), dtype, numerics)
+    return Llama(config, weights.items(), dtype, numerics)
 
 
 PROMPT = np.random.default_rng(7).integers(1, 500, 300).tolist()
@@ -187,9 +208,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: torch.dtype) -> None:
-    model = tiny_model(dtype)
+def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: torch.dtype, kind: str) -> None:
+    model = tiny_model(dtype, config=KINDS[kind])
     assert model.numerics == "L2"
     alone = run(model, PROMPT)
     assert len(alone.tokens) == 24
@@ -211,8 +233,9 @@ def test_two_threads_give_the_bits_of_one() -> None:
     assert torch.equal(two.logits, alone.logits)
 
 
-def test_torch_attention_fails_the_same_comparison() -> None:
-    model = tiny_model(torch.float32, "L0")
+@pytest.mark.parametrize("kind", ["plain", "sliding window"])
+def test_torch_attention_fails_the_same_comparison(kind: str) -> None:
+    model = tiny_model(torch.float32, "L0", KINDS[kind])
     assert model.numerics == "L0"
     alone = run(model, PROMPT)
     assert not all(torch.equal(scenario(name, model).logits, alone.logits) for name in SCENARIOS)

@@ -20,8 +20,9 @@ BLOCK_SIZE = 16
 class Bench:
     """Contexts of given lengths with random Q, K and V, run step by step over a cache that is NaN elsewhere."""
 
-    def __init__(self, lengths, heads, dtype, seed, block_size=BLOCK_SIZE):
+    def __init__(self, lengths, heads, dtype, seed, block_size=BLOCK_SIZE, window=None):
         num_heads, num_kv_heads, head_dim = heads
+        self.window = window
         self.shape = attention_variant(*heads).shape
         self.lengths = lengths
         numbers = [torch.Generator().manual_seed(index) for index in range(len(lengths))]  # a context's own
@@ -53,7 +54,9 @@ class Bench:
             kv.append(self.kv[index][start : start + count])
             self.done[index] += int(count)
         self.cache.write(0, self.cache.slot_rows(torch.from_numpy(np.concatenate(slots))), torch.cat(kv))
-        metadata = attention_metadata(num_tokens, starts + num_tokens, self.tables[which], self.cache, self.shape)
+        metadata = attention_metadata(
+            num_tokens, starts + num_tokens, self.tables[which], self.cache, self.shape, window=self.window
+        )
         out = attention(torch.cat(q), self.cache, 0, metadata, 0.125)
         return dict(zip(counts, out.split(num_tokens.tolist()), strict=True))
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.gated_activation import silu_mul
 from kernels.kv_cache import KVCache
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_kv_write, rotary_frequencies, rotary_tables, rotate
-from kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16]
 

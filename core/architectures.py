@@ -1,0 +1,101 @@
+"""The in-tree architectures, as data: what neither config.json nor a GGUF file says of its own model.
+
+An architecture is a row of this table and nothing else; the code that reads files asks the row, never for a name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from core.models.config import Activation
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One row. Names of settings are config.json's."""
+
+    name: str  # in config.json's architectures
+    model_type: str  # config.json's model_type
+    gguf: str | None  # general.architecture; None: llama.cpp has it under another's name
+    #: Settings that transformers' config class fills in where config.json has no such key.
+    defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    activation: Activation = "silu"  # where a file does not name one
+    #: Which biases attention has: of Q, K and V; or those and its output's, if the setting attention_bias says so.
+    attention_bias: Literal["none", "qkv", "as configured"] = "none"
+    #: Which layers slide, where there is a window: those that layer_types names, and where it is missing those from
+    #: max_window_layers on, or all but the last of every sliding_window_pattern.
+    sliding: Literal["none", "all", "from max_window_layers", "by sliding_window_pattern"] = "none"
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: float = 0.0  # added to norms as Hugging Face stores them; llama.cpp stores the sum
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: bool = False  # the setting exists
+    rope_theta: float = 10_000.0  # where a file does not say
+    sliding_rope_theta: float | None = None  # likewise, of sliding layers; None: they have none of their own
+    gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k
+
+
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+_ROWS = (
+    Architecture(
+        name="LlamaForCausalLM",
+        model_type="llama",
+        gguf="llama",
+        attention_bias="as configured",
+        gguf_interleaves_heads=True,
+    ),
+    Architecture(
+        name="MistralForCausalLM",
+        model_type="mistral",
+        gguf=None,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        sliding="all",
+    ),
+    Architecture(
+        name="Qwen2ForCausalLM",
+        model_type="qwen2",
+        gguf="qwen2",
+        defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+        attention_bias="qkv",
+        sliding="from max_window_layers",
+    ),
+    Architecture(
+        name="Qwen3ForCausalLM",
+        model_type="qwen3",
+        gguf="qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
+        attention_bias="as configured",
+        sliding="from max_window_layers",
+        qk_norm=True,
+    ),
+    Architecture(
+        name="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        gguf="gemma3",
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+        },
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        attention_bias="as configured",
+        sliding="by sliding_window_pattern",
+        qk_norm=True,
+        post_norms=True,
+        norm_offset=1.0,
+        scale_embeddings=True,
+        query_pre_attn_scalar=True,
+        rope_theta=1_000_000.0,
+        sliding_rope_theta=10_000.0,
+    ),
+)
+
+ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _ROWS}
+GGUF_ARCHITECTURES: dict[str, Architecture] = {row.gguf: row for row in _ROWS if row.gguf is not None}

@@ -1,0 +1,116 @@
+"""Values: checked access to a model file's settings; whatever is wrong is reported under the file's own key."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ipc.errors import ModelFileError, UnsupportedModelError
+
+#: Lowest and highest sane values. The upper ends keep every product of two within 64 bits.
+_RANGES: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**22),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "head_dim": (2, 2**12),
+    "max_position_embeddings": (1, 2**24),
+    "sliding_window": (1, 2**24),
+    "sliding_window_pattern": (1, 2**12),
+    "max_window_layers": (0, 2**12),
+}
+
+
+class Values:
+    """Settings by name. keys: the file's key for each name that it spells otherwise; prefix stands before them all."""
+
+    def __init__(
+        self, values: dict[str, Any], source: str, keys: Mapping[str, str] | None = None, prefix: str = ""
+    ) -> None:
+        self.values = values
+        self.source = source
+        self._keys = keys or {}
+        self._prefix = prefix
+
+    def key(self, name: str) -> str:
+        return self._keys.get(name, name)
+
+    def get(self, name: str) -> Any:
+        return self.values.get(self.key(name))
+
+    def fail(self, name: str, what: str) -> NoReturn:
+        raise ModelFileError(f"{self.source}: {self._prefix}{self.key(name)} {what}")
+
+    def refuse(self, name: str, supported: str) -> NoReturn:
+        key = f"{self._prefix}{self.key(name)}"
+        raise UnsupportedModelError(f"{self.source}: {key}={self.get(name)!r:.100} is not supported; {supported}")
+
+    def group(self, name: str) -> "Values | None":
+        """The object under a name; its settings are reported as name.setting."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.fail(name, f"must be an object, got {value!r:.80}")
+        return Values(value, self.source, prefix=f"{self._prefix}{self.key(name)}.")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        low, high = _RANGES[name]
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            self.fail(name, f"is missing; expected an integer from {low} to {high}")
+        if type(value) is not int or not low <= value <= high:
+            self.fail(name, f"must be an integer from {low} to {high}, got {value!r:.80}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """Both ends are allowed; a NaN is not."""
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            self.fail(name, f"is missing; expected a number from {low:g} to {high:g}")
+        if type(value) not in (int, float) or not low <= value <= high:
+            self.fail(name, f"must be a number from {low:g} to {high:g}, got {value!r:.80}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            self.fail(name, f"must be true or false, got {value!r:.80}")
+        return default if value is None else bool(value)
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """None, one id or a list of them."""
+        value = self.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                self.fail(name, f"must be token ids below vocab_size={vocab_size}, got {value!r:.80}")
+        return tuple(ids)
+
+
+def model_sizes(values: Values) -> dict[str, Any]:
+    """The sizes that both file formats state, checked against each other, by ModelConfig's names."""
+    heads = values.integer("num_attention_heads")
+    kv_heads = values.integer("num_key_value_heads", heads)
+    hidden_size = values.integer("hidden_size")
+    if heads % kv_heads:
+        values.fail("num_key_value_heads", f"must divide {values.key('num_attention_heads')}={heads}, got {kv_heads}")
+    if values.get("head_dim") is None and hidden_size % heads:
+        values.fail("hidden_size", f"must be a multiple of {values.key('num_attention_heads')}={heads}: {hidden_size}")
+    head_dim = values.integer("head_dim", hidden_size // heads)
+    if head_dim % 2:
+        values.fail("head_dim", f"must be even, for rotary embedding; got {head_dim}")
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": values.integer("intermediate_size"),
+        "num_hidden_layers": values.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": values.number("rms_norm_eps", 1e-12, 0.1),
+        "max_position_embeddings": values.integer("max_position_embeddings"),
+    }

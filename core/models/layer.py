@@ -1,0 +1,97 @@
+"""Layer: one decoder layer, put together once from config and weights. What an architecture lacks is `unchanged`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from core.models.config import Activation, ModelConfig
+from core.models.weight_parts import WeightParts
+from kernels.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.linear import PackedLinear
+from kernels.rms_norm import rms_norm
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+_ACTIVATIONS: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root mean square normalisation of the last dimension; rounds once, to dtype."""
+
+    weight: torch.Tensor  # float32, [d] or [heads, d]
+    eps: float
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x.float(), self.weight, self.eps, self.dtype)
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Layer:
+    """hidden += attention_out(o(attention(heads(qkv(input_norm(hidden)))))), and the same with the MLP."""
+
+    slides: bool
+    input_norm: Norm
+    qkv: PackedLinear
+    heads: Operation  # of Q and K, before they are rotated; float32
+    o: PackedLinear
+    attention_out: Operation
+    mlp_norm: Norm
+    gate_up: PackedLinear
+    activation: Operation
+    down: PackedLinear
+    mlp_out: Operation
+
+    @property
+    def products(self) -> dict[str, PackedLinear]:
+        return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
+
+
+def build_norm(parts: WeightParts, name: str, config: ModelConfig, dtype: torch.dtype) -> Norm:
+    return Norm(parts.take(name).float() + config.norm_offset, config.rms_norm_eps, dtype)
+
+
+def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torch.dtype) -> Layer:
+    """Errors: ModelFileError naming tensors that are missing."""
+    prefix = f"model.layers.{index}."
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+
+    def norm(name: str, to: torch.dtype = dtype) -> Norm:
+        return build_norm(parts, f"{prefix}{name}.weight", config, to)
+
+    qkv_names = [f"{attention}{name}_proj" for name in "qkv"]
+    return Layer(
+        slides=index in config.sliding_layers,
+        input_norm=norm("input_layernorm"),
+        qkv=_linear(parts, qkv_names, config.qkv_bias),
+        heads=_head_norm(parts, attention, config) if config.qk_norm else torch.Tensor.float,
+        o=_linear(parts, [f"{attention}o_proj"], config.output_bias),
+        attention_out=norm("post_attention_layernorm", torch.float32) if config.post_norms else unchanged,
+        mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
+        gate_up=_linear(parts, [f"{mlp}gate_proj", f"{mlp}up_proj"], False),
+        activation=_ACTIVATIONS[config.hidden_act],
+        down=_linear(parts, [f"{mlp}down_proj"], False),
+        mlp_out=norm("post_feedforward_layernorm", torch.float32) if config.post_norms else unchanged,
+    )
+
+
+def _linear(parts: WeightParts, names: list[str], has_bias: bool) -> PackedLinear:
+    weight = parts.take(*(f"{name}.weight" for name in names))
+    return PackedLinear(weight, parts.take(*(f"{name}.bias" for name in names)).float() if has_bias else None)
+
+
+def _head_norm(parts: WeightParts, attention: str, config: ModelConfig) -> Norm:
+    """One weight for all query heads and one for all key heads."""
+    weights = torch.cat(
+        [
+            parts.take(f"{attention}{name}_norm.weight").float().expand(heads, -1)
+            for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads))
+        ]
+    )
+    return Norm(weights + config.norm_offset, config.rms_norm_eps, torch.float32)
