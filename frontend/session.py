@@ -103,14 +103,15 @@ class Session:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
-        """Each conversation as the prompt the model's template (or the given one) makes of it."""
+        """Each conversation as the prompt that a template makes of it: the model's, one of its named ones (its name is
+        given) or a given one."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so no chat template: use generate() with token ids"
             )
         return [
             render_chat(
-                chat_template if chat_template is not None else self.tokenizer.chat_template,
+                self.tokenizer.choose_chat_template(chat_template, with_tools=bool(tools)),
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.tokenizer.bos_token,
