@@ -36,9 +36,9 @@ class PreparedRequest(NamedTuple):
 class Session:
     """An open session; close() ends it, and the engine with it where the session started it.
 
-    model: path of a model folder or .gguf file; None = the demo model (with executor="fake": none). connect: address
-    of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the text
-    side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
+    model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
+    address of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the
+    text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
     options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -148,7 +148,7 @@ class Session:
         process = EngineProcess(config, start_timeout=start_timeout)
         try:
             process.start()
-            files = self._read_own_files(config)  # while the engine starts
+            files = self._read_own_files(process.config)  # while the engine starts
             process.wait_ready()
             transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
             self.client = EngineClient(transport, hello_timeout=connect_timeout)
@@ -177,7 +177,7 @@ class Session:
         if self._skip_tokenizer or (config.executor == "fake" and config.model is None and self._text_source is None):
             return {}
         path = resolve_model(config.model) if self._text_source is None else Path(self._text_source)
-        files = read_tokenizer_files(path)
+        files = read_tokenizer_files(path, optional=self._text_source is None and config.load_format == "dummy")
         self._load(files)
         return files
 
