@@ -5,6 +5,7 @@ union is the token with the best score, the leftmost of equals; a character that
 one token <0xNN> each. The library merges by rank: here every way to cut a token in two tokens is a merge, ranked by
 the token's score. The two differ at most where two ways to write one token overlap in the text: "aaaa" is both
 "a" + "aaa" and "aaa" + "a", and of "a", "aaa", "a" the better ranked pair is merged, not the left one.
+A file made from a tokenizer.json lists its merges and has no scores to speak of: then the merges count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,12 @@ _RESERVED = (2, 3, 6)
 
 def build_sentencepiece(
     vocabulary: Mapping[str, int],
-    scores: Sequence[float],
-    types: Sequence[int],
+    merges: Sequence[tuple[str, str]],
     *,
     unknown: int | None,
     add_space_prefix: bool,
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of these tokens (token -> id, ids without gaps), their scores and llama.cpp token types by id.
+    """The tokenizer of these tokens (token -> id, ids without gaps) and merges, the first ranked best.
 
     unknown: id of the token for what has no bytes either. add_space_prefix: each stretch of text between special
     tokens begins as if after a space (llama.cpp and Llama 2's own tokenizer.json do this), which decoding takes off.
@@ -33,7 +33,7 @@ def build_sentencepiece(
     names = list(vocabulary)
     model = models.BPE(
         vocab=dict(vocabulary),
-        merges=_merges(vocabulary, scores, types),
+        merges=list(merges),
         byte_fallback=True,
         fuse_unk=True,
         unk_token=None if unknown is None else names[unknown],
@@ -46,8 +46,10 @@ def build_sentencepiece(
     return tokenizer
 
 
-def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens; best score first, of equal ones the smaller id."""
+def merges_of_scores(
+    vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Every cut of a token into two tokens; best score first, of equal ones the smaller id. scores, types: by id."""
     parts = {token: index for token, index in vocabulary.items() if types[index] not in _RESERVED}
     merges = []
     for token in sorted(parts, key=lambda token: (-scores[parts[token]], parts[token])):

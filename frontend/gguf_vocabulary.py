@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from frontend.gguf_sentencepiece import build_sentencepiece
+from frontend.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.gguf import GgufValue
 
@@ -106,11 +106,14 @@ def _sentencepiece(
     for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
         if metadata.get(key):
             raise UnsupportedModelError(f"the GGUF file's tokenizer normalizes text by {key}, which is not supported")
-    tokens = list(vocabulary)
+    if "tokenizer.ggml.merges" in metadata:
+        merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+    else:
+        scores = _per_token(metadata, "tokenizer.ggml.scores", float, list(vocabulary))
+        merges = merges_of_scores(vocabulary, scores, types)
     return build_sentencepiece(
         vocabulary,
-        _per_token(metadata, "tokenizer.ggml.scores", float, tokens),
-        types,
+        merges,
         unknown=gguf_token_id(metadata, "unknown"),
         add_space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix", default=True),
     )

@@ -109,6 +109,16 @@ def test_scores_and_not_ids_decide() -> None:
         assert build_gguf_tokenizer(metadata).encode("abc", add_special_tokens=False).ids == expected
 
 
+def test_merges_of_the_file_come_before_its_scores() -> None:
+    """Files made from a tokenizer.json, with one score for all tokens or none."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "ab", "bc"]
+    types = [2, 3, 3, 1, 1, 1, 1, 1, 1]
+    for scores in (None, [-1000.0] * 9):
+        for merges, expected in ((["b c", "a b"], [3, 4, 8]), (["a b", "b c"], [3, 7, 6]), ([], [3, 4, 5, 6])):
+            metadata = sentencepiece_metadata(tokens=tokens, token_type=types, scores=scores, merges=merges)
+            assert build_gguf_tokenizer(metadata).encode("abc", add_special_tokens=False).ids == expected
+
+
 def test_a_character_without_bytes_is_unknown() -> None:
     tokens = ["<unk>", "<s>", "</s>", "▁", "a"]
     metadata = sentencepiece_metadata(tokens=tokens, token_type=[2, 3, 3, 1, 1], scores=[0.0] * 5)
@@ -118,6 +128,7 @@ def test_a_character_without_bytes_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"merges": ["the x"]}, ModelFileError, r"merges\[0\] is 'the x'"),
         ({"scores": None}, ModelFileError, "scores must be a list"),
         ({"scores": [0.0]}, ModelFileError, "scores has 1 entries for"),
         ({"scores": ["x"]}, ModelFileError, "only float"),
