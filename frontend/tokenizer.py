@@ -93,7 +93,10 @@ class Tokenizer:
         if GGUF_HEADER in files:
             return _from_gguf(parse_gguf_metadata(files[GGUF_HEADER]))
         found = ", ".join(sorted(files)) or "no file at all"
-        raise ModelFileError(f"the model has no tokenizer: tokenizer.json is missing (found {found})")
+        raise ModelFileError(
+            f"the model has no tokenizer: tokenizer.json is missing (found {found}); "
+            "skip_tokenizer_init=True runs it on token ids"
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens=False` for a rendered chat template, which writes its own.
