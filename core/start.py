@@ -83,7 +83,9 @@ def total_memory_bytes() -> int:
 def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
     if config.executor == "fake" and config.model is None:
         return TokenizerFiles(0, "", {})
-    files = read_tokenizer_files(resolve_model(config.model))
+    files = read_tokenizer_files(resolve_model(config.model), optional=config.load_format == "dummy")
+    if not files:
+        return TokenizerFiles(0, "", {})
     return TokenizerFiles(0, tokenizer_hash(files), files)
 
 

@@ -12,11 +12,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+import msgspec
+
 from frontend.engine_child import EngineChild, spawn_engine
 from ipc import errors
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.messages import Drain, Ready, Start, StartFailed, StartPhase
+from ipc.model_files import locate_model
 from ipc.pipes import FrameReader, decode_start_report, write_frame
 from ipc.sockets import check_address, private_ipc_address, remove_private_address
 
@@ -64,9 +67,11 @@ class EngineProcess:
         self._exit = "has not been started"
 
     def start(self) -> None:
-        """Spawn the process and return at once. Errors: EngineStartError; AddressError."""
+        """Spawn the process and return at once; a model with a Hugging Face name is found or downloaded first, and
+        `config` has its path from here on. Errors: EngineStartError; AddressError; ModelFileError for such a name."""
         if self._child is not None:
             raise EngineStartError(f"engine process {self.pid} was started already; close() it first")
+        self.config = _with_local_model(self.config)
         self.epoch += 1
         self._phase, self._address = "start of Python", None
         self._deadline = time.monotonic() + self._start_timeout
@@ -208,3 +213,9 @@ class EngineProcess:
         if name in _ERRORS and _ERRORS[name] is not EngineStartError:
             return _ERRORS[name](text)
         return EngineStartError(f"the engine failed to start, in phase {self._phase!r}: {text}")
+
+
+def _with_local_model(config: EngineConfig) -> EngineConfig:
+    """Both processes must read one snapshot of a model with a Hugging Face name: this one alone says which."""
+    path = locate_model(config.model, with_weights=config.load_format != "dummy")
+    return msgspec.structs.replace(config, model=path)

@@ -3,6 +3,7 @@
 A GGUF file has no tokenizer.json: it names a vocabulary kind (`tokenizer.ggml.model`), a pre-tokenizer
 (`tokenizer.ggml.pre`, llama.cpp's names) and lists tokens, token types and merges. Pre-tokenizer and normalizer here
 are those of the tokenizer.json the model was published with: the merges were learned on text split that way.
+A SentencePiece vocabulary has scores in the merges' place (frontend/gguf_sentencepiece.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,13 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from frontend.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.gguf import GgufValue
 
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+_NORMAL = 1
+_UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
 
@@ -32,42 +36,38 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
 PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGITS_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES)
 
-_Item = TypeVar("_Item", str, int)
+_Item = TypeVar("_Item", str, int, float)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
-    """The byte-level BPE tokenizer this metadata describes.
+    """The tokenizer this metadata describes: "gpt2" is byte-level BPE, "llama" SentencePiece.
 
-    Control tokens become special tokens; user-defined ones (`<think>`) become added tokens that are matched whole but
-    are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer we do not have;
-    ModelFileError for lists that are missing or contradict each other.
+    Control tokens and the unknown token become special tokens; user-defined ones (`<think>`) become added tokens that
+    are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer we
+    do not have; ModelFileError for lists that are missing or contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.model is missing")
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(
-            f"the GGUF file's vocabulary is of kind {kind!r}; only 'gpt2' (byte-level BPE) is supported"
-        )
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"the GGUF file's pre-tokenizer is {pre!r}; supported are {', '.join(PRE_TOKENIZERS)}"
+            f"the GGUF file's vocabulary is of kind {kind!r}; "
+            "only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece with scores) are supported"
         )
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ModelFileError(f"tokenizer.ggml.tokens has {len(tokens) - len(vocabulary)} tokens twice")
-    merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
-    # Llama 3's vocabulary has words its merges cannot reach; its own tokenizer.json looks words up whole first.
-    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LLAMA3_NAMES)
-    tokenizer = tokenizers.Tokenizer(model)
-    if pre in _QWEN2_NAMES:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, tokens, metadata)
-    _add_bos(tokenizer, tokens, metadata, default=pre in _LLAMA3_NAMES)
+    types = _per_token(metadata, "tokenizer.ggml.token_type", int, tokens, default=_NORMAL)
+    tokenizer = _sentencepiece(metadata, vocabulary, types) if kind == "llama" else _byte_level(metadata, vocabulary)
+    tokenizer.add_tokens(
+        [
+            tokenizers.AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+        ]
+    )
+    _add_ends(tokenizer, tokens, metadata)
     return tokenizer
 
 
@@ -82,6 +82,41 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < count:
         raise ModelFileError(f"{key} is {token_id!r}; the vocabulary has {count} tokens")
     return token_id
+
+
+def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the GGUF file's pre-tokenizer is {pre!r}; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+    # Llama 3's vocabulary has words its merges cannot reach; its own tokenizer.json looks words up whole first.
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LLAMA3_NAMES))
+    if pre in _QWEN2_NAMES:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(
+    metadata: Mapping[str, GgufValue], vocabulary: dict[str, int], types: Sequence[int]
+) -> tokenizers.Tokenizer:
+    for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
+        if metadata.get(key):
+            raise UnsupportedModelError(f"the GGUF file's tokenizer normalizes text by {key}, which is not supported")
+    if "tokenizer.ggml.merges" in metadata:
+        merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+    else:
+        scores = _per_token(metadata, "tokenizer.ggml.scores", float, list(vocabulary))
+        merges = merges_of_scores(vocabulary, scores, types)
+    return build_sentencepiece(
+        vocabulary,
+        merges,
+        unknown=gguf_token_id(metadata, "unknown"),
+        add_space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix", default=True),
+    )
 
 
 def _pre_tokenizer(pre: str) -> Any:
@@ -109,32 +144,47 @@ def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[s
     return merges
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
-    if "tokenizer.ggml.token_type" not in metadata:
-        return
-    types = _list(metadata, "tokenizer.ggml.token_type", int)
-    if len(types) != len(tokens):
-        raise ModelFileError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    added = [
-        tokenizers.AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(tokens, types, strict=True)
-        if kind in (_CONTROL, _USER_DEFINED) and token
-    ]
-    tokenizer.add_tokens(added)
+def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
+    """What a text is encoded with before and after it: BOS and EOS where the file or, for BOS, its kind says so."""
+    ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
+    is_llama3 = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES and ids["bos"] is not None
+    adds_bos = metadata["tokenizer.ggml.model"] == "llama" or is_llama3
+    ends: dict[str, tuple[str, int]] = {}
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        if not _flag(metadata, f"tokenizer.ggml.add_{name}_token", default=default):
+            continue
+        token_id = ids[name]
+        if token_id is None:
+            raise ModelFileError(f"{name.upper()} is to be added but tokenizer.ggml.{name}_token_id is missing")
+        ends[name] = tokens[token_id], token_id
+    if ends:
+        before, after = ([ends[name][0]] if name in ends else [] for name in ("bos", "eos"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], special_tokens=[*ends.values()]
+        )
 
 
-def _add_bos(
-    tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue], *, default: bool
-) -> None:
-    bos = gguf_token_id(metadata, "bos")
-    add = metadata.get("tokenizer.ggml.add_bos_token", default and bos is not None)
-    if not add:
-        return
-    if bos is None:
-        raise ModelFileError("tokenizer.ggml.add_bos_token is set but tokenizer.ggml.bos_token_id is missing")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
-    )
+def _flag(metadata: Mapping[str, GgufValue], key: str, *, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelFileError(f"{key} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _per_token(
+    metadata: Mapping[str, GgufValue],
+    key: str,
+    item: type[_Item],
+    tokens: Sequence[str],
+    default: _Item | None = None,
+) -> list[_Item]:
+    """A list with an entry for each token; `default` for all where the file has none."""
+    if key not in metadata and default is not None:
+        return [default] * len(tokens)
+    values = _list(metadata, key, item)
+    if len(values) != len(tokens):
+        raise ModelFileError(f"{key} has {len(values)} entries for {len(tokens)} tokens")
+    return values
 
 
 def _list(metadata: Mapping[str, GgufValue], key: str, item: type[_Item]) -> list[_Item]:

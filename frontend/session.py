@@ -36,9 +36,9 @@ class PreparedRequest(NamedTuple):
 class Session:
     """An open session; close() ends it, and the engine with it where the session started it.
 
-    model: path of a model folder or .gguf file; None = the demo model (with executor="fake": none). connect: address
-    of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the text
-    side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
+    model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
+    address of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the
+    text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
     options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -103,14 +103,15 @@ class Session:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
-        """Each conversation as the prompt the model's template (or the given one) makes of it."""
+        """Each conversation as the prompt that a template makes of it: the model's, one of its named ones (its name is
+        given) or a given one."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so no chat template: use generate() with token ids"
             )
         return [
             render_chat(
-                chat_template if chat_template is not None else self.tokenizer.chat_template,
+                self.tokenizer.choose_chat_template(chat_template, with_tools=bool(tools)),
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.tokenizer.bos_token,
@@ -147,7 +148,7 @@ class Session:
         process = EngineProcess(config, start_timeout=start_timeout)
         try:
             process.start()
-            files = self._read_own_files(config)  # while the engine starts
+            files = self._read_own_files(process.config)  # while the engine starts
             process.wait_ready()
             transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
             self.client = EngineClient(transport, hello_timeout=connect_timeout)
@@ -176,7 +177,7 @@ class Session:
         if self._skip_tokenizer or (config.executor == "fake" and config.model is None and self._text_source is None):
             return {}
         path = resolve_model(config.model) if self._text_source is None else Path(self._text_source)
-        files = read_tokenizer_files(path)
+        files = read_tokenizer_files(path, optional=self._text_source is None and config.load_format == "dummy")
         self._load(files)
         return files
 

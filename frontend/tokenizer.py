@@ -17,6 +17,8 @@ from ipc.model_files import GGUF_HEADER
 
 #: Parameters of generation_config.json that SamplingParams has too.
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
+_GGUF_TEMPLATE = "tokenizer.chat_template."
 
 
 class TokenTable(dict[int, bytes]):
@@ -44,8 +46,9 @@ class Tokenizer:
     """Text side of one model.
 
     `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none;
-    `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `default_sampling` holds those of
-    temperature, top_p, top_k, min_p and repetition_penalty that generation_config.json gives.
+    `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default"
+    for plain chats, "tool_use" for those with tools. `default_sampling` holds those of temperature, top_p, top_k,
+    min_p and repetition_penalty that generation_config.json gives.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Tokenizer:
         *,
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         default_sampling: Mapping[str, float | int] | None = None,
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training.
@@ -67,7 +70,7 @@ class Tokenizer:
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         self.bos_token = None if bos_token_id is None else hf.id_to_token(bos_token_id)
         self.eos_token = None if self.eos_token_id is None else hf.id_to_token(self.eos_token_id)
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
         self.default_sampling = dict(default_sampling or {})
         added = hf.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -90,7 +93,10 @@ class Tokenizer:
         if GGUF_HEADER in files:
             return _from_gguf(parse_gguf_metadata(files[GGUF_HEADER]))
         found = ", ".join(sorted(files)) or "no file at all"
-        raise ModelFileError(f"the model has no tokenizer: tokenizer.json is missing (found {found})")
+        raise ModelFileError(
+            f"the model has no tokenizer: tokenizer.json is missing (found {found}); "
+            "skip_tokenizer_init=True runs it on token ids"
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens=False` for a rendered chat template, which writes its own.
@@ -109,6 +115,16 @@ class Tokenizer:
         """Text of these ids; ids the vocabulary does not have add nothing."""
         return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def choose_chat_template(self, given: str | None, *, with_tools: bool) -> str | None:
+        """`given` is a template or the name of one; None = the model's own, of chats with tools the one for them."""
+        if given is not None:
+            return self.chat_templates.get(given, given)
+        return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
+
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
         return self._tables[skip_special_tokens]
 
@@ -116,12 +132,15 @@ class Tokenizer:
 def _from_gguf(metadata: Mapping[str, GgufValue]) -> Tokenizer:
     hf = build_gguf_tokenizer(metadata)
     template = metadata.get("tokenizer.chat_template")
+    named = {"default": template} | {
+        key.removeprefix(_GGUF_TEMPLATE): value for key, value in metadata.items() if key.startswith(_GGUF_TEMPLATE)
+    }
     ends = (gguf_token_id(metadata, name) for name in ("eos", "eot"))
     return Tokenizer(
         hf,
         bos_token_id=gguf_token_id(metadata, "bos"),
         eos_token_ids=[token_id for token_id in ends if token_id is not None],
-        chat_template=template if isinstance(template, str) else None,
+        chat_templates={name: text for name, text in named.items() if isinstance(text, str)},
     )
 
 
@@ -144,7 +163,7 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
         hf,
         bos_token_id=next(iter(token_ids("bos")), None),
         eos_token_ids=token_ids("eos"),
-        chat_template=_chat_template(files, config),
+        chat_templates=_chat_templates(files, config),
         default_sampling=_default_sampling(generation),
     )
 
@@ -183,17 +202,18 @@ def _token_text(value: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; chat_template.jinja is the default one, whatever tokenizer_config.json says."""
+    given = config.get("chat_template")
+    named: dict[object, object] = {"default": given}
+    if isinstance(given, list):
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
     if "chat_template.jinja" in files:
         try:
-            return files["chat_template.jinja"].decode()
+            named["default"] = files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise ModelFileError(f"chat_template.jinja is not UTF-8: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:

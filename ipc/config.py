@@ -9,7 +9,7 @@ import msgspec
 from ipc.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-LoadFormat = Literal["auto", "safetensors", "gguf"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Numerics = Literal["L0", "L2"]
 ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu"]
@@ -20,9 +20,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Options of one engine. None means "the engine decides at its start"; a resolved config (core/resolve.py) has no
     None left but in `model`. Errors: ConfigError naming the option and what is allowed."""
 
-    model: str | None = None  # folder with config.json and safetensors, or a .gguf file; None = the demo model
+    model: str | None = None  # folder (config.json, safetensors), .gguf file or org/name; None = the demo model
     executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch
-    load_format: LoadFormat = "auto"
+    load_format: LoadFormat = "auto"  # "dummy": random weights for this config; no weight is read
     dtype: Dtype = "auto"  # auto = bfloat16 where the CPU has bf16 instructions, else float32
     device: Device = "cpu"
     numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's own attention
@@ -50,7 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.model is not None and not (isinstance(self.model, str) and self.model):
-            raise ConfigError(f"model must be a path to a model folder or a .gguf file; got {self.model!r}")
+            raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {self.model!r}")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.async_scheduling and self.executor == "local":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ipc.errors import ModelFileError
 from ipc.gguf import cut_gguf_metadata, read_gguf
+from ipc.hub import fetch_model, is_hub_name
 from ipc.mapped_file import map_file
 from ipc.safetensors import read_safetensors_header_bytes, weight_files
 
@@ -30,9 +31,9 @@ _SAMPLE_BYTES = 4096
 
 
 def resolve_model(model: str | None) -> Path:
-    """The absolute path of a model folder or .gguf file; None = the demo model.
+    """The absolute path of a model folder or .gguf file here; None = the demo model.
 
-    Hub names (org/name) are not resolved by this version. Errors: ModelFileError saying what is accepted.
+    Errors: ModelFileError saying what is accepted.
     """
     if model is None:
         return _demo_model()
@@ -47,9 +48,17 @@ def resolve_model(model: str | None) -> Path:
     if os.path.exists(path):
         raise ModelFileError(f"{path}: a model is {accepted}")
     raise ModelFileError(
-        f"model {model!r:.200} is no file or folder here; accepted are {accepted}. "
-        "Hugging Face names are not resolved by this version: download the model and give its folder"
+        f"model {model!r:.200} is no file or folder here; accepted are {accepted}, or a Hugging Face name: "
+        "org/name or org/name@revision"
     )
+
+
+def locate_model(model: str | None, *, with_weights: bool = True) -> str | None:
+    """`model` with a Hugging Face name replaced by the path of its snapshot, which is downloaded if need be; all else
+    is left to resolve_model, and a path of the same name wins. Errors: ModelFileError."""
+    if model is None or not is_hub_name(model) or os.path.exists(os.path.expanduser(model)):
+        return model
+    return str(fetch_model(model, with_weights=with_weights))
 
 
 def _demo_model() -> Path:
@@ -64,14 +73,17 @@ def _demo_model() -> Path:
     return found[0]
 
 
-def read_tokenizer_files(path: Path) -> dict[str, bytes]:
+def read_tokenizer_files(path: Path, *, optional: bool = False) -> dict[str, bytes]:
     """File name -> content of all that a tokenizer needs of this model; {GGUF_HEADER: metadata section} for a .gguf.
 
+    optional: {} for a folder that has no tokenizer, whatever else it has.
     The metadata section is a GGUF file of its own without tensors, which parse_gguf_metadata reads.
     Errors: ModelFileError.
     """
     if path.suffix == ".gguf":
         return {GGUF_HEADER: cut_gguf_metadata(path)}
+    if optional and not (path / TOKENIZER_FILES[0]).is_file():
+        return {}
     return {name: read_small_file(path / name) for name in TOKENIZER_FILES if (path / name).is_file()}
 
 

@@ -1,10 +1,15 @@
-"""GGUF tensor data to float32: plain floats and the 32-weight blocks Q8_0, Q4_0 and Q4_1.
+"""GGUF tensor data to float32: plain floats, 32-weight blocks (Q8_0, Q4_0 ... Q5_1), 256-weight blocks (Q4_K ... Q6_K).
 
 Blocks (ggml-common.h), scales and minima float16, little-endian:
-    Q8_0  scale, 32 x int8                        weight = scale * q
-    Q4_0  scale, 16 bytes of two 4-bit numbers    weight = scale * (q - 8)
-    Q4_1  scale, minimum, 16 such bytes           weight = scale * q + minimum
-Byte j of a 4-bit block holds weight j in its low half and weight j + 16 in its high half.
+    Q8_0  scale, 32 x int8                                  weight = scale * q
+    Q4_0  scale, 16 bytes of two 4-bit numbers              weight = scale * (q - 8)
+    Q4_1  scale, minimum, 16 such bytes                     weight = scale * q + minimum
+    Q5_0  scale, 32 fifth bits, 16 such bytes               weight = scale * (q - 16)
+    Q5_1  scale, minimum, 32 fifth bits, 16 such bytes      weight = scale * q + minimum
+    Q4_K  scale, minimum, 8 x (6-bit s, 6-bit m), 128 such bytes            weight = scale * s * q - minimum * m
+    Q5_K  scale, minimum, 8 x (6-bit s, 6-bit m), 256 fifth bits, 128 such  weight = scale * s * q - minimum * m
+    Q6_K  128 bytes of two low 4 bits, 64 of four high 2 bits, 16 x int8 s, scale       weight = scale * s * (q - 32)
+The two halves of a byte belong to weights 16 (in K blocks 32, in Q6_K 64) apart: the low half is the earlier one's.
 
 Products and sums are rounded one by one in float32, so results equal those of the gguf package bit for bit.
 """
@@ -14,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 BLOCK = 32  # weights
+K_BLOCK = 256
 
 #: Type name -> weights in a block, bytes of a block.
 BLOCK_SIZES: dict[str, tuple[int, int]] = {
@@ -23,7 +29,15 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "Q8_0": (BLOCK, 34),
     "Q4_0": (BLOCK, 18),
     "Q4_1": (BLOCK, 20),
+    "Q5_0": (BLOCK, 22),
+    "Q5_1": (BLOCK, 24),
+    "Q4_K": (K_BLOCK, 144),
+    "Q5_K": (K_BLOCK, 176),
+    "Q6_K": (K_BLOCK, 210),
 }
+
+#: Bytes of blocks that are converted at once: so few that what lies between stays in the CPU's cache.
+_CHUNK_BYTES = 1 << 18
 
 
 def dequantize(data: torch.Tensor, type_name: str) -> torch.Tensor:
@@ -32,20 +46,16 @@ def dequantize(data: torch.Tensor, type_name: str) -> torch.Tensor:
     `data` is contiguous and begins on a multiple of 4 bytes in its storage; the F32 result shares its memory.
     Errors: KeyError for a type not in BLOCK_SIZES; RuntimeError for a size that is not a number of blocks.
     """
-    block_bytes = BLOCK_SIZES[type_name][1]
-    return _KINDS[type_name](data.view(-1, block_bytes)).view(-1)
-
-
-def _float32(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(torch.float32)
-
-
-def _float16(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(torch.float16).float()
-
-
-def _bfloat16(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(torch.bfloat16).float()
+    weights, block_bytes = BLOCK_SIZES[type_name]
+    blocks = data.view(-1, block_bytes)
+    if type_name in _PLAIN:
+        return blocks.view(_PLAIN[type_name]).float().view(-1)
+    convert = _KINDS[type_name]
+    out = torch.empty(len(blocks), weights, dtype=torch.float32, device=data.device)
+    step = _CHUNK_BYTES // block_bytes
+    for begin in range(0, len(blocks), step):
+        out[begin : begin + step] = convert(blocks[begin : begin + step])
+    return out.view(-1)
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -53,31 +63,82 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 2:]).sub_(8.0).mul_(_scalar(blocks, 0))
+    return _nibbles(blocks[:, 2:], 16).float().sub_(8.0).mul_(_scalar(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:]).mul_(_scalar(blocks, 0)).add_(_scalar(blocks, 1))
+    return _nibbles(blocks[:, 4:], 16).float().mul_(_scalar(blocks, 0)).add_(_scalar(blocks, 2))
 
 
-def _scalar(blocks: torch.Tensor, index: int) -> torch.Tensor:
-    """float32[blocks, 1]: the index-th float16 of each block."""
-    return blocks[:, 2 * index : 2 * index + 2].view(torch.float16).float()
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _five_bits(blocks[:, 2:]).sub_(16.0).mul_(_scalar(blocks, 0))
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """float32[blocks, 32], each 0 to 15, of uint8[blocks, 16]."""
-    out = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
-    out[:, : BLOCK // 2] = packed & 15
-    out[:, BLOCK // 2 :] = packed >> 4
-    return out
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _five_bits(blocks[:, 4:]).mul_(_scalar(blocks, 0)).add_(_scalar(blocks, 2))
 
 
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _scale_k(_nibbles(blocks[:, 16:], 32).float(), blocks)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Bit i of byte j of the fifth bits belongs to weight 32 * i + j."""
+    fifth = (blocks[:, None, 16:48] >> _shifts(blocks, 1)) & 1
+    return _scale_k((_nibbles(blocks[:, 48:], 32) | fifth.view(-1, K_BLOCK) << 4).float(), blocks)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Bits 2i and 2i + 1 of byte j of the high bits belong, in each half of the block, to weight 32 * i + j of it."""
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(blocks, 2)) & 3
+    numbers = (_nibbles(blocks[:, :128], 64) | high.view(-1, K_BLOCK) << 4).float().sub_(32.0)
+    scales = blocks[:, 192:208].view(torch.int8).float().mul_(_scalar(blocks, 208))
+    return numbers.view(-1, 16, 16).mul_(scales[:, :, None]).view(-1, K_BLOCK)
+
+
+def _scalar(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """float32[blocks, 1]: the float16 at this byte of each block."""
+    return blocks[:, offset : offset + 2].view(torch.float16).float()
+
+
+def _shifts(blocks: torch.Tensor, width: int) -> torch.Tensor:
+    """uint8[8 / width, 1]: 0, width, 2 * width, ..., which bring each part of a byte to its low end."""
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=blocks.device)[:, None]
+
+
+def _nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
+    """uint8[blocks, 2n], each 0 to 15, of uint8[blocks, n]: of each group of bytes the low halves, then the high."""
+    groups = packed.reshape(len(packed), -1, group)
+    return torch.stack((groups & 15, groups >> 4), dim=2).view(len(packed), -1)
+
+
+def _five_bits(packed: torch.Tensor) -> torch.Tensor:
+    """float32[blocks, 32], each 0 to 31, of 4 bytes of fifth bits, lowest bit first, and 16 bytes of nibbles."""
+    fifth = (packed[:, :4, None] >> _shifts(packed, 1).view(-1)) & 1
+    return (_nibbles(packed[:, 4:], 16) | fifth.view(-1, BLOCK) << 4).float()
+
+
+def _scale_k(numbers: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Scale and shift float32[blocks, 256] by the first 16 bytes of Q4_K and Q5_K blocks.
+
+    Their 12 bytes of 6-bit numbers: s 0 to 3, m 0 to 3 in the low bits of the first 8; of s and m 4 to 7 the low four
+    bits in the halves of the last 4, the high two bits on top of the first 8.
+    """
+    first, last = blocks[:, 4:12], blocks[:, 12:16]
+    high = (first >> 2) & 0x30
+    s = torch.cat((first[:, :4] & 63, (last & 15) | high[:, :4]), 1).float().mul_(_scalar(blocks, 0))
+    m = torch.cat((first[:, 4:] & 63, (last >> 4) | high[:, 4:]), 1).float().mul_(_scalar(blocks, 2))
+    return numbers.view(-1, 8, 32).mul_(s[:, :, None]).sub_(m[:, :, None]).view(-1, K_BLOCK)
+
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "F32": _float32,
-    "F16": _float16,
-    "BF16": _bfloat16,
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }

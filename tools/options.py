@@ -12,9 +12,9 @@ from ipc.config import EngineConfig
 
 #: Every field of EngineConfig and what its flag's help says.
 HELP = {
-    "model": "folder with config.json and *.safetensors, or a .gguf file; default: the demo model",
+    "model": "folder with config.json and *.safetensors, .gguf file, or Hugging Face name; default: the demo model",
     "executor": "'fake' answers with made-up tokens and needs no model",
-    "load_format": "format of the weights",
+    "load_format": "format of the weights; 'dummy' makes them up, for benchmarks of a config",
     "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU has it, else float32",
     "device": "where the model runs",
     "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's own attention",

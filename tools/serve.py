@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         process.close()
 
 
-class _Stopped(Exception):
-    """A signal came before the engine was ready."""
+class _Stopped(BaseException):
+    """A signal came before the engine was ready. Like KeyboardInterrupt no error that a library may catch."""
 
 
 def _start(process: EngineProcess) -> None:

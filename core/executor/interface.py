@@ -13,7 +13,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What an executor tells of its model once it is loaded."""
 
     name: str
-    fingerprint: str  # hex: config, weights, dtype and kernel variant; equal fingerprints at L2 mean equal tokens
+    fingerprint: str  # hex: config, weights ("dummy-" before it if made up), dtype, kernels; equal at L2 = equal tokens
     dtype: str  # of the weights and the KV cache: what EngineConfig.dtype "auto" has become
     vocab_size: int
     max_model_len: int  # tokens the model was made for

@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 
 from core.executor.interface import FinishedStep, ModelInfo, StepHandle
+from core.load_format import open_weights
 from core.model_config import read_model_config
 from core.model_runner import ModelRunner
 from core.models.llama import Llama
 from core.plan import SchedulerOutput
-from core.weights import load_weights
 from ipc.config import EngineConfig
-from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.model_files import model_fingerprint, resolve_model
+from ipc.errors import OutOfMemoryError
+from ipc.hub import hub_name
+from ipc.model_files import resolve_model
 
 
 class LocalExecutor:
@@ -23,14 +24,13 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         path = resolve_model(config.model)
-        _check_load_format(config, path)
         self._model_config = read_model_config(path)
         dtype = _dtype(config)
-        weights = load_weights(path, self._model_config, dtype)
-        self._model = Llama(self._model_config, weights, dtype, config.numerics)
+        weights = open_weights(config.load_format, path, self._model_config, dtype)
+        self._model = Llama(self._model_config, weights.tensors, dtype, config.numerics)
         self.info = ModelInfo(
-            name=path.name,
-            fingerprint=_fingerprint(path, dtype, self._model.variant),
+            name=hub_name(path) or path.name,
+            fingerprint=weights.label + _fingerprint(weights.fingerprint, dtype, self._model.variant),
             dtype=str(dtype).removeprefix("torch."),
             vocab_size=self._model_config.vocab_size,
             max_model_len=self._model_config.max_position_embeddings,
@@ -66,12 +66,6 @@ def create(config: EngineConfig) -> LocalExecutor:
     return LocalExecutor(config)
 
 
-def _check_load_format(config: EngineConfig, path: Path) -> None:
-    found = "gguf" if path.suffix == ".gguf" else "safetensors"
-    if config.load_format not in ("auto", found):
-        raise ConfigError(f"load_format={config.load_format!r} does not fit {path}, which is {found}; use 'auto'")
-
-
 def _dtype(config: EngineConfig) -> torch.dtype:
     """auto: bfloat16 where the CPU multiplies it, else float32."""
     if config.dtype == "auto":
@@ -88,6 +82,6 @@ def _has_bfloat16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is aarch64's name
 
 
-def _fingerprint(path: Path, dtype: torch.dtype, variant: str) -> str:
-    parts = (model_fingerprint(path), str(dtype), variant, torch.__version__)
+def _fingerprint(weights: str, dtype: torch.dtype, variant: str) -> str:
+    parts = (weights, str(dtype), variant, torch.__version__)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -168,7 +168,7 @@ def test_folder_in_every_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_pat
     check_equal(dict(load_weights(tmp_path, CONFIG, wanted)), tensors, wanted)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_gguf_in_every_type(kind: str, tmp_path: Path) -> None:
     tensors = random_weights()
     path = write_gguf(tmp_path / "m.gguf", to_gguf(tensors), kind)
@@ -303,9 +303,9 @@ def test_missing_unexpected_and_misshapen_tensors_of_a_gguf_file(tmp_path: Path)
 
 @pytest.mark.usefixtures("no_conversion")
 def test_a_quantization_that_is_not_supported(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", to_gguf(random_weights()), "Q5_0")
+    path = write_gguf(tmp_path / "m.gguf", to_gguf(random_weights()), "MXFP4")
     with pytest.raises(
-        UnsupportedModelError, match=r"token_embd\.weight has type Q5_0; supported are F32, F16, BF16, Q8_0"
+        UnsupportedModelError, match=r"token_embd\.weight has type MXFP4; supported are F32, F16, BF16, Q8_0"
     ):
         load_weights(path, CONFIG, torch.float32)
 

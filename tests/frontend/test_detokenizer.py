@@ -11,8 +11,10 @@ from tokenizers import decoders, models
 
 from frontend import detokenizer as module
 from frontend.detokenizer import ByteStream, Detokenizer, WindowStream
+from frontend.gguf_vocabulary import build_gguf_tokenizer
 from frontend.tokenizer import Tokenizer
 from ipc.model_files import read_tokenizer_files, resolve_model
+from tests.frontend.sentencepiece_vocabulary import sentencepiece_metadata
 
 TEXTS = [
     "Hello, world!  Two  spaces\n\n\ttabs 123 4567",
@@ -65,6 +67,8 @@ def kinds(demo: Tokenizer) -> dict[str, Tokenizer]:
     return {
         "demo": demo,
         "llama": _llama(),
+        "sentencepiece": Tokenizer(build_gguf_tokenizer(sentencepiece_metadata())),
+        "gemma": Tokenizer(build_gguf_tokenizer(sentencepiece_metadata(add_space_prefix=False))),
         "byte level in a sequence": _byte_level_in_a_sequence(),
         "word piece": _words(decoders.WordPiece()),
         "metaspace": _words(decoders.Metaspace()),
@@ -73,7 +77,17 @@ def kinds(demo: Tokenizer) -> dict[str, Tokenizer]:
     }
 
 
-KINDS = ["demo", "llama", "byte level in a sequence", "word piece", "metaspace", "bpe suffix", "no decoder"]
+KINDS = [
+    "demo",
+    "llama",
+    "sentencepiece",
+    "gemma",
+    "byte level in a sequence",
+    "word piece",
+    "metaspace",
+    "bpe suffix",
+    "no decoder",
+]
 
 
 def _chunks(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -102,6 +116,15 @@ def _check_stream(tokenizer: Tokenizer, ids: list[int], size: int, skip: bool) -
 def test_corpus(demo: Tokenizer, size: int, skip: bool) -> None:
     for text in [*TEXTS, "".join(TEXTS), ""]:
         _check_stream(demo, demo.encode(text), size, skip)
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("kind", ["sentencepiece", "gemma"])
+def test_corpus_in_words_and_bytes(kinds: dict[str, Tokenizer], kind: str, size: int) -> None:
+    for text in [*TEXTS, "".join(TEXTS), " leading", ""]:
+        ids = kinds[kind].encode(text)
+        _check_stream(kinds[kind], ids, size, skip=True)
+        assert kinds[kind].decode(ids) == text
 
 
 @pytest.mark.parametrize("size", CHUNKS)

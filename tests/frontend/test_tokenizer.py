@@ -5,6 +5,7 @@ import json
 import warnings
 from typing import Any
 
+import gguf
 import pytest
 import tokenizers
 from hypothesis import example, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from frontend.gguf_vocabulary import PRE_TOKENIZERS, build_gguf_tokenizer
-from frontend.tokenizer import Tokenizer
+from frontend.tokenizer import Tokenizer, _from_gguf
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.model_files import read_tokenizer_files, resolve_model
 
@@ -193,7 +194,7 @@ def test_bos(pre: str, add_bos: bool | None, expected: bool) -> None:
     ("changes", "error", "message"),
     [
         ({"model": None}, ModelFileError, "tokenizer.ggml.model is missing"),
-        ({"model": "llama"}, UnsupportedModelError, "'llama'"),
+        ({"model": "bert"}, UnsupportedModelError, "'bert'"),
         ({"pre": "tekken"}, UnsupportedModelError, "'tekken'"),
         ({"tokens": None}, ModelFileError, "tokens must be a list"),
         ({"tokens": ["a", 3]}, ModelFileError, "only str"),
@@ -293,3 +294,30 @@ def _demo() -> Tokenizer:
     if not _DEMO:
         _DEMO.append(Tokenizer.from_files(read_tokenizer_files(resolve_model(None))))
     return _DEMO[0]
+
+
+def test_named_chat_templates_of_a_folder_and_of_a_gguf_file() -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, {"name": "x"}, 3]
+    folder = Tokenizer.from_files(_folder(tokenizer_config={"chat_template": named}))
+    writer = gguf.GGUFWriter(None, "llama")
+    writer.add_chat_template(named[:2])
+    added = {key: field.value for key, field in writer.kv_data[0].items() if key.startswith("tokenizer.")}
+    metadata = {**_metadata(), **added}
+    for tokenizer in (folder, _from_gguf(metadata)):
+        assert tokenizer.chat_template == "D"
+        choose = tokenizer.choose_chat_template
+        assert [choose(None, with_tools=tools) for tools in (False, True)] == ["D", "T"]
+        assert [choose(given, with_tools=False) for given in ("tool_use", "{{ other }}")] == ["T", "{{ other }}"]
+    plain = Tokenizer.from_files(_folder(tokenizer_config={"chat_template": "P"}))
+    assert plain.choose_chat_template(None, with_tools=True) == "P"
+    none = Tokenizer.from_files(_folder())
+    assert none.choose_chat_template(None, with_tools=True) is None
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_ends_of_a_byte_level_vocabulary(name: str) -> None:
+    metadata = _metadata(**{f"add_{name}_token": True})
+    ids = [metadata[f"tokenizer.ggml.{end}_token_id"] for end in ("bos", "eos")]
+    letter = metadata["tokenizer.ggml.tokens"].index("a")
+    found = build_gguf_tokenizer(metadata).encode("a").ids
+    assert found == ([ids[0], letter] if name == "bos" else [letter, ids[1]])

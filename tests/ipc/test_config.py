@@ -75,7 +75,7 @@ def test_switches(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("value", ["", 3, b"model", ["model"]])
 def test_model(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"model must be a path to a model folder or a \.gguf file; got"):
+    with pytest.raises(ConfigError, match=r"model must be a model folder, a \.gguf file or a Hugging Face name; got"):
         config_from_options(model=value)
 
 

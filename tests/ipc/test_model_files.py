@@ -78,7 +78,7 @@ def test_folders_and_files_become_absolute(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("HuggingFaceTB/SmolLM2-135M", "Hugging Face names are not resolved by this version"),
+        ("HuggingFaceTB/SmolLM2-135M", "is no file or folder here; accepted are .* or a Hugging Face name: org/name"),
         ("missing.gguf", "is no file or folder here; accepted are a folder with config.json"),
         ("", "must hold config.json"),
         ("empty", "must hold config.json"),

@@ -18,8 +18,9 @@ def random_blocks(type_name: str, count: int, seed: int) -> np.ndarray:
             rng.integers(0, 0x7C00, (count, 2)).astype(np.uint16)
             | rng.integers(0, 2, (count, 2)).astype(np.uint16) << 15
         )
-        width = 4 if type_name == "Q4_1" else 2
-        blocks[:, :width] = scales.view(np.uint8).reshape(count, 4)[:, :width]
+        begin = 208 if type_name == "Q6_K" else 0
+        width = 4 if type_name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
+        blocks[:, begin : begin + width] = scales.view(np.uint8).reshape(count, 4)[:, :width]
     return blocks
 
 
@@ -73,7 +74,7 @@ def test_f32_shares_memory_and_others_do_not_change_their_input() -> None:
 
 
 def test_wrong_types_and_sizes() -> None:
-    with pytest.raises(KeyError, match="Q6_K"):
-        dequantize(torch.zeros(210, dtype=torch.uint8), "Q6_K")
+    with pytest.raises(KeyError, match="Q2_K"):
+        dequantize(torch.zeros(84, dtype=torch.uint8), "Q2_K")
     with pytest.raises(RuntimeError, match="shape"):
         dequantize(torch.zeros(19, dtype=torch.uint8), "Q4_1")
