@@ -7,11 +7,9 @@ from pathlib import Path
 import torch
 
 from core.executor.interface import FinishedStep, ModelInfo, StepHandle
-from core.model_config import read_model_config
 from core.model_runner import ModelRunner
-from core.models.llama import Llama
+from core.models.loading import load_model
 from core.plan import SchedulerOutput
-from core.weights import load_weights
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.model_files import model_fingerprint, resolve_model
@@ -24,17 +22,15 @@ class LocalExecutor:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         path = resolve_model(config.model)
         _check_load_format(config, path)
-        self._model_config = read_model_config(path)
         dtype = _dtype(config)
-        weights = load_weights(path, self._model_config, dtype)
-        self._model = Llama(self._model_config, weights, dtype, config.numerics)
+        self._model = load_model(path, dtype, config)
         self.info = ModelInfo(
             name=path.name,
             fingerprint=_fingerprint(path, dtype, self._model.variant),
             dtype=str(dtype).removeprefix("torch."),
-            vocab_size=self._model_config.vocab_size,
-            max_model_len=self._model_config.max_position_embeddings,
-            eos_token_ids=self._model_config.eos_token_ids,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
             numerics=self._model.numerics,
         )
 
