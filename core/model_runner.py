@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.models.llama import Llama
+from core.models.interface import Model
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.runner_table import RunnerTable
 from core.sampler import sample
@@ -31,7 +31,7 @@ class ModelRunner:
     """Owns the runner's table, the sampling columns and the KV cache."""
 
     def __init__(
-        self, model: Llama, *, num_rows: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]
+        self, model: Model, *, num_rows: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         """Errors: MemoryError when the cache cannot be allocated."""
         self.model = model

@@ -14,6 +14,7 @@ Numerics = Literal["L0", "L2"]
 ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu"]
 SchedulingPolicy = Literal["fcfs"]
+ModelImpl = Literal["auto", "native", "transformers"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     load_format: LoadFormat = "auto"  # "dummy": random weights for this config; no weight is read
     dtype: Dtype = "auto"  # auto = bfloat16 where the CPU has bf16 instructions, else float32
     device: Device = "cpu"
+    model_impl: ModelImpl = "auto"  # auto: our own code where there is some for the architecture, else transformers'
     numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's own attention
     threads: int | None = None  # compute threads; None = the CPUs this process may use
     max_model_len: int | None = None  # tokens; None = the model's, clipped to the KV cache
@@ -62,6 +64,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": get_args(LoadFormat),
     "dtype": get_args(Dtype),
     "device": get_args(Device),
+    "model_impl": get_args(ModelImpl),
     "numerics": get_args(Numerics),
     "scheduling_policy": get_args(SchedulingPolicy),
 }

@@ -7,10 +7,8 @@ from pathlib import Path
 import torch
 
 from core.executor.interface import FinishedStep, ModelInfo, StepHandle
-from core.load_format import open_weights
-from core.model_config import read_model_config
 from core.model_runner import ModelRunner
-from core.models.llama import Llama
+from core.models.loading import load_model
 from core.plan import SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
@@ -24,17 +22,15 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         path = resolve_model(config.model)
-        self._model_config = read_model_config(path)
         dtype = _dtype(config)
-        weights = open_weights(config.load_format, path, self._model_config, dtype)
-        self._model = Llama(self._model_config, weights.tensors, dtype, config.numerics)
+        self._model, fingerprint, label = load_model(path, dtype, config)
         self.info = ModelInfo(
             name=hub_name(path) or path.name,
-            fingerprint=weights.label + _fingerprint(weights.fingerprint, dtype, self._model.variant),
+            fingerprint=label + _fingerprint(fingerprint, dtype, self._model.variant),
             dtype=str(dtype).removeprefix("torch."),
-            vocab_size=self._model_config.vocab_size,
-            max_model_len=self._model_config.max_position_embeddings,
-            eos_token_ids=self._model_config.eos_token_ids,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            eos_token_ids=self._model.eos_token_ids,
             numerics=self._model.numerics,
         )
 

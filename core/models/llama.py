@@ -40,6 +40,9 @@ class Llama:
         """weights: (Hugging Face name, tensor in dtype) pairs in any order; each is packed as soon as its parts are
         there and not kept. Errors: ModelFileError naming tensors that are missing."""
         self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_position_embeddings
+        self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
         self._attention = ATTENTION[numerics]
         self._attention_variant = attention_variant(

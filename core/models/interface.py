@@ -1,0 +1,46 @@
+"""What the model runner needs of a model."""
+
+from typing import Protocol
+
+import torch
+
+from ipc.config import Numerics
+from kernels.attention_metadata import AnyInts, AttentionMetadata
+from kernels.kv_cache import KVCache
+
+
+class Model(Protocol):
+    vocab_size: int
+    max_model_len: int  # tokens the model was made for
+    eos_token_ids: tuple[int, ...]
+    numerics: Numerics
+
+    @property
+    def variant(self) -> str:
+        """Names the kernels in use; part of the fingerprint."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of KV cache one block of block_size tokens takes."""
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Errors: MemoryError."""
+
+    def attention_metadata(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+    ) -> tuple[AttentionMetadata, ...]:
+        """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+        cache: KVCache,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """token_ids, positions, slots [T] int64; logits_rows [S] -> logits [S, vocab] float32."""

@@ -1,0 +1,49 @@
+"""Which code runs a model: ours where it knows the architecture, else transformers'."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from core.load_format import open_weights
+from core.model_config import SUPPORTED_ARCHITECTURES, read_model_config
+from core.models.interface import Model
+from core.models.llama import Llama
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+from ipc.model_files import model_fingerprint
+
+
+class LoadedModel(NamedTuple):
+    model: Model
+    fingerprint: str  # hex; of what the weights are
+    label: str  # what the model's fingerprint begins with
+
+
+def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedModel:
+    """Errors: ModelFileError, UnsupportedModelError; ConfigError for a load_format that does not fit."""
+    if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
+        model_config = read_model_config(path)
+        weights = open_weights(config.load_format, path, model_config, dtype)
+        return LoadedModel(
+            Llama(model_config, weights.tensors, dtype, config.numerics), weights.fingerprint, weights.label
+        )
+    if config.load_format not in ("auto", "safetensors"):
+        raise ConfigError(
+            f"load_format={config.load_format!r} does not fit {path}, which transformers' code runs: use 'auto'"
+        )
+    # Imported here: transformers takes seconds, and models of our own never need it.
+    from core.models.transformers_model import TransformersModel
+
+    return LoadedModel(TransformersModel(path, dtype), model_fingerprint(path), "")
+
+
+def _is_foreign(path: Path) -> bool:
+    """A model folder whose config.json names only architectures that are not ours; whatever else is wrong with a file
+    is said by our own reader."""
+    try:
+        names = json.loads((path / "config.json").read_bytes()).get("architectures")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+    return isinstance(names, list) and bool(names) and not set(map(str, names)) & set(SUPPORTED_ARCHITECTURES)

@@ -1,0 +1,240 @@
+"""Any causal language model of transformers, on this engine's KV cache and scheduler, at numerics level L0.
+
+The model's own code runs, on a batch of tokens packed request after request; only attention is ours, through
+transformers' attention interface. This file is all contact with transformers' internals. Products are torch's plain
+ones, which may sum in another order for another number of rows: hence L0.
+"""
+
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ipc.config import Numerics
+from ipc.errors import ModelFileError, UnsupportedModelError
+from kernels.attention import attention_variant, paged_attention
+from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
+from kernels.kv_cache import KVCache, bytes_per_block
+
+#: Under this name our attention is known to transformers.
+ATTENTION_NAME = "engine_core_paged"
+
+#: What a model may ask of attention that ours cannot do, and the values that ask nothing.
+_EXTRAS: dict[str, tuple[object, ...]] = {
+    "softcap": (None, 0.0),
+    "s_aux": (None,),
+    "position_bias": (None,),
+    "is_causal": (None, True),
+}
+
+
+class _Step(NamedTuple):
+    """What attention must know of the step under way."""
+
+    cache: KVCache
+    metadata: dict[int | None, AttentionMetadata]  # by sliding window
+    write_rows: torch.Tensor
+    stored: torch.Tensor
+
+
+class _Shape(NamedTuple):
+    """One layer's heads, as seen in a trial run."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+_step: ContextVar[_Step] = ContextVar("step")
+_trial: ContextVar[dict[int, tuple[_Shape, int | None]]] = ContextVar("trial")  # layer -> heads, sliding window
+
+
+class TransformersModel:
+    """path: a model folder with safetensors. Errors: ModelFileError when transformers is not installed or cannot read
+    the folder; UnsupportedModelError, naming the reason, for a model that this engine would run wrongly."""
+
+    numerics: Numerics = "L0"
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._model = _load(path, dtype)
+        config = self._model.config.get_text_config()
+        self._architecture = type(self._model).__name__
+        self.vocab_size = int(config.vocab_size)
+        self.max_model_len = int(getattr(config, "max_position_embeddings", 0) or 2048)
+        self.eos_token_ids = _eos_token_ids(self._model)
+        self._num_layers = int(config.num_hidden_layers)
+        self._shape, self._windows = self._try_out()
+        self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
+        self._check_packing()
+
+    @property
+    def variant(self) -> str:
+        return f"transformers {_version()} {self._architecture} attention={self._variant}"
+
+    def bytes_per_block(self, block_size: int) -> int:
+        shape = self._shape
+        return bytes_per_block(block_size, shape.num_kv_heads, shape.head_dim, self._num_layers, self.dtype)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        shape = self._shape
+        return KVCache(self._num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, self.dtype)
+
+    def attention_metadata(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+    ) -> tuple[AttentionMetadata, ...]:
+        """One for each sliding window among the layers."""
+        shape = self._variant.shape
+        return tuple(
+            attention_metadata(num_tokens, context_lens, block_tables, cache, shape, window=window)
+            for window in self._windows
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+        cache: KVCache,
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        stored = torch.nonzero(slots >= 0).flatten()
+        by_window = dict(zip(self._windows, metadata, strict=True))
+        token = _step.set(_Step(cache, by_window, cache.slot_rows(slots[stored]), stored))
+        try:
+            output = self._model(
+                token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logits_rows
+            )
+        finally:
+            _step.reset(token)
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _try_out(self) -> tuple[_Shape, tuple[int | None, ...]]:
+        """Run two tokens to see what the layers ask of attention: the heads of all, and the windows among them."""
+        num_layers = self._num_layers
+        token = _trial.set({})
+        try:
+            with torch.inference_mode():
+                self._model(torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.arange(2)[None], use_cache=False)
+            seen = _trial.get()
+        finally:
+            _trial.reset(token)
+        if sorted(seen) != list(range(num_layers)):
+            raise UnsupportedModelError(
+                f"{self._architecture}: {len(seen)} of {num_layers} layers use transformers' attention interface; "
+                "layers of another kind (state space, linear attention) have no place in a KV cache of blocks"
+            )
+        shapes = {shape for shape, _ in seen.values()}
+        shape = seen[0][0]
+        if len(shapes) > 1 or shape.value_dim != shape.head_dim:
+            raise UnsupportedModelError(f"{self._architecture}: its layers' heads differ in number or size: {shapes}")
+        return shape, tuple(dict.fromkeys(seen[layer][1] for layer in range(num_layers)))
+
+    def _check_packing(self) -> None:
+        """Two requests packed into one batch must give what each gives alone; a model that lets tokens of one request
+        see those of another (a convolution over the sequence, say) is refused."""
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, self.vocab_size, length) for length in (7, 5)]
+        together = self._logits_of(prompts)
+        alone = torch.cat([self._logits_of([prompt]) for prompt in prompts])
+        scale = float(alone.abs().amax()) or 1.0
+        error = float((together - alone).abs().amax()) / scale
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.05):
+            raise UnsupportedModelError(
+                f"{self._architecture}: two requests in one batch change each other's logits by {error:.1%}; its code "
+                "does not keep packed sequences apart by position_ids"
+            )
+
+    def _logits_of(self, prompts: list[NDArray[np.int64]]) -> torch.Tensor:
+        """Logits of the last token of each prompt [n, vocab], in a cache of their own."""
+        cache = self.allocate_cache(len(prompts) + 1, 16)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        tables = np.arange(1, len(prompts) + 1)[:, None]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        slots = np.repeat(tables[:, 0] * 16, lengths) + positions
+        return self.forward(
+            torch.from_numpy(np.concatenate(prompts)),
+            torch.from_numpy(positions),
+            torch.from_numpy(slots),
+            self.attention_metadata(lengths, lengths, tables, cache),
+            cache,
+            torch.from_numpy(np.cumsum(lengths) - 1),
+        )
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extras: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    for name, neutral in _EXTRAS.items():
+        if extras.get(name) is not None and extras[name] not in neutral:
+            raise UnsupportedModelError(f"{type(module).__name__}: {name} is not supported by the generic path")
+    trial = _trial.get(None)
+    if trial is not None:
+        shape = _Shape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        trial[module.layer_idx] = shape, sliding_window
+        return query.transpose(1, 2)[..., : shape.value_dim], None
+    step = _step.get()
+    num_tokens, width = key.shape[2], key.shape[1] * key.shape[3]
+    kv = torch.cat((key[0].transpose(0, 1).reshape(-1, width), value[0].transpose(0, 1).reshape(-1, width)), -1)
+    step.cache.write(module.layer_idx, step.write_rows, kv[step.stored])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q = query[0].transpose(0, 1).float().contiguous()
+    out = paged_attention(q, step.cache, module.layer_idx, step.metadata[sliding_window], scale)
+    return out.view(1, num_tokens, query.shape[1], -1), None
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    if path.suffix == ".gguf":
+        raise UnsupportedModelError(f"{path}: transformers runs model folders here, not .gguf files")
+    try:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ModelFileError(
+            f"{path}: this architecture runs through transformers, which is not installed: "
+            "pip install 'engine-core[transformers]'"
+        ) from error
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelFileError(f"{path}: transformers cannot load it: {error}") from error
+    model.train(False)
+    return model
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = model.config.get_text_config().eos_token_id
+    ids = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    return tuple(int(token) for token in ids)
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
