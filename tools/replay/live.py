@@ -1,4 +1,4 @@
-"""`--mode live`: a capture's requests sent to a running engine at their recorded times; tokens and latencies compared."""
+"""`--mode live`: a capture sent to a running engine, at its recorded times; tokens and latencies are compared."""
 
 import sys
 import time
