@@ -128,5 +128,6 @@ def decode_format(payload: bytes) -> FormatHead:
 
 
 def decode_config(header: Header) -> EngineConfig:
-    """The resolved config, without its `capture`. Errors: ConfigError-like ValueErrors as msgspec's ValidationError."""
-    return msgspec.structs.replace(_config_decoder.decode(header.config), capture=None)
+    """The resolved config, without its `capture`. Errors: DECODE_ERRORS for options that this version does not have."""
+    options = msgspec.structs.asdict(_config_decoder.decode(header.config))
+    return EngineConfig(**{**options, "capture": None})

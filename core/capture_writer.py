@@ -5,6 +5,7 @@ thread of its own numbers, frames and writes them, a batch every BATCH_S at most
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -58,7 +59,7 @@ class CaptureWriter:
         self._wake = threading.Event()
         self._closing = threading.Event()
         try:
-            self._write(self._frame(TAGS[Header], encode_record(header)))
+            self._write([self._frame(TAGS[Header], encode_record(header))])
         except OSError as error:
             os.close(fd)
             raise ConfigError(f"capture={path!r}: {error.strerror}") from error
@@ -113,9 +114,9 @@ class CaptureWriter:
         self._has_ended = True
         self._write_queued()
         if self._num_lost:
-            self._write(self._gap(self._num_lost))
-        kept = self._num_written
-        self._write(self._frame(TAGS[Close], encode_record(Close(kept[2], kept[3], self._num_all_lost))))
+            self._write([self._gap(self._num_lost)])
+        close = Close(self._num_written[TAGS[Input]], self._num_written[TAGS[Step]], self._num_all_lost)
+        self._write([self._frame(TAGS[Close], encode_record(close))])
         self._sync()
 
     def _seconds_until_sync(self) -> float | None:
@@ -138,7 +139,7 @@ class CaptureWriter:
                 self._num_taken_bytes += len(item[1])
                 frames.append(self._frame(*item))
         if frames:
-            self._write(b"".join(frames))
+            self._write(frames)
 
     def _gap(self, count: int) -> bytes:
         first = self._sequence
@@ -152,9 +153,14 @@ class CaptureWriter:
         self._num_written[tag] += 1
         return frame
 
-    def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._fd, left) :]
-        self._size += len(data)
+    def _write(self, frames: list[bytes]) -> None:
+        """Errors: OSError; _size counts the frames that are whole in the file."""
+        data = b"".join(frames)
+        num_written = 0
+        try:
+            while num_written < len(data):
+                num_written += os.write(self._fd, memoryview(data)[num_written:])
+        finally:
+            ends = itertools.accumulate(map(len, frames))
+            self._size += max((end for end in ends if end <= num_written), default=0)
         self._unsynced_since = self._unsynced_since or time.monotonic()
