@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from core.capture_file import CaptureFile
-from core.capture_records import TAGS, Header, Input, Step, decode_record
+from core.capture_records import TAGS, Gap, Header, Input, Step, decode_record, encode_record
 from core.executor.fake import fake_tokens
 from frontend.engine_process import EngineProcess
 from ipc.config import EngineConfig
@@ -285,6 +285,10 @@ def test_what_cannot_be_replayed_is_one_line_and_status_4(
             assert line.startswith("engine-core: error: ")
             assert text in line
     assert error(capfd, tmp_path / "none")[0] == 4
+    gap = frames[10]._replace(sequence=12, tag=TAGS[Gap], payload=encode_record(Gap(10, 2)))
+    write_frames(copy, [*frames[:10], gap])
+    status, line = error(capfd, copy)
+    assert (status, "2 records are missing" in line) == (4, True)
 
 
 def test_a_request_no_engine_took_in_is_damage(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +301,26 @@ def test_a_request_no_engine_took_in_is_damage(copy: Path, capfd: pytest.Capture
     change(copy, place, alter)
     status, line = error(capfd, copy)
     assert (status, "token 1000 at index 0" in line) == (4, True)
+
+
+def test_changed_bytes_under_right_checksums_never_end_in_a_traceback(
+    copy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rng, good = random.Random(1), frames_of(copy)
+    seen = set()
+    for _ in range(50):
+        frames = list(good)
+        place = rng.randrange(1, len(frames))
+        payload = bytearray(frames[place].payload)
+        for _ in range(rng.choice((1, 1, 5))):
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+        frames[place] = frames[place]._replace(payload=bytes(payload[: rng.choice((len(payload), 5))]))
+        write_frames(copy, frames)
+        status = main(["replay", str(copy)])
+        seen.add(status)
+        assert len(capfd.readouterr().err.splitlines()) == (status in (4, 5))
+    assert seen <= {0, 3, 4, 5}
+    assert {3, 4} <= seen
 
 
 def test_another_model_or_other_options_are_status_5(

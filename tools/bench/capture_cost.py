@@ -28,21 +28,21 @@ _STEPS_PER_ROUND = 50
 _TOKENS_PER_ROUND = 200  # of each stream
 
 
-def measure_capture(config: EngineConfig, *, rep: int, num_pairs: int = _NUM_PAIRS) -> list[dict[str, Any]]:
+def measure_capture(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
     """One record per batch size (steps in this process), then one for an engine process (tokens/s)."""
     with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
-        records = [_measure_steps(config, batch, Path(folder), num_pairs) for batch in BATCHES]
-        records.append(_measure_process(config, Path(folder), num_pairs))
-    names = {"engine": DISTRIBUTION, "version": version(), "rep": rep, "pairs": num_pairs}
+        records = [_measure_steps(config, batch, Path(folder)) for batch in BATCHES]
+        records.append(_measure_process(config, Path(folder)))
+    names = {"engine": DISTRIBUTION, "version": version(), "rep": rep, "pairs": _NUM_PAIRS}
     return [{**names, **record} for record in records]
 
 
-def _measure_steps(config: EngineConfig, batch: int, folder: Path, num_pairs: int) -> dict[str, Any]:
+def _measure_steps(config: EngineConfig, batch: int, folder: Path) -> dict[str, Any]:
     path = folder / f"steps-{batch}"
     plain_engine, captured_engine, writer = _engines(config, batch, path)
     engines: tuple[EngineCore | CapturedEngine, ...] = (plain_engine, captured_engine)
     seconds: list[list[float]] = [[], []]
-    for _ in range(num_pairs):
+    for _ in range(_NUM_PAIRS):
         for which, engine in enumerate(engines):
             for _ in range(_STEPS_PER_ROUND):
                 begin = time.perf_counter()
@@ -50,7 +50,7 @@ def _measure_steps(config: EngineConfig, batch: int, folder: Path, num_pairs: in
                 seconds[which].append(time.perf_counter() - begin)
     writer.close()
     plain, captured = (statistics.median(one) * 1e6 for one in seconds)
-    num_steps = (num_pairs * _STEPS_PER_ROUND) + 1
+    num_steps = (_NUM_PAIRS * _STEPS_PER_ROUND) + 1
     return {
         "workload": "capture steps",
         "batch": batch,
@@ -81,20 +81,20 @@ def _request(number: int) -> AddRequest:
     return AddRequest(number, prompt.tobytes(), request_params(100_000), seed=0)
 
 
-def _measure_process(config: EngineConfig, folder: Path, num_pairs: int) -> dict[str, Any]:
+def _measure_process(config: EngineConfig, folder: Path) -> dict[str, Any]:
     path = folder / "process"
     rates: list[list[float]] = [[], []]
     with ExitStack() as stack:
         configs = (config, msgspec.structs.replace(config, capture=str(path)))
         processes = [stack.enter_context(EngineProcess(one)) for one in configs]
         connections = [stack.enter_context(Connections(process.address, 1)) for process in processes]
-        for number in range(num_pairs + 1):  # the first is a warm-up
+        for number in range(_NUM_PAIRS + 1):  # the first is a warm-up
             for which, one in enumerate(connections):
                 rate = NUM_STREAMS * _TOKENS_PER_ROUND / streaming_seconds(one, _TOKENS_PER_ROUND)
                 if number:
                     rates[which].append(rate)
     plain, captured = map(statistics.median, rates)
-    num_tokens = (num_pairs + 1) * NUM_STREAMS * _TOKENS_PER_ROUND
+    num_tokens = (_NUM_PAIRS + 1) * NUM_STREAMS * _TOKENS_PER_ROUND
     return {
         "workload": "capture tokens",
         "streams": NUM_STREAMS,

@@ -90,8 +90,8 @@ def rerun(file: CaptureFile, config: EngineConfig, executor: Executor, *, on_tur
     log = _Comparison()
     try:
         engine = CapturedEngine(config, executor, log, file.header.epoch)
-    except AssertionError as error:
-        raise CaptureFileError(f"{file.path}: its options contradict each other: {error}") from None
+    except Exception as error:  # of whatever its options say: they are the file's
+        raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
     batch, difference, num_steps, engine_error = Batch(), None, 0, ""
     num_requests = num_aborted = 0
     for turn in file.turns():
