@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(started.engine, started.io)
     finally:
+        started.close_capture()
         started.executor.close()
 
 
@@ -81,6 +82,7 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
         except BaseException:
             router.close(0)
             raise
+        lease.on_exit(started.close_capture)
         started.io.start()
         lease.serve(started.io)
         report(Ready(router.address, seconds_since_start()))

@@ -39,12 +39,12 @@ class Lease:
         self._io: IOThread | None = None
         self._num_stops = 0
         self.start = self._read_start()
-        self._remove_files: Callable[[], None] = lambda: remove_private_address(self.start.address)
+        self._at_exit: list[Callable[[], None]] = [lambda: remove_private_address(self.start.address)]
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
-    def on_exit(self, remove_files: Callable[[], None]) -> None:
-        """What to call, in its thread, before this lease ends the process. Until then: remove a private directory."""
-        self._remove_files = remove_files
+    def on_exit(self, do: Callable[[], None]) -> None:
+        """What to call, in its thread, before this lease ends the process; the first is to remove a private address."""
+        self._at_exit.append(do)
 
     def serve(self, io: IOThread) -> None:
         """From now on there may be work to finish."""
@@ -96,6 +96,7 @@ class Lease:
 
     def _exit(self, code: int) -> None:
         self.making_files.acquire(timeout=_STOP_S)  # for good
-        self._remove_files()
+        for do in self._at_exit:
+            do()
         sys.stderr.flush()
         os._exit(code)

@@ -34,6 +34,20 @@ class _Rows(NamedTuple):
         )
 
 
+class _Packed:
+    """Rows as the columns of the wire."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self.clients = rows.clients
+        self.numbers = rows.numbers.astype("<u4", copy=False).tobytes()
+        self.positions = rows.positions.astype("<u4").tobytes()
+        self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
+        self.tokens = rows.tokens.astype("<i4", copy=False).tobytes()
+        self.finish = rows.finish.tobytes() if rows.finish.any() else b""
+        stopped = np.flatnonzero(rows.stop_tokens).tolist() if rows.stop_tokens.any() else []
+        self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
+
+
 class OutputColumns:
     """Filled during a step, drained at its end."""
 
@@ -87,28 +101,31 @@ class OutputColumns:
         return messages
 
     def _split(self, step: int, rows: _Rows) -> list[Addressed]:
+        """One message for each client, cut out of the encoded columns of all."""
         clients = rows.clients
         if clients[0] == clients[-1] and (clients == clients[0]).all():
-            return [(int(clients[0]), self._message(step, rows))]
+            return [(int(clients[0]), self._message(step, _Packed(rows), 0, len(clients)))]
         order = np.argsort(clients, kind="stable")
-        starts = np.flatnonzero(np.diff(clients[order], prepend=-1))
-        parts = np.split(order, starts[1:])
-        return [(int(clients[part[0]]), self._message(step, rows.take(part))) for part in parts]
+        packed = _Packed(rows.take(order))
+        starts = np.flatnonzero(np.diff(packed.clients, prepend=-1))
+        ends = [*starts[1:].tolist(), len(order)]
+        return [
+            (client, self._message(step, packed, start, end))
+            for client, start, end in zip(packed.clients[starts].tolist(), starts.tolist(), ends, strict=True)
+        ]
 
-    def _message(self, step: int, rows: _Rows) -> Outputs:
-        client = int(rows.clients[0])
-        stopped = np.flatnonzero(rows.stop_tokens).tolist() if rows.stop_tokens.any() else []
-        count = 1 if len(rows.tokens) else 0
+    def _message(self, step: int, packed: "_Packed", start: int, end: int) -> Outputs:
+        finish = packed.finish[start:end]
         return Outputs(
             epoch=self._epoch,
             step=step,
-            numbers=rows.numbers.astype("<u4", copy=False).tobytes(),
-            positions=rows.positions.astype("<u4").tobytes(),
-            counts=np.full(len(rows.numbers), count, "<u2").tobytes(),
-            tokens=rows.tokens.astype("<i4", copy=False).tobytes(),
-            finish=rows.finish.tobytes() if rows.finish.any() else b"",
-            stop_tokens=[(row, int(rows.tokens[row])) for row in stopped],
-            started=_pairs(self._started.pop(client, [])),
+            numbers=packed.numbers[4 * start : 4 * end],
+            positions=packed.positions[4 * start : 4 * end],
+            counts=packed.counts[2 * start : 2 * end],
+            tokens=packed.tokens[4 * start : 4 * end],
+            finish=finish if any(finish) else b"",
+            stop_tokens=[(row - start, token) for row, token in packed.stopped if start <= row < end],
+            started=_pairs(self._started.pop(int(packed.clients[start]), [])) if self._started else b"",
         )
 
     def _only_started(self, step: int, started: list[tuple[int, int]]) -> Outputs:

@@ -3,8 +3,10 @@
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from typing import Protocol
 
-from core.engine import EngineCore
+from core.engine import EngineInput, EngineReply
 from core.io_thread import IOThread
 
 EXIT_OK = 0
@@ -12,7 +14,16 @@ EXIT_FAILED = 1
 _FINISH_S = 2.0  # for telling the clients how the engine ended
 
 
-def run(engine: EngineCore, io: IOThread) -> int:
+class Engine(Protocol):
+    """An EngineCore, captured or not."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, EngineReply]]: ...
+
+
+def run(engine: Engine, io: IOThread) -> int:
     """Serve until drained; returns the exit code of the process. An exception in a step ends the engine: its state can
     no longer be trusted, and every client is told."""
     try:
@@ -27,7 +38,7 @@ def run(engine: EngineCore, io: IOThread) -> int:
     return EXIT_OK
 
 
-def _loop(engine: EngineCore, io: IOThread) -> None:
+def _loop(engine: Engine, io: IOThread) -> None:
     inbox = io.inbox
     while engine.has_work or not inbox.has_ended:
         messages = inbox.drain(wait=not engine.has_work)

@@ -4,15 +4,19 @@ import importlib
 import importlib.metadata
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
+from core.capture import CapturedEngine, capture_path, start_capture
+from core.capture_writer import check_capture
 from core.engine import EngineCore
 from core.executor.interface import Executor, ModelInfo, load_executor
 from core.io_thread import IOThread
+from core.process import Engine
 from core.resolve import resolve
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -32,9 +36,10 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class StartedEngine(NamedTuple):
-    engine: EngineCore
+    engine: Engine
     executor: Executor
     io: IOThread  # bound, not yet running
+    close_capture: Callable[[], None]  # write what there is; any thread, and again
 
 
 def bind(start: Start) -> tuple[Context, BoundRouter]:
@@ -50,6 +55,8 @@ def bind(start: Start) -> tuple[Context, BoundRouter]:
 def start_engine(start: Start, context: Context, router: BoundRouter, report: Report) -> StartedEngine:
     """Errors: those of ipc.errors that concern the config, the model's files and memory."""
     config = start.config
+    if (capture := capture_path(config, start.epoch)) is not None:
+        check_capture(capture)
     report("read tokenizer")
     tokenizer = _read_tokenizer(config)
     report("import")
@@ -65,9 +72,12 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         num_cpus=len(os.sched_getaffinity(0)),
     )
     executor.initialize_cache(config)
-    engine = EngineCore(config, executor, start.epoch)
     io = IOThread(context, router, _welcome(config, executor.info, start.epoch, tokenizer), tokenizer)
-    return StartedEngine(engine, executor, io)
+    if capture is None:
+        return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
+    writer = start_capture(capture, config, executor.info, _version(), start.epoch)
+    print(f"engine-core: every prompt and answer is captured to {capture}", file=sys.stderr, flush=True)
+    return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
 
 
 def total_memory_bytes() -> int:

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -19,7 +20,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means "the engine decides at its start"; a resolved config (core/resolve.py) has no
-    None left but in `model`. Errors: ConfigError naming the option and what is allowed."""
+    None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
 
     model: str | None = None  # folder (config.json, safetensors), .gguf file or org/name; None = the demo model
     executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch
@@ -38,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = False  # schedule step N+1 before the tokens of step N are known (depth 2)
+    capture: str | None = None  # file to log all inputs and decisions to, for `engine-core replay`; it must not exist
     fake_vocab_size: int = 32_000  # of the fake executor
     fake_eos_token_id: int = 2
     fake_max_model_len: int = 131_072
@@ -51,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         for name in ("enable_prefix_caching", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
+            raise ConfigError(f"capture must be the path of a file to write; got {self.capture!r}")
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {self.model!r}")
         if self.block_size & (self.block_size - 1):
@@ -102,7 +106,7 @@ def config_from_options(**options: Any) -> EngineConfig:
     accepted = {}
     for name, value in options.items():
         if name in fields:
-            accepted[name] = value
+            accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         elif name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
                 allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])

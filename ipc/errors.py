@@ -12,6 +12,7 @@ EngineCoreError
 ├── EngineDeadError                     the engine process is gone; requests in flight are lost
 ├── HandshakeError                      the engine refused this client (version, limits)
 ├── CallFailedError                     a typed call (statistics, tokenizer, ...) was answered with an error
+├── CaptureFileError                    a capture is damaged, or is no capture that this version can read
 ├── AddressError (ValueError)           an address cannot be used: malformed, too long, or in use by a live engine
 └── MalformedMessageError               bytes on the wire are not a message of this protocol
 """
@@ -62,6 +63,10 @@ class HandshakeError(EngineCoreError):
 
 
 class CallFailedError(EngineCoreError):
+    pass
+
+
+class CaptureFileError(EngineCoreError):
     pass
 
 

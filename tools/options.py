@@ -28,6 +28,7 @@ HELP = {
     "enable_prefix_caching": "reuse the KV blocks of equal beginnings",
     "scheduling_policy": "which waiting request comes next",
     "async_scheduling": "schedule a step before the tokens of the one before are known",
+    "capture": "log every request and decision to this new file, for `engine-core replay`; it holds all prompts",
     "fake_vocab_size": "vocabulary of the fake executor",
     "fake_eos_token_id": "end token of the fake executor",
     "fake_max_model_len": "max_model_len of the fake executor",

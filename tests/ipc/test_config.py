@@ -1,6 +1,7 @@
 """EngineConfig: every bad option is named together with what is allowed."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ FIELDS = EngineConfig.__struct_fields__
 
 
 def test_every_option_is_checked_by_some_rule() -> None:
-    assert set(FIELDS) == {*_CHOICES, *_RANGES, "model", "enable_prefix_caching", "async_scheduling"}
+    assert set(FIELDS) == {*_CHOICES, *_RANGES, "model", "capture", "enable_prefix_caching", "async_scheduling"}
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -55,6 +56,10 @@ def test_none_lets_the_engine_decide() -> None:
         assert getattr(config_from_options(**{name: None}), name) is None
 
 
+def test_a_path_may_be_a_path_object() -> None:
+    assert config_from_options(capture=Path("a") / "b", model=Path("c")) == EngineConfig(capture="a/b", model="c")
+
+
 def test_an_integral_float_is_told_how_to_be_written() -> None:
     with pytest.raises(ConfigError, match=r"max_num_seqs must be an integer from 1 to 65536; got 8\.0, write 8$"):
         config_from_options(max_num_seqs=8.0)
@@ -71,6 +76,12 @@ def test_block_size_is_a_power_of_two(value: int) -> None:
 def test_switches(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be true or false; got {value!r}"):
         config_from_options(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["", 3, b"model", ["model"]])
+def test_capture(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"capture must be the path of a file to write; got"):
+        config_from_options(capture=value)
 
 
 @pytest.mark.parametrize("value", ["", 3, b"model", ["model"]])

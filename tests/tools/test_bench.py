@@ -14,7 +14,8 @@ import pytest
 from core.model_config import read_model_config
 from ipc.errors import ConfigError
 from ipc.safetensors import read_safetensors_folder
-from tools.bench import quiet
+from tools.bench import capture_cost, ipc, quiet
+from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
 from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
@@ -131,6 +132,54 @@ def test_startup_measures_a_fresh_process() -> None:
     assert record["workload"] == "startup"
     assert 0 < float(str(record["import_s"])) <= float(str(record["ready_s"]))
     assert "load model" in str(record["phases"])
+
+
+def run_small(
+    which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[dict[str, object]]:
+    """In this process, with a hundredth of the work."""
+    for name, value in {"_NUM_TOKENS": 20, "_NUM_FIRST_TOKENS": 20, "_WARM_UP": 2}.items():
+        monkeypatch.setattr(ipc, name, value)
+    for name, value in {"BATCHES": (1, 4), "_NUM_PAIRS": 2, "_STEPS_PER_ROUND": 5, "_TOKENS_PER_ROUND": 5}.items():
+        monkeypatch.setattr(capture_cost, name, value)
+    assert main([which, "--quiet-seconds", "0"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_ipc_measures_first_tokens_and_streams(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = run_small("ipc", monkeypatch, capsys)
+    assert [(record["workload"], record["connections"], record["client"]) for record in records] == [
+        ("ipc first token", 1, "socket"),
+        ("ipc tokens", 1, "socket"),
+        ("ipc first token", 64, "socket"),
+        ("ipc tokens", 64, "socket"),
+        ("ipc first token", 1, "EngineClient"),
+    ]
+    for record in records:
+        if record["workload"] == "ipc tokens":
+            assert (record["out_tok"], int(str(record["out_tok_s"])) > 0) == (64 * 20, True)
+        else:
+            assert set(record["us"]) == set(record["step_us"]) == {"mean", "p50", "p99"}  # type: ignore[call-overload]
+
+
+def test_capture_compares_turn_about(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    records = run_small("capture", monkeypatch, capsys)
+    assert [(record["workload"], record.get("batch")) for record in records] == [
+        ("capture steps", 1),
+        ("capture steps", 4),
+        ("capture tokens", None),
+    ]
+    for record in records:
+        assert float(str(record["ratio"])) > 0
+        assert record["pairs"] == 2
+
+
+@pytest.mark.parametrize("which", ["startup", "ipc", "capture"])
+def test_an_engine_of_its_own_takes_no_workload(which: str) -> None:
+    with pytest.raises(ConfigError, match=f"{which} starts its own engine and has no workload"):
+        main([which, "--only", "lat1"])
 
 
 def test_summaries() -> None:

@@ -1,4 +1,4 @@
-"""`python -m tools.bench {latency,throughput,startup}`: one JSON line per result; never fails on a time."""
+"""`python -m tools.bench {latency,throughput,startup,ipc,capture}`: one JSON line per result; never fails on a time."""
 
 import argparse
 import os
@@ -12,6 +12,9 @@ import msgspec
 
 from ipc.config import config_from_options
 from ipc.errors import ConfigError
+from tools.bench.capture_cost import measure_capture
+from tools.bench.ipc import measure_ipc
+from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
 from tools.bench.startup import measure_cleanly
@@ -20,7 +23,13 @@ from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_wor
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
 #: What a benchmark runs when --only and --workload do not say.
-DEFAULTS = {"latency": ["lat1", "long"], "throughput": ["batch8", "batch32", "prefix"], "startup": []}
+DEFAULTS = {
+    "latency": ["lat1", "long"],
+    "throughput": ["batch8", "batch32", "prefix"],
+    "startup": [],
+    "ipc": [],
+    "capture": [],
+}
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
 HOST = "host256"  # runs on an engine of its own, with the tiny model
@@ -33,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--connect measures an engine as it runs; leave out the engine options")
     if parsed.connect is None:
         options = {**_OPTIONS, **options}
-    if parsed.benchmark == "startup":
-        _run_startup(parsed, options)
+    if parsed.benchmark in ("startup", "ipc", "capture"):
+        _run_own_engine(parsed, options)
         return 0
     workloads = _workloads(parsed)
     if usual := [workload for workload in workloads if workload.name != HOST]:
@@ -48,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core bench",
-        usage="engine-core bench {latency,throughput,startup} [--model PATH | --connect ADDR] [OPTION ...]",
+        usage="engine-core bench {latency,throughput,startup,ipc,capture} [--model PATH | --connect ADDR] [OPTION ...]",
         description="Measure; prints one JSON line per result.",
     )
     parser.add_argument("benchmark", choices=DEFAULTS)
@@ -99,9 +108,23 @@ def _run_workloads(
                 print_record(run_record(bench, run, round_=parsed.round, rep=rep))
 
 
-def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
+def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     if parsed.connect is not None or parsed.only is not None or parsed.workload:
-        raise ConfigError("startup starts its own engine and has no workload: leave out --connect, --only, --workload")
+        raise ConfigError(
+            f"{parsed.benchmark} starts its own engine and has no workload: leave out --connect, --only, --workload"
+        )
+    if parsed.benchmark == "startup":
+        _run_startup(parsed, options)
+        return
+    measure = measure_ipc if parsed.benchmark == "ipc" else measure_capture
+    config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
+    for rep in range(parsed.reps):
+        wait_until_quiet(parsed.quiet_seconds)
+        for record in measure(config, rep=rep):
+            print_record(record)
+
+
+def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     config = config_from_options(**options)
     for rep in range(parsed.reps):
         measured = measure_cleanly(config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds)

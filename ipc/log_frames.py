@@ -1,0 +1,79 @@
+"""Frames of a log file, each with a checksum and a sequence number, so that a torn tail is told from damage.
+
+Frame, little-endian: u32 payload length, u32 CRC-32 of all that follows it, u64 sequence, u8 tag (1 to 255), payload.
+"""
+
+import mmap
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+from ipc.errors import CaptureFileError
+
+MAX_PAYLOAD_BYTES = 64 << 20
+_HEAD = struct.Struct("<IIQB")
+_CHECKED = struct.Struct("<QB")  # the part of the head that the checksum covers
+_CHECKED_AT = _HEAD.size - _CHECKED.size
+#: Ends a frame's head, as long as its sequence is below 2**32: the sequence's upper half and the tag.
+_HEAD_END = re.compile(rb"\0\0\0\0[^\0]")
+
+Data: TypeAlias = bytes | mmap.mmap
+
+
+class Frame(NamedTuple):
+    offset: int  # bytes from the beginning of the file
+    sequence: int
+    tag: int
+    payload: bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + _HEAD.size + len(self.payload)
+
+
+def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
+    assert len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
+    checked = _CHECKED.pack(sequence, tag)
+    checksum = zlib.crc32(payload, zlib.crc32(checked))
+    return _HEAD.pack(len(payload), checksum, sequence, tag) + payload
+
+
+def read_frame(data: Data, offset: int) -> Frame | None:
+    """The frame at this offset; None when there is no whole and sound one."""
+    begin = offset + _HEAD.size
+    if begin > len(data):
+        return None
+    length, checksum, sequence, tag = _HEAD.unpack(data[offset:begin])
+    if length > min(MAX_PAYLOAD_BYTES, len(data) - begin) or tag == 0:
+        return None
+    payload = data[begin : begin + length]
+    if zlib.crc32(payload, zlib.crc32(data[offset + _CHECKED_AT : begin])) != checksum:
+        return None
+    return Frame(offset, sequence, tag, payload)
+
+
+def read_frames(data: Data) -> Iterator[Frame]:
+    """The frames from the beginning on; ends where the rest of the data holds no sound frame any more (a torn tail).
+
+    Errors: CaptureFileError when a sound frame lies behind one that is not: damage in the middle.
+    """
+    offset, sequence = 0, -1
+    while (frame := read_frame(data, offset)) is not None:
+        yield frame
+        offset, sequence = frame.end, frame.sequence
+    if (later := _find_frame(data, offset, sequence)) is not None:
+        raise CaptureFileError(
+            f"damaged at byte {offset}: the record after sequence {sequence} is not whole, and sound records follow "
+            f"from byte {later.offset} (sequence {later.sequence}) on"
+        )
+
+
+def _find_frame(data: Data, offset: int, sequence: int) -> Frame | None:
+    """The first sound frame behind `offset` whose sequence is greater."""
+    for match in _HEAD_END.finditer(data, offset):
+        begin = match.end() - _HEAD.size
+        if begin > offset and (frame := read_frame(data, begin)) is not None and frame.sequence > sequence:
+            return frame
+    return None

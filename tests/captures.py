@@ -1,0 +1,89 @@
+"""Captures to test with: a workload with aborts, preemptions and prefix hits, and files with one thing changed."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from core.capture import CapturedEngine, start_capture
+from core.capture_records import Record, decode_record, encode_record
+from core.engine import EngineInput
+from core.executor.interface import load_executor
+from ipc.config import EngineConfig
+from ipc.log_frames import Frame, pack_frame, read_frames
+from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache, pack_numbers
+from ipc.sampling_params import SamplingParams
+
+VOCAB = 1000
+NUM_REQUESTS = 50
+SHARED = list(range(100, 124))  # three blocks that a third of the prompts begin with
+
+CONFIG = EngineConfig(
+    executor="fake",
+    fake_vocab_size=VOCAB,
+    fake_max_model_len=200,
+    max_model_len=120,
+    max_num_seqs=8,
+    max_num_batched_tokens=48,
+    block_size=8,
+    num_blocks_override=24,
+)
+
+
+def make_request(number: int, rng: random.Random) -> AddRequest:
+    own = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
+    prompt = [*SHARED, *own] if number % 3 == 0 else own
+    params = SamplingParams(
+        temperature=0.8 if number % 2 else 0.0, max_tokens=rng.randrange(1, 40), stop_token_ids=[5, 6, 7]
+    )
+    return AddRequest(number, np.array(prompt, "<i4").tobytes(), params, seed=rng.getrandbits(64))
+
+
+def capture_in_process(path: Path, config: EngineConfig = CONFIG) -> CapturedEngine:
+    """Three clients; the last one leaves before it is done. config: resolved."""
+    rng = random.Random(7)
+    executor = load_executor(config)
+    executor.initialize_cache(config)
+    writer = start_capture(str(path), config, executor.info, "test", 0)
+    engine = CapturedEngine(config, executor, writer)
+    number, now_ns = 0, 10**12
+    while number < NUM_REQUESTS or engine.has_work:
+        inbox: list[tuple[int, EngineInput]] = []
+        for _ in range(rng.randrange(3) if number < NUM_REQUESTS else 0):
+            inbox.append((number % 3, make_request(number, rng)))
+            number += 1
+        if rng.random() < 0.1:
+            inbox.append((rng.randrange(3), Abort(pack_numbers([rng.randrange(NUM_REQUESTS)]))))
+        if number == NUM_REQUESTS // 2:
+            inbox += [(0, ResetPrefixCache(1)), (1, GetStatistics(2))]
+        if number >= NUM_REQUESTS and rng.random() < 0.1:
+            inbox.append((2, Goodbye()))
+        now_ns += 1_000_000
+        if inbox or engine.has_work:
+            engine.step(inbox, now_ns)
+    writer.close()
+    executor.close()
+    return engine
+
+
+def frames_of(path: Path) -> list[Frame]:
+    return list(read_frames(path.read_bytes()))
+
+
+def write_frames(path: Path, frames: list[Frame]) -> None:
+    path.write_bytes(b"".join(pack_frame(frame.sequence, frame.tag, frame.payload) for frame in frames))
+
+
+def change(path: Path, place: int, alter: Callable[[Record], Record]) -> None:
+    """Rewrite one record, with a right checksum."""
+    frames = frames_of(path)
+    record = decode_record(frames[place].tag, frames[place].payload)
+    assert record is not None
+    frames[place] = frames[place]._replace(payload=encode_record(alter(record)))
+    write_frames(path, frames)
+
+
+def replaced(**fields: object) -> Callable[[Record], Record]:
+    return lambda record: msgspec.structs.replace(record, **fields)

@@ -1,0 +1,174 @@
+"""`engine-core replay FILE`: run a capture again and say where it first differs. Exit statuses: see EXIT_... below."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from core.capture_file import CaptureFile
+from ipc.errors import CaptureFileError, ModelFileError
+from tools.options import ArgumentParser, print_error
+from tools.replay.differences import Difference
+from tools.replay.live import LiveReport, print_live, run_live
+from tools.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
+
+EXIT_SAME = 0
+EXIT_DIFFERS = 3
+EXIT_DAMAGED = 4  # or incomplete
+EXIT_OTHER_MODEL = 5  # or other options
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What --json prints."""
+
+    capture: str
+    mode: str
+    engine_version: str  # that wrote it
+    model: str
+    fingerprint: str
+    numerics: str
+    num_steps: int  # whole ones in the file
+    num_dropped_bytes: int  # of a torn tail
+    has_close: bool  # the captured engine ended in order
+    run: Rerun
+    seconds: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    _check_options(parsed)
+    try:
+        file = CaptureFile(parsed.file)
+        _check_complete(file)
+        return _play(file, parsed) if parsed.mode == "live" else _run(file, parsed)
+    except CaptureFileError as error:
+        print_error(str(error))
+        return EXIT_DAMAGED
+    except (OtherModelError, ModelFileError) as error:
+        print_error(str(error))
+        return EXIT_OTHER_MODEL
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog="engine-core replay",
+        usage="engine-core replay FILE [--mode resched|full|live] [OPTION ...]",
+        description="Run a capture (of an engine started with --capture) again and say where it first differs.",
+        epilog="exit status: 0 same, 1 internal error, 2 usage, 3 differs, 4 damaged or incomplete, 5 other model",
+    )
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument(
+        "--mode",
+        choices=("resched", "full", "live"),
+        default="resched",
+        help="resched: the scheduler with the recorded tokens, no model (the default); full: with the model, every "
+        "token compared; live: as a client of a running engine",
+    )
+    parser.add_argument("--model", metavar="PATH", help="full: where the capture's model is here")
+    parser.add_argument("--connect", metavar="ADDR", help="live: address of the engine")
+    timing = parser.add_mutually_exclusive_group()
+    timing.add_argument("--asap", action="store_true", help="live: all requests at once, instead of at recorded times")
+    timing.add_argument("--speed", type=float, metavar="X", help="live: X times as fast as recorded")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    return parser
+
+
+def _check_options(parsed: argparse.Namespace) -> None:
+    """Errors: exit status 2 for options that do not go with the mode."""
+    is_live = parsed.mode == "live"
+    parser = _parser()
+    if is_live and parsed.connect is None:
+        parser.error("--mode live needs --connect ADDR")
+    if not is_live and (parsed.connect is not None or parsed.asap or parsed.speed is not None):
+        parser.error("--connect, --asap and --speed belong to --mode live")
+    if parsed.model is not None and parsed.mode != "full":
+        parser.error("--model belongs to --mode full")
+    if parsed.speed is not None and not 0 < parsed.speed < float("inf"):
+        parser.error(f"--speed must be a number above 0, got {parsed.speed:g}")
+
+
+def _check_complete(file: CaptureFile) -> None:
+    """Errors: CaptureFileError when there is nothing to replay, or too little to replay it exactly."""
+    if file.num_lost:
+        raise CaptureFileError(f"{file.path}: {file.num_lost} records are missing (the disk was too slow for them)")
+    if not file.num_steps and file.close is None:
+        raise CaptureFileError(f"{file.path}: there is no whole step in it ({file.num_dropped_bytes} bytes dropped)")
+
+
+def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    if parsed.mode == "full":
+        config, executor = real_executor(file, parsed.model)
+    else:
+        config, executor = replay_config(file.header), recorded_executor(file)
+    try:
+        run = rerun(file, config, executor)
+    finally:
+        executor.close()
+    report = make_report(file, parsed.mode, run, time.monotonic() - begin)
+    if parsed.json:
+        _print_json(report)
+    else:
+        print_report(report)
+    return EXIT_SAME if run.difference is None else EXIT_DIFFERS
+
+
+def _play(file: CaptureFile, parsed: argparse.Namespace) -> int:
+    report = run_live(file, parsed.connect, None if parsed.asap else parsed.speed or 1.0)
+    if parsed.json:
+        _print_json(report)
+    else:
+        print_live(report)
+    return EXIT_DIFFERS if report.differences or report.failures else EXIT_SAME
+
+
+def make_report(file: CaptureFile, mode: str, run: Rerun, seconds: float) -> Report:
+    header = file.header
+    return Report(
+        capture=str(file.path),
+        mode=mode,
+        engine_version=header.engine_version,
+        model=header.model.name,
+        fingerprint=header.model.fingerprint,
+        numerics=header.model.numerics,
+        num_steps=file.num_steps,
+        num_dropped_bytes=file.num_dropped_bytes,
+        has_close=file.close is not None,
+        run=run,
+        seconds=round(seconds, 3),
+    )
+
+
+def _print_json(report: Report | LiveReport) -> None:
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+
+
+def print_report(report: Report) -> None:
+    run = report.run
+    print(
+        f"{report.capture}: {report.num_steps} steps of {report.model} ({report.fingerprint:.16}, {report.numerics}), "
+        f"written by engine-core {report.engine_version}"
+    )
+    if not report.has_close:
+        print(f"  the capture has no end: the engine was killed, or runs; {report.num_dropped_bytes} bytes dropped")
+    if run.engine_error:
+        print(f"  the captured engine failed in step {run.num_steps - 1}: {run.engine_error}")
+    print(
+        f"  {report.mode}: {run.num_steps} steps, {run.num_requests} requests, {run.num_aborted} aborts, "
+        f"{run.num_preemptions} preemptions, {run.num_cached_tokens} prefix-cache tokens, {run.num_tokens} tokens "
+        f"in {report.seconds:.2f} s"
+    )
+    print("  0 differences" if run.difference is None else _describe(run.difference))
+
+
+def _describe(difference: Difference) -> str:
+    where = f"  first difference: {difference.kind}, step {difference.step} (byte {difference.offset})"
+    if difference.client is not None:
+        where += f", client {difference.client} request {difference.request}"
+    if difference.position is not None:
+        where += f", position {difference.position}"
+    if difference.expected is not None:
+        where += f": expected token {difference.expected}, got {difference.got}"
+    return "\n    ".join([where, *difference.details])

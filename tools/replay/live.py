@@ -1,0 +1,236 @@
+"""`--mode live`: a capture sent to a running engine, at its recorded times; tokens and latencies are compared."""
+
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from core.capture_file import CaptureFile
+from frontend.client import EngineClient
+from frontend.journal import Progress
+from frontend.transport import ZmqTransport
+from ipc.errors import EngineCoreError
+from ipc.messages import FinishReason
+from tools.replay.latency import Latencies, Summary, Times, latencies, print_latencies, summarize
+from tools.replay.rerun import OtherModelError
+from tools.replay.traces import End, Trace, read_traces
+
+_MAX_SHOWN = 10
+
+
+class TokenDifference(msgspec.Struct, frozen=True):
+    """The first token of a request that is not the recorded one; None: there is none at this position."""
+
+    client: int
+    request: int
+    position: int
+    expected: int | None
+    got: int | None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    client: int
+    request: int
+    error: str
+
+
+class LiveReport(msgspec.Struct, frozen=True):
+    """What --json prints."""
+
+    capture: str
+    mode: str
+    speed: float | None  # None: as soon as possible
+    num_requests: int
+    num_aborted: int  # sent again, and aborted after the recorded number of tokens
+    num_tokens: int  # compared
+    recorded: Latencies
+    replayed: Latencies
+    lateness_ms: Summary | None  # of sending, behind the schedule
+    differences: list[TokenDifference]
+    failures: list[Failure]  # requests that failed now and not in the capture
+    seconds: float
+
+
+class _Sent(msgspec.Struct):
+    trace: Trace
+    late: float  # seconds
+    progress: Progress  # its token_ids are only the latest
+    sent: float  # monotonic seconds
+    tokens: list[int] = []
+    abort_at: float | None = None  # when nothing but the time says that its client gave up
+    is_aborted: bool = False
+
+
+def run_live(file: CaptureFile, address: str, speed: float | None) -> LiveReport:
+    """speed: factor on the recorded times; None = all at once. Errors: OtherModelError; EngineDeadError;
+    CaptureFileError."""
+    traces = read_traces(file)
+    client = EngineClient(ZmqTransport(address), name="replay")
+    try:
+        _check_model(file, client)
+        begin = time.monotonic()
+        sent = _Player(client, traces, speed).run()
+    finally:
+        client.close()
+    seconds = time.monotonic() - begin
+    return LiveReport(
+        capture=str(file.path),
+        mode="live",
+        speed=speed,
+        num_requests=len(traces),
+        num_aborted=sum(one.is_aborted for one in sent),
+        num_tokens=sum(min(len(one.trace.tokens), len(one.tokens)) for one in sent),
+        recorded=latencies([_recorded_times(trace) for trace in traces]),
+        replayed=latencies([_replayed_times(one) for one in sent]),
+        lateness_ms=summarize([one.late for one in sent]),
+        differences=[found for one in sent if (found := _difference(one)) is not None],
+        failures=[
+            Failure(one.trace.client, one.trace.message.number, str(one.progress.error))
+            for one in sent
+            if one.progress.error is not None and one.trace.end is not End.FAILED
+        ],
+        seconds=round(seconds, 3),
+    )
+
+
+def _check_model(file: CaptureFile, client: EngineClient) -> None:
+    recorded, welcome = file.header.model, client.welcome
+    if recorded.fingerprint != welcome.model_fingerprint:
+        raise OtherModelError(
+            f"the capture is of {recorded.name} with fingerprint {recorded.fingerprint:.16}, the engine runs "
+            f"{welcome.model_name} with {welcome.model_fingerprint:.16}: weights, dtype, kernels or torch differ"
+        )
+
+
+class _Player:
+    """Sends every request when it is due and aborts those whose clients did."""
+
+    def __init__(self, client: EngineClient, traces: Sequence[Trace], speed: float | None) -> None:
+        self._client = client
+        self._due = [0.0 if speed is None else trace.arrival / speed for trace in traces]
+        self._scale = 0.0 if speed is None else 1 / speed
+        self._traces = traces
+        self._live: dict[int, _Sent] = {}  # by number in this session
+        self._sent: list[_Sent] = []
+
+    def run(self) -> list[_Sent]:
+        """In order of the traces. Errors: EngineDeadError."""
+        begin = time.monotonic()
+        while len(self._sent) < len(self._traces) or self._live:
+            now = time.monotonic()
+            while len(self._sent) < len(self._traces) and begin + self._due[len(self._sent)] <= now:
+                self._send(self._traces[len(self._sent)], begin + self._due[len(self._sent)])
+            numbers = np.fromiter(self._live, np.int64)
+            for number in self._client.wait(numbers, self._timeout(begin)).tolist():
+                self._look(number)
+            self._abort_due()
+        return self._sent
+
+    def _timeout(self, begin: float) -> float | None:
+        """Seconds until the next thing is due; None: only the engine can go on."""
+        due = [one.abort_at for one in self._live.values() if one.abort_at is not None and not one.is_aborted]
+        if len(self._sent) < len(self._traces):
+            due.append(begin + self._due[len(self._sent)])
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _send(self, trace: Trace, due: float) -> None:
+        message = trace.message
+        sent = time.monotonic()
+        one = _Sent(trace, sent - due, _NOTHING, sent)
+        self._sent.append(one)
+        try:
+            number = self._client.submit(
+                np.frombuffer(message.prompt_token_ids, "<i4"),  # type: ignore[arg-type]
+                message.params,
+                seed=message.seed,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                deadline_ms=message.deadline_ms,
+                streaming=True,
+            )
+        except EngineCoreError as error:
+            self._client.raise_if_ended()
+            one.progress = _NOTHING._replace(error=error)
+            return
+        if trace.end in (End.ABORTED, End.OPEN) and not trace.tokens and trace.end_time is not None:
+            one.abort_at = sent + (trace.end_time - trace.arrival) * self._scale
+        self._live[number] = one
+
+    def _look(self, number: int) -> None:
+        one = self._live[number]
+        one.progress = self._client.read(number, len(one.tokens))
+        one.tokens += one.progress.token_ids.tolist()
+        gave_up = one.trace.end in (End.ABORTED, End.OPEN) and bool(one.trace.tokens)
+        if one.progress.finish or one.progress.error is not None:
+            del self._live[number]
+            self._client.discard([number])
+        elif gave_up and not one.is_aborted and len(one.tokens) >= len(one.trace.tokens):
+            one.is_aborted = True
+            self._client.abort([number])
+
+    def _abort_due(self) -> None:
+        now = time.monotonic()
+        for number, one in self._live.items():
+            if one.abort_at is not None and not one.is_aborted and one.abort_at <= now:
+                one.is_aborted = True
+                self._client.abort([number])
+
+
+_NOTHING = Progress(np.zeros(0, np.int32), FinishReason.NONE, None, 0, 0.0, 0.0, 0.0, 0.0, None)
+
+
+def _difference(one: _Sent) -> TokenDifference | None:
+    """A finished request is compared to its end, any other as far as both go."""
+    expected, got = one.trace.tokens, one.tokens
+    if one.progress.error is not None:
+        return None
+    length = min(len(expected), len(got))
+    at = next((place for place in range(length) if expected[place] != got[place]), length)
+    if at == length and (len(expected) == len(got) or one.trace.end is not End.FINISHED):
+        return None
+    number = one.trace.message.number
+    return TokenDifference(one.trace.client, number, at, _at(expected, at), _at(got, at))
+
+
+def _at(tokens: Sequence[int], place: int) -> int | None:
+    return tokens[place] if place < len(tokens) else None
+
+
+def _recorded_times(trace: Trace) -> Times:
+    end = trace.end_time if trace.end is End.FINISHED else None
+    return Times(trace.arrival, trace.first_token, trace.last_token, end, len(trace.tokens))
+
+
+def _replayed_times(one: _Sent) -> Times:
+    progress = one.progress
+    is_whole = progress.finish in (FinishReason.STOP, FinishReason.LENGTH) and one.trace.end is End.FINISHED
+    return Times(
+        one.sent,
+        progress.first_token_time or None,
+        progress.last_token_time or None,
+        progress.finished_time if is_whole else None,
+        len(one.tokens),
+    )
+
+
+def print_live(report: LiveReport) -> None:
+    timing = "as soon as possible" if report.speed is None else f"at {report.speed:g} times the recorded speed"
+    print(
+        f"{report.capture}: {report.num_requests} requests {timing}, {report.num_aborted} aborted, "
+        f"{report.num_tokens} tokens compared in {report.seconds:.2f} s"
+    )
+    print_latencies(Console(file=sys.stdout, highlight=False), report.recorded, report.replayed, report.lateness_ms)
+    print(
+        "recorded: from the step that took a request in, to the end of a token's step; replayed: as the client sees it"
+    )
+    for failure in report.failures[:_MAX_SHOWN]:
+        print(f"client {failure.client} request {failure.request} failed: {failure.error}")
+    for found in report.differences[:_MAX_SHOWN]:
+        print(
+            f"client {found.client} request {found.request}, position {found.position}: expected token "
+            f"{found.expected}, got {found.got}"
+        )
+    print(f"{len(report.differences)} differences, {len(report.failures)} failures")

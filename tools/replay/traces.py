@@ -1,0 +1,105 @@
+"""What clients asked of a captured engine and when, and when its tokens came: one trace per request."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+import numpy as np
+
+from core.capture_file import CaptureFile, Turn
+from core.engine import EngineReply
+from ipc.errors import CaptureFileError
+from ipc.messages import AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
+from tools.replay.differences import unpack
+from tools.replay.rerun import recorded_executor, replay_config, rerun
+
+NS = 1e-9
+
+
+class End(Enum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"  # by its client, or because its client left
+    FAILED = "failed"
+    OPEN = "open"  # still running where the capture ends
+
+
+class Trace(msgspec.Struct):
+    """One request. Times: seconds since the first step of the capture. A token's time is the end of its step."""
+
+    client: int
+    message: AddRequest
+    arrival: float  # when the engine took it in
+    tokens: list[int]  # those that were delivered before it arrived included
+    first_token: float | None = None
+    last_token: float | None = None
+    end: End = End.OPEN
+    end_time: float | None = None  # of an open one: the end of the capture
+
+
+def read_traces(file: CaptureFile) -> list[Trace]:
+    """In order of arrival. Errors: CaptureFileError, also for a capture that resched does not reproduce."""
+    collector = _Collector()
+    run = rerun(file, replay_config(file.header), recorded_executor(file), on_turn=collector.add)
+    if run.difference is not None:
+        raise CaptureFileError(
+            f"{file.path}: step {run.difference.step} is decided otherwise by this version of the engine, so that its "
+            f"requests cannot be told apart; --mode resched says more"
+        )
+    collector.finish()
+    return collector.traces
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.traces: list[Trace] = []
+        self._live: dict[tuple[int, int], Trace] = {}
+        self._begin_ns: int | None = None
+        self._now = 0.0
+
+    def add(self, turn: Turn, replies: Sequence[tuple[int, EngineReply]]) -> None:
+        if self._begin_ns is None:
+            self._begin_ns = turn.step.now_ns
+        begin = (turn.step.now_ns - self._begin_ns) * NS
+        for client, message in turn.inbox:
+            if isinstance(message, AddRequest) and (client, message.number) not in self._live:
+                delivered = unpack(message.delivered[0]) if message.delivered else []
+                trace = Trace(client, message, begin, delivered)
+                self._live[client, message.number] = trace
+                self.traces.append(trace)
+            elif isinstance(message, Goodbye):
+                for key in [key for key in self._live if key[0] == client]:
+                    self._end(key, End.ABORTED, begin)
+        self._now = end = begin + turn.step.elapsed_ns * NS
+        for client, reply in replies:
+            if isinstance(reply, Outputs):
+                self._add_outputs(client, reply, end)
+            elif isinstance(reply, RequestFailed):
+                self._end((client, reply.number), End.FAILED, end)
+
+    def finish(self) -> None:
+        for key in list(self._live):
+            self._end(key, End.OPEN, self._now)
+
+    def _add_outputs(self, client: int, outputs: Outputs, now: float) -> None:
+        numbers = np.frombuffer(outputs.numbers, "<u4").tolist()
+        counts = np.frombuffer(outputs.counts, "<u2").tolist()
+        tokens = iter(np.frombuffer(outputs.tokens, "<i4").tolist())
+        finish = outputs.finish or bytes(len(numbers))
+        for number, count, code in zip(numbers, counts, finish, strict=True):
+            new = [next(tokens) for _ in range(count)]
+            trace = self._live.get((client, number))
+            if trace is None:
+                continue
+            if new:
+                trace.tokens += new
+                trace.first_token = now if trace.first_token is None else trace.first_token
+                trace.last_token = now
+            if code:
+                self._end((client, number), End.ABORTED if code == FinishReason.ABORT else End.FINISHED, now)
+
+    def _end(self, key: tuple[int, int], end: End, now: float) -> None:
+        trace = self._live.pop(key, None)
+        if trace is not None:
+            trace.end, trace.end_time = end, now
