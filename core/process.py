@@ -1,15 +1,17 @@
 """The engine loop: drains the inbox, runs the step, hands over its messages; sleeps while there is nothing to do."""
 
-import sys
 import time
 import traceback
 
+from core import log
 from core.engine import EngineCore
 from core.io_thread import IOThread
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 _FINISH_S = 2.0  # for telling the clients how the engine ended
+_LOG_S = 0.5  # for the last lines on standard error
+_HELD_S = 0.1  # between looks at the deadlines of requests that wait for their client or for the end of a pause
 
 
 def run(engine: EngineCore, io: IOThread) -> int:
@@ -18,10 +20,11 @@ def run(engine: EngineCore, io: IOThread) -> int:
     try:
         _loop(engine, io)
     except Exception as error:
-        traceback.print_exc()
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"engine-core: a step failed, the engine ends: {text}", file=sys.stderr, flush=True)
+        log.say(traceback.format_exc())
+        log.say(f"engine-core: a step failed, the engine ends: {text}")
         io.finish(text, _FINISH_S)
+        log.flush(_LOG_S)
         return EXIT_FAILED
     io.finish("", _FINISH_S)
     return EXIT_OK
@@ -29,7 +32,8 @@ def run(engine: EngineCore, io: IOThread) -> int:
 
 def _loop(engine: EngineCore, io: IOThread) -> None:
     inbox = io.inbox
-    while engine.has_work or not inbox.has_ended:
-        messages = inbox.drain(wait=not engine.has_work)
-        if messages or engine.has_work:
+    while engine.has_unfinished or not inbox.has_ended:
+        messages = inbox.drain(0 if engine.has_work else _HELD_S if engine.has_unfinished else None)
+        if messages or engine.has_unfinished:
             io.put(engine.step(messages, time.monotonic_ns()))
+            inbox.settle(*engine.count_waiting())

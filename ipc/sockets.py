@@ -25,6 +25,7 @@ Socket: TypeAlias = zmq.Socket[bytes]
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
+ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends: what a client does not read is merged where it still can be
 HANDSHAKE_MS = 2000
 ROUTER_LINGER_MS = 500  # what is left for the last messages of an engine that ends
 DEALER_LINGER_MS = 100
@@ -63,7 +64,9 @@ def bind_router(context: Context, address: str) -> BoundRouter:
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"engine-core")  # core/zap.py answers; also ends the downgrade to ZMTP/1.0
     _set_common_options(socket, MAX_CLIENT_MESSAGE_BYTES, ROUTER_LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, ROUTER_HIGH_WATER_MARK)
     lock_fd = None
     try:
         if address.startswith("ipc://"):

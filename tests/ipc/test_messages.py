@@ -12,24 +12,32 @@ from ipc.errors import MalformedMessageError
 from ipc.messages import (
     Abort,
     AddRequest,
+    BeginDrain,
     CallDone,
     CallFailed,
     ClientMessage,
     Drain,
     EngineStopping,
     ErrorCode,
+    GetModelInformation,
     GetStatistics,
     GetTokenizer,
     Goodbye,
+    Heartbeat,
     Hello,
     Limits,
+    ModelInformation,
     Outputs,
     OwnerMessage,
+    Pause,
+    PauseMode,
     Ready,
     Refused,
     RequestFailed,
     ResetPrefixCache,
+    Resume,
     ServerMessage,
+    Shutdown,
     Start,
     StartFailed,
     StartPhase,
@@ -66,6 +74,12 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     GetTokenizer(1),
     GetStatistics(2),
     ResetPrefixCache(3),
+    Heartbeat(),
+    GetModelInformation(4),
+    Pause(5, PauseMode.ALL),
+    Resume(6),
+    BeginDrain(7),
+    Shutdown(8),
 ]
 SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
@@ -77,6 +91,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Statistics(1, *range(16)),
     CallDone(1),
     CallFailed(1, ErrorCode.UNAVAILABLE, "why"),
+    ModelInformation(1, "model", "ab", "L2", "local", "float32", 49_152, [2], 8192, 32, 512, 1000, 16, True),
     EngineStopping(),
     EngineStopping("why"),
 ]
@@ -130,7 +145,8 @@ def test_a_message_is_one_array_that_begins_with_its_tag() -> None:
     assert encode(Goodbye()) == b"\x91\x04"
     assert encode(Abort(pack_numbers([258]))) == b"\x92\x03\xc4\x04\x02\x01\x00\x00"
     assert encode(CallDone(5)) == b"\x92\x52\x05"
-    assert encode(Hello(1, 0, "x")) == b"\x94\x01\x01\x00\xa1x"
+    assert encode(Hello(1, 0, "x")) == b"\x96\x01\x01\x00\xa1x\xc4\x00\xc4\x00"
+    assert decode_client_message(b"\x94\x01\x01\x00\xa1x") == Hello(1, 0, "x")
 
 
 def test_fields_of_a_later_minor_are_ignored_and_missing_optional_ones_filled() -> None:
