@@ -35,5 +35,6 @@ def _loop(engine: EngineCore, io: IOThread) -> None:
     while engine.has_unfinished or not inbox.has_ended:
         messages = inbox.drain(0 if engine.has_work else _HELD_S if engine.has_unfinished else None)
         if messages or engine.has_unfinished:
-            io.put(engine.step(messages, time.monotonic_ns()))
-            inbox.settle(*engine.count_waiting())
+            outputs = engine.step(messages, time.monotonic_ns())
+            inbox.settle(*engine.count_waiting())  # before clients know: then what they see is accounted for
+            io.put(outputs)
