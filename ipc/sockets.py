@@ -70,6 +70,7 @@ def bind_router(context: Context, address: str) -> BoundRouter:
     lock_fd = None
     try:
         if address.startswith("ipc://"):
+            _check_directory(address)
             lock_fd = _lock(address)
             _clean_stale_socket(address)
             _bind_private_file(socket, address)
@@ -210,6 +211,22 @@ def _bind_private_file(socket: Socket, address: str) -> None:
         _bind(socket, address)
     finally:
         os.umask(before)
+
+
+def _check_directory(address: str) -> None:
+    """Who may write into the directory could put a socket of theirs in the place of ours."""
+    directory = os.path.dirname(ipc_path(address))
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return  # the lock says what is wrong
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise AddressError(
+            f"cannot listen on {address}: every user may write to {directory}; choose another directory or "
+            f"chmod o-w {directory}"
+        )
+    if status.st_uid not in (0, os.getuid()):
+        raise AddressError(f"cannot listen on {address}: {directory} belongs to user {status.st_uid}; choose another")
 
 
 def _lock(address: str) -> int:

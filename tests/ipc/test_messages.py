@@ -247,7 +247,7 @@ def test_announced_lengths_allocate_nothing() -> None:
 _HEADERS = bytes(range(0x80, 0xE0)) + b"\x00\x7f\xff"
 
 
-def _mutate(rng: random.Random, frames: list[bytes]) -> bytes:
+def mutate(rng: random.Random, frames: list[bytes]) -> bytes:
     frame = bytearray(rng.choice(frames))
     kind = rng.randrange(6)
     if kind == 0:
@@ -268,13 +268,14 @@ def _mutate(rng: random.Random, frames: list[bytes]) -> bytes:
     return bytes(frame)
 
 
-def test_20000_hostile_frames_raise_only_malformed_message_error() -> None:
-    rng = random.Random(20)
+@pytest.mark.parametrize("count", [60_000, pytest.param(300_000, marks=pytest.mark.soak)])
+def test_hostile_frames_raise_only_malformed_message_error(count: int) -> None:
+    rng = random.Random(count)
     frames = [encode(message) for message in (*CLIENT_MESSAGES, *SERVER_MESSAGES)]
     decoders = {"client": decode_client_message, "server": decode_server_message}
     outcomes = dict.fromkeys((*decoders, "not a client message", "not a server message"), 0)
-    for _ in range(20_000):
-        frame = _mutate(rng, frames)
+    for _ in range(count):
+        frame = mutate(rng, frames)
         for name, decode in decoders.items():
             try:
                 message = decode(frame)
@@ -283,7 +284,7 @@ def test_20000_hostile_frames_raise_only_malformed_message_error() -> None:
             else:
                 assert decode(encode(message)) == message
                 outcomes[name] += 1
-    assert sum(outcomes.values()) == 40_000
+    assert sum(outcomes.values()) == 2 * count
     assert min(outcomes.values()) > 500, outcomes  # the mutations reach behind the first byte
 
 

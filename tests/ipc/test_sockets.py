@@ -156,6 +156,15 @@ def test_directory_must_exist(context: Context) -> None:
         bind_router(context, "ipc:///nonexistent/engine.sock")
 
 
+def test_directory_must_be_ours_to_write(context: Context, address: str) -> None:
+    directory = os.path.dirname(address.removeprefix("ipc://"))
+    os.chmod(directory, 0o777)
+    with pytest.raises(AddressError, match=rf"every user may write to {directory}; .*chmod o-w"):
+        bind_router(context, address)
+    os.chmod(directory, 0o1777)  # as /tmp: only its owner may replace a file
+    bind_router(context, address).close()
+
+
 def test_lock_is_no_way_through_a_link(context: Context, address: str) -> None:
     path = address.removeprefix("ipc://")
     os.symlink("/dev/null", path + ".lock")
