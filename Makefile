@@ -1,5 +1,6 @@
 # make run    ask the demo model (PROMPT="..." asks that)
 # make test   all that a change must pass: linters, types, import rules, tests
+# make soak   the counts that are too large for every change
 # make check  the same without the tests
 # make venv   only set up
 #
@@ -20,13 +21,16 @@ ASK := -- "$$PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test check venv clean
+.PHONY: run test soak check venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
 
 test: check
 	$(BIN)/python -m pytest -n 2 -q tests
+
+soak: $(DEV_STAMP)
+	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

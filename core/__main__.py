@@ -12,6 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
+from core import log
 from core.lease import Lease
 from core.process import run
 from core.start import StartedEngine, bind, start_engine
@@ -20,6 +21,7 @@ from ipc.messages import Ready, StartFailed, StartPhase, StartReport
 from ipc.pipes import write_frame
 
 EXIT_START_FAILED = 2
+_LOG_S = 0.5  # for the last lines on standard error
 _PACKAGES = ("core", "ipc", "kernels")
 
 
@@ -98,6 +100,5 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    log.flush(_LOG_S)
     os._exit(code)  # without the interpreter's teardown: threads may be in C code, and all that matters is closed

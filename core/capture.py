@@ -36,6 +36,13 @@ class CapturedEngine:
     def has_work(self) -> bool:
         return self.engine.has_work
 
+    @property
+    def has_unfinished(self) -> bool:
+        return self.engine.has_unfinished
+
+    def count_waiting(self) -> tuple[int, int]:
+        return self.engine.count_waiting()
+
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         """As EngineCore's. A step that raises is logged too, as far as it came."""
         for client, message in inbox:

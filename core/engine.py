@@ -17,14 +17,27 @@ from ipc.messages import (
     GetStatistics,
     Goodbye,
     Outputs,
+    Pause,
     RequestFailed,
     ResetPrefixCache,
+    Resume,
     Statistics,
     unpack_numbers,
 )
 
+
+class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
+    """From the IO thread, never on the wire: too much waits to be sent to the client; its requests are to wait."""
+
+
+class ReleaseClient(msgspec.Struct, frozen=True, array_like=True, tag=121):
+    """From the IO thread, never on the wire: the client reads again."""
+
+
 #: What the IO thread lets through to the engine; requests have been validated by then.
-EngineInput: TypeAlias = AddRequest | Abort | Goodbye | GetStatistics | ResetPrefixCache
+EngineInput: TypeAlias = (
+    AddRequest | Abort | Goodbye | GetStatistics | ResetPrefixCache | Pause | Resume | HoldClient | ReleaseClient
+)
 EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | CallDone
 
 NS_PER_MS = 1_000_000
@@ -43,8 +56,17 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """False: nothing happens until a message arrives."""
+        """False: nothing happens until a message arrives or a deadline passes."""
+        return self.scheduler.has_work or self.pipeline.num_in_flight > 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether anything is left to do, now or when a client that is on hold reads again."""
         return self.scheduler.has_unfinished_requests or self.pipeline.num_in_flight > 0
+
+    def count_waiting(self) -> tuple[int, int]:
+        """Requests that have not begun, or were preempted, and their tokens."""
+        return len(self.scheduler.waiting), self.scheduler.waiting.num_tokens
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         """Take in (client, message) pairs, run one step, return the (client, message) pairs to send."""
@@ -64,6 +86,16 @@ class EngineCore:
                     self.scheduler.finish_requests(client, unpack_numbers(message.numbers))
                 case Goodbye():
                     self.scheduler.finish_client(client)
+                case Pause():
+                    self.scheduler.pause(message.mode)
+                    replies.append((client, CallDone(message.call)))
+                case Resume():
+                    self.scheduler.resume()
+                    replies.append((client, CallDone(message.call)))
+                case HoldClient():
+                    self.scheduler.hold_client(client)
+                case ReleaseClient():
+                    self._num_requests += self.scheduler.release_client(client, self._num_requests)
                 case GetStatistics():
                     replies.append((client, self.statistics(message.call)))
                 case ResetPrefixCache():

@@ -1,35 +1,53 @@
-"""Inbox: messages on their way from the IO thread to the engine thread, bounded in number and bytes."""
+"""Inbox: messages on their way from the IO thread to the engine thread, and the bounds of what waits on both sides."""
 
 from queue import Empty, SimpleQueue
 
 from core.engine import EngineInput
 from ipc.messages import Abort, AddRequest
 
-MAX_MESSAGES = 65_536
-MAX_BYTES = 256 << 20
+#: Messages and bytes beyond which nothing of any client is read: what there is beside requests are aborts and calls.
+MAX_MESSAGES = 131_072
+MAX_BYTES = 512 << 20
 
 
 class Inbox:
-    """One producer (the IO thread) and one consumer (the engine thread); neither waits for the other."""
+    """One producer (the IO thread) and one consumer (the engine thread); neither waits for the other.
+
+    A request is queued from put() until the consumer says in settle() that it has begun or ended.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, EngineInput] | None] = SimpleQueue()
-        self._bytes_put = 0  # written by the producer only
-        self._bytes_taken = 0  # written by the consumer only
-        self._ended = False  # consumer only
+        # Written by the producer only:
+        self._bytes_put = 0
+        self._requests_put = 0
+        self._tokens_put = 0
+        # Written by the consumer only:
+        self._bytes_taken = 0
+        self._requests_taken = 0
+        self._tokens_taken = 0
+        self._requests_settled = 0
+        self._tokens_settled = 0
+        self._ended = False
 
     @property
-    def is_full(self) -> bool:
-        """No further request should be put in."""
-        return self._queue.qsize() >= MAX_MESSAGES or self._bytes_put - self._bytes_taken >= MAX_BYTES
+    def num_queued_requests(self) -> int:
+        return self._requests_put - self._requests_settled
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._tokens_put - self._tokens_settled
 
     @property
     def is_overfull(self) -> bool:
-        """Nothing of a client should be put in: what there is beyond the bounds are aborts and calls."""
-        return self._queue.qsize() >= 2 * MAX_MESSAGES or self._bytes_put - self._bytes_taken >= 2 * MAX_BYTES
+        """Nothing of a client should be put in."""
+        return self._queue.qsize() >= MAX_MESSAGES or self._bytes_put - self._bytes_taken >= MAX_BYTES
 
     def put(self, client: int, message: EngineInput) -> None:
         self._bytes_put += _num_bytes(message)
+        if isinstance(message, AddRequest):
+            self._requests_put += 1
+            self._tokens_put += num_tokens(message)
         self._queue.put((client, message))
 
     def put_end(self) -> None:
@@ -41,25 +59,39 @@ class Inbox:
         """The end was drained; for the consumer."""
         return self._ended
 
-    def drain(self, *, wait: bool) -> list[tuple[int, EngineInput]]:
-        """Everything put so far, in order. wait: until there is something (or the end)."""
+    def drain(self, timeout: float | None) -> list[tuple[int, EngineInput]]:
+        """Everything put so far, in order; waits up to `timeout` seconds, None = for ever, for the first."""
         items: list[tuple[int, EngineInput]] = []
-        item = self._queue.get() if wait else None
         try:
-            if not wait:
-                item = self._queue.get_nowait()
+            item = self._queue.get_nowait() if timeout == 0 else self._queue.get(timeout=timeout)
             while True:
                 if item is None:
                     self._ended = True
                 else:
-                    self._bytes_taken += _num_bytes(item[1])
+                    self._take(item[1])
                     items.append(item)
                 item = self._queue.get_nowait()
         except Empty:
             return items
 
+    def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
+        """Of the requests taken so far, these still wait to begin."""
+        self._requests_settled = self._requests_taken - num_waiting
+        self._tokens_settled = self._tokens_taken - num_waiting_tokens
+
+    def _take(self, message: EngineInput) -> None:
+        self._bytes_taken += _num_bytes(message)
+        if isinstance(message, AddRequest):
+            self._requests_taken += 1
+            self._tokens_taken += num_tokens(message)
+
+
+def num_tokens(message: AddRequest) -> int:
+    """Of the prompt and of what was delivered."""
+    return (len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
+
 
 def _num_bytes(message: EngineInput) -> int:
     if isinstance(message, AddRequest):
-        return len(message.prompt_token_ids) + sum(map(len, message.delivered))
+        return 4 * num_tokens(message)
     return len(message.numbers) if isinstance(message, Abort) else 0

@@ -1,79 +1,66 @@
-"""The IO thread: owns the engine's socket, its sessions and the border's rules; the engine thread never touches them.
+"""The IO thread: owns the engine's socket and its sessions; the engine thread never touches them.
 
-In: frames are decoded, checked and answered here, or put into the inbox. Out: the messages of each step are taken from
-the outbox, encoded and sent. Its death is the process's death, because an engine that cannot be reached looks alive.
+In: frames are handed to the reception (core/reception.py), which answers them or puts them into the inbox. Out: the
+messages of each step are taken from the outbox, encoded and sent. Its death is the process's death, because an engine
+that cannot be reached looks alive.
 """
 
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from core.engine import EngineInput
+from core import log
 from core.inbox import Inbox
-from core.request_validation import decode_request_number, validate_request
-from core.sessions import MAX_SESSIONS, Session, Sessions
-from ipc.errors import InvalidRequestError, MalformedMessageError
-from ipc.messages import (
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
-    Abort,
-    AddRequest,
-    EngineStopping,
-    ErrorCode,
-    GetStatistics,
-    GetTokenizer,
-    Goodbye,
-    Hello,
-    Refused,
-    RequestFailed,
-    ResetPrefixCache,
-    ServerMessage,
-    TokenizerFiles,
-    Welcome,
-    decode_client_message,
-    encode,
-)
+from core.lease_clock import LeaseClock
+from core.reception import Reception, Served
+from core.sessions import Sessions
+from ipc.messages import EngineStopping, ErrorCode, ServerMessage
 from ipc.sockets import BoundRouter, Context
 
 MAX_OUTBOX_STEPS = 256  # results of steps that wait to be sent; then the engine waits
 _MESSAGES_PER_ROUND = 256  # received before results are sent again
-_RETRY_MS = 10  # between attempts to send to a client whose queue is full
+_MIN_RETRY_MS, _MAX_RETRY_MS = 10, 160  # between attempts to send to clients whose queues are full
 _FLUSH_S = 0.5  # given to slow clients when the engine stops
+_TICKS_PER_LEASE = 8
+_LOG_S = 0.5  # for the last lines on standard error
 
 Addressed = tuple[int, ServerMessage]
 
 
 class IOThread:
-    """Made and bound by the main thread, then run on its own. Takes ownership of the socket and of its context.
+    """Made and bound by the main thread, then run on its own. Takes ownership of the socket and of its context."""
 
-    welcome: what every client is told; session_token and minor are filled in for each. tokenizer: the files a client
-    may ask for.
-    """
-
-    def __init__(self, context: Context, router: BoundRouter, welcome: Welcome, tokenizer: TokenizerFiles) -> None:
+    def __init__(self, context: Context, router: BoundRouter, served: Served) -> None:
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self.inbox = Inbox()
-        self.num_malformed = 0  # messages that were not of this protocol
-        self.num_dropped = 0  # sessions ended for not reading
+        self.sessions = Sessions(router.socket, self.inbox)
         self._outbox: queue.Queue[Sequence[Addressed] | EngineStopping] = queue.Queue(MAX_OUTBOX_STEPS)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
         self._context = context
         self._router = router
         self._socket = router.socket
-        self._sessions = Sessions(router.socket)
-        self._welcome = welcome
-        self._tokenizer = tokenizer
+        self._lease_s = served.welcome.limits.lease_ms / 1000
+        self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, time.monotonic())
+        self.reception = Reception(
+            served,
+            self.sessions,
+            self.inbox,
+            self._clock,
+            on_connect=self._close_disconnected,
+            on_drain=self.drain,
+            on_shutdown=self._shut_down,
+        )
+        self._next_look = 0.0  # for silent clients, on the lease clock
+        self._retry_ms = _MIN_RETRY_MS
         self._drain_asked = False
-        self._is_draining = False
+        self._shutdown_asked = False
 
     # --- called by other threads ---
 
@@ -115,10 +102,14 @@ class IOThread:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._serve()
         except BaseException:
-            traceback.print_exc()
-            print("engine-core: the IO thread failed; the engine process ends", file=sys.stderr, flush=True)
             self._router.remove_files()
+            log.say(traceback.format_exc())
+            log.say("engine-core: the IO thread failed; the engine process ends")
+            log.flush(_LOG_S)
             os._exit(1)
+        if self._shutdown_asked:
+            log.flush(_LOG_S)
+            os._exit(0)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -127,22 +118,52 @@ class IOThread:
         while True:
             may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
             poller.modify(self._socket, zmq.POLLIN if may_receive else 0)
-            ready = dict(poller.poll(None if may_receive and not self._sessions.backlogged else _RETRY_MS))
+            ready = dict(poller.poll(self._poll_ms(may_receive)))
+            now = time.monotonic()
             if self._monitor in ready:
                 self._close_disconnected()
-            if self._socket in ready:
-                self._receive()
+            has_read = self._receive(now) if self._socket in ready else may_receive
+            self._end_silent(now, has_read=has_read)
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                if self._drain_asked and not self._is_draining:
-                    self._is_draining = True
+                if self._drain_asked and not self.reception.is_draining:
+                    self.reception.is_draining = True
                     self.inbox.put_end()
-                if (stopping := self._send_outbox()) is not None:
+                if (stopping := self._send_outbox(now)) is not None:
                     self._stop(stopping)
                     return
-            self._flush_backlogs()
+            if self._shutdown_asked:
+                self._stop(EngineStopping("its owner has shut it down"))
+                return
+            progress = self.sessions.flush(now)
+            self._retry_ms = _MIN_RETRY_MS if progress else min(2 * self._retry_ms, _MAX_RETRY_MS)
 
-    def _send_outbox(self) -> EngineStopping | None:
+    def _poll_ms(self, may_receive: bool) -> int | None:
+        """None = sleep until something happens."""
+        if not may_receive:
+            return _MIN_RETRY_MS
+        if self.sessions.has_unsent:
+            return self._retry_ms
+        has_leases = any(session.has_lease for session in self.sessions.all)
+        return int(self._clock.tick * 1000) + 1 if has_leases else None
+
+    def _receive(self, now: float) -> bool:
+        """Whether everything that had arrived was read."""
+        for _ in range(_MESSAGES_PER_ROUND):
+            if self.inbox.is_overfull:
+                return False
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            frame, num_frames = zmq.Frame(), 0
+            while self._socket.getsockopt(zmq.RCVMORE):
+                part = self._socket.recv(copy=False)  # only the first is kept: a peer may send any number
+                frame, num_frames = (part, 1) if num_frames == 0 else (frame, num_frames + 1)
+            self.reception.receive(identity, frame, num_frames, now)
+        return False
+
+    def _send_outbox(self, now: float) -> EngineStopping | None:
         while True:
             try:
                 messages = self._outbox.get_nowait()
@@ -151,17 +172,19 @@ class IOThread:
             if isinstance(messages, EngineStopping):
                 return messages
             for client, message in messages:
-                session = self._sessions.of_client(client)
+                session = self.sessions.of_client(client)
                 if session is not None:
-                    self._send(session, message)
+                    session.requests.note(message)
+                    self.sessions.send(session, message, now)
 
     def _stop(self, stopping: EngineStopping) -> None:
-        for session in list(self._sessions.all):
-            self._send(session, stopping)
-        deadline = time.monotonic() + _FLUSH_S
-        while self._sessions.backlogged and time.monotonic() < deadline:
-            self._flush_backlogs()
-            time.sleep(_RETRY_MS / 1000)
+        now = time.monotonic()
+        for session in list(self.sessions.all):
+            self.sessions.send(session, stopping, now)
+        deadline = now + _FLUSH_S
+        while self.sessions.has_unsent and (now := time.monotonic()) < deadline:
+            if not self.sessions.flush(now):
+                time.sleep(_MIN_RETRY_MS / 1000)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._router.close()
@@ -170,126 +193,25 @@ class IOThread:
             os.close(self._wake)
             self._wake = -1
 
-    # --- sessions ---
+    def _shut_down(self) -> None:
+        self._shutdown_asked = True
 
-    def _send(self, session: Session, message: ServerMessage) -> None:
-        if not self._sessions.send(session, encode(message)):
-            self.num_dropped += bool(session.backlog)
-            self._close(session)
-
-    def _close(self, session: Session) -> None:
-        """The engine aborts the session's requests when it meets the Goodbye."""
-        self._sessions.close(session)
-        self.inbox.put(session.client, Goodbye())
-
-    def _flush_backlogs(self) -> None:
-        for session in self._sessions.backlogged:
-            if not self._sessions.flush(session):
-                self._close(session)
+    # --- ends of sessions that nobody asked for ---
 
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, however the client died."""
         while self._monitor.poll(0):
             fd = int(recv_monitor_message(self._monitor)["value"])
-            for session in self._sessions.of_fd(fd):
-                self._close(session)
+            for session in self.sessions.of_fd(fd):
+                self.sessions.close(session)
 
-    def _hello(self, identity: bytes, fd: int, session: Session | None, hello: Hello) -> None:
-        ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
-        if hello.major != PROTOCOL_MAJOR:
-            text = (
-                f"the engine speaks protocol {ours} and the client {hello.major}.{hello.minor}: "
-                f"use the same release of engine-core on both sides (the engine's is {self._welcome.server_version})"
-            )
-            self._refuse(identity, ErrorCode.VERSION_MISMATCH, text)
-        elif self._is_draining:
-            self._refuse(identity, ErrorCode.UNAVAILABLE, "the engine is finishing its last requests and then stops")
-        elif session is None and len(self._sessions) >= MAX_SESSIONS:
-            text = f"the engine has {MAX_SESSIONS} clients, which is its limit; try again later"
-            self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
-        else:
-            if session is None:
-                self._close_disconnected()  # the kernel may have given this client the fd of one that has left
-                session = self._sessions.open(identity, fd, hello.client_name)
-            minor = max(0, min(PROTOCOL_MINOR, hello.minor))
-            self._send(session, msgspec.structs.replace(self._welcome, minor=minor, session_token=session.token))
-
-    def _refuse(self, identity: bytes, code: ErrorCode, text: str) -> None:
-        self._sessions.send_to_stranger(identity, encode(Refused(code, text)))
-
-    # --- messages of clients ---
-
-    def _receive(self) -> None:
-        for _ in range(_MESSAGES_PER_ROUND):
-            if self.inbox.is_overfull:
-                return
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            frame, num_frames = zmq.Frame(), 0
-            while self._socket.getsockopt(zmq.RCVMORE):
-                part = self._socket.recv(copy=False)  # only the first is kept: a peer may send any number
-                frame, num_frames = (part, 1) if num_frames == 0 else (frame, num_frames + 1)
-            if num_frames == 1:
-                self._decode(identity, frame)
-            else:
-                self._reject(identity, b"", f"a message is one frame, this has {num_frames}")
-
-    def _decode(self, identity: bytes, frame: zmq.Frame) -> None:
-        session = self._sessions.of_identity(identity)
-        try:
-            message = decode_client_message(frame.buffer)
-        except MalformedMessageError as error:
-            self._reject(identity, frame.bytes, str(error))
+    def _end_silent(self, now: float, *, has_read: bool) -> None:
+        """End the sessions whose lease has run out: a client that is stopped, or far away and unreachable."""
+        self._clock.advance(now, has_read=has_read)
+        if self._clock.time < self._next_look:
             return
-        if isinstance(message, Hello):
-            self._hello(identity, int(frame.get(zmq.SRCFD)), session, message)
-        elif session is None:
-            self._refuse(identity, ErrorCode.INVALID_ARGUMENT, "there is no session: send Hello first")
-        else:
-            self._accept(session, message)
-
-    def _accept(
-        self, session: Session, message: AddRequest | Abort | Goodbye | GetTokenizer | GetStatistics | ResetPrefixCache
-    ) -> None:
-        match message:
-            case AddRequest():
-                self._add_request(session, message)
-            case Goodbye():
-                self._close(session)
-            case GetTokenizer(call):
-                self._send(session, msgspec.structs.replace(self._tokenizer, call=call))
-            case Abort() | GetStatistics() | ResetPrefixCache():
-                self._submit(session, message)
-
-    def _submit(self, session: Session, message: EngineInput) -> None:
-        self.inbox.put(session.client, message)
-
-    def _add_request(self, session: Session, message: AddRequest) -> None:
-        limits = self._welcome.limits
-        if self._is_draining:
-            self._fail(session, message.number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
-        elif self.inbox.is_full:
-            text = "too many requests wait for the engine; send again later"
-            self._fail(session, message.number, ErrorCode.RESOURCE_EXHAUSTED, text)
-        else:
-            try:
-                validate_request(message, vocab_size=self._welcome.vocab_size, max_model_len=limits.max_model_len)
-            except InvalidRequestError as error:
-                self._fail(session, message.number, ErrorCode.INVALID_ARGUMENT, str(error))
-            else:
-                self._submit(session, message)
-
-    def _fail(self, session: Session, number: int, code: ErrorCode, text: str) -> None:
-        self._send(session, RequestFailed(number, code, text))
-
-    def _reject(self, identity: bytes, data: bytes, text: str) -> None:
-        """A message that is not of this protocol. If it is a request with a readable number, that request fails."""
-        self.num_malformed += 1
-        session = self._sessions.of_identity(identity)
-        number = None if session is None else decode_request_number(data)
-        if session is not None and number is not None:
-            self._fail(session, number, ErrorCode.INVALID_ARGUMENT, text)
-        else:
-            self._refuse(identity, ErrorCode.INVALID_ARGUMENT, text)
+        self._next_look = self._clock.time + self._clock.tick
+        oldest = self._clock.time - self._lease_s
+        for session in [one for one in self.sessions.all if one.has_lease and one.seen < oldest]:
+            text = f"nothing was heard of this client for {self._lease_s:g} s (its lease); its requests were aborted"
+            self.sessions.end(session, ErrorCode.DEADLINE_EXCEEDED, text)

@@ -9,10 +9,10 @@ process group and it is the owner's to decide.
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
 
+from core import log
 from core.io_thread import IOThread
 from ipc.messages import Drain, Start
 from ipc.pipes import FrameReader, decode_owner_message
@@ -20,6 +20,7 @@ from ipc.sockets import remove_private_address
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
 _STOP_S = 1.0  # for telling the clients
+_LOG_S = 0.1  # for the last lines on standard error
 
 
 class Lease:
@@ -98,5 +99,5 @@ class Lease:
         self.making_files.acquire(timeout=_STOP_S)  # for good
         for do in self._at_exit:
             do()
-        sys.stderr.flush()
+        log.flush(_LOG_S)
         os._exit(code)

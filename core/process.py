@@ -1,17 +1,19 @@
 """The engine loop: drains the inbox, runs the step, hands over its messages; sleeps while there is nothing to do."""
 
-import sys
 import time
 import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
+from core import log
 from core.engine import EngineInput, EngineReply
 from core.io_thread import IOThread
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 _FINISH_S = 2.0  # for telling the clients how the engine ended
+_LOG_S = 0.5  # for the last lines on standard error
+_HELD_S = 0.1  # between looks at the deadlines of requests that wait for their client or for the end of a pause
 
 
 class Engine(Protocol):
@@ -19,6 +21,11 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def count_waiting(self) -> tuple[int, int]: ...
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, EngineReply]]: ...
 
@@ -29,10 +36,11 @@ def run(engine: Engine, io: IOThread) -> int:
     try:
         _loop(engine, io)
     except Exception as error:
-        traceback.print_exc()
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"engine-core: a step failed, the engine ends: {text}", file=sys.stderr, flush=True)
+        log.say(traceback.format_exc())
+        log.say(f"engine-core: a step failed, the engine ends: {text}")
         io.finish(text, _FINISH_S)
+        log.flush(_LOG_S)
         return EXIT_FAILED
     io.finish("", _FINISH_S)
     return EXIT_OK
@@ -40,7 +48,9 @@ def run(engine: Engine, io: IOThread) -> int:
 
 def _loop(engine: Engine, io: IOThread) -> None:
     inbox = io.inbox
-    while engine.has_work or not inbox.has_ended:
-        messages = inbox.drain(wait=not engine.has_work)
-        if messages or engine.has_work:
-            io.put(engine.step(messages, time.monotonic_ns()))
+    while engine.has_unfinished or not inbox.has_ended:
+        messages = inbox.drain(0 if engine.has_work else _HELD_S if engine.has_unfinished else None)
+        if messages or engine.has_unfinished:
+            outputs = engine.step(messages, time.monotonic_ns())
+            inbox.settle(*engine.count_waiting())  # before clients know: then what they see is accounted for
+            io.put(outputs)

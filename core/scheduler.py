@@ -21,7 +21,7 @@ from core.scheduler_stats import SchedulerStats
 from core.stop_check import StopCheck
 from core.waiting_queue import WaitingQueue
 from ipc.config import EngineConfig
-from ipc.messages import ErrorCode, FinishReason
+from ipc.messages import ErrorCode, FinishReason, PauseMode
 from ipc.paged_rows import Int32s, Ints
 
 
@@ -54,6 +54,7 @@ class Scheduler:
         self.block_size = config.block_size
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.resume()
         self.table = BatchTable(config.max_num_seqs)
         self.pool = BlockPool(config.num_blocks_override)
         self.waiting = WaitingQueue()
@@ -92,6 +93,25 @@ class Scheduler:
         """The client is gone: its requests end and nobody is told."""
         for request in self._requests.of_client(client):
             self._take_out(request)
+        self.waiting.release(client)
+
+    def hold_client(self, client: int) -> None:
+        """The client does not read: its requests wait, and nobody pays for that. Their rows and blocks are given back;
+        the prefix cache remembers the blocks as long as nobody needs the room."""
+        requests = self._requests.of_client(client)
+        for row in [request.row for request in requests if request.row != NO_ROW]:
+            self._free_row(row)
+        self.waiting.hold(client, requests)
+
+    def release_client(self, client: int, serial: int) -> int:
+        """The client reads again: its requests queue up as if they came now, with serials from `serial` on. Returns how
+        many they are."""
+        released = self.waiting.release(client)
+        for request in released:
+            request.serial = serial
+            serial += 1
+            self.waiting.append(request)
+        return len(released)
 
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
@@ -100,6 +120,21 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         return len(self.running) > 0 or len(self.waiting) > 0
+
+    @property
+    def has_work(self) -> bool:
+        """False: steps change nothing until a message or a deadline comes."""
+        may_start = self._row_limit > 0 and self.waiting.num_ready > 0
+        return self._token_budget > 0 and (len(self.running) > 0 or may_start)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let nothing start, or nothing run; aborts and deadlines end requests all the same."""
+        self._row_limit = 0
+        self._token_budget = 0 if mode == PauseMode.ALL else self.max_num_batched_tokens
+
+    def resume(self) -> None:
+        self._row_limit = self.max_num_seqs
+        self._token_budget = self.max_num_batched_tokens
 
     def reset_prefix_cache(self) -> None:
         """Forget what all blocks hold; requests that run keep theirs, and nobody else finds them."""
@@ -169,7 +204,7 @@ class Scheduler:
             draft.block_rows = self.table.append_blocks(rows[growing], needs[growing], draft.block_ids)
         scheduled = counts > 0
         draft.rows, draft.counts = rows[scheduled], counts[scheduled]
-        return self.max_num_batched_tokens - int(counts.sum())
+        return self._token_budget - int(counts.sum())
 
     def _wanted(self, rows: Ints) -> Ints:
         """Tokens for each row, cut where the budget ends."""
@@ -179,7 +214,7 @@ class Scheduler:
         # A row whose last token is being sampled by a step in flight has nothing left to compute.
         wanted[(known >= table.max_total_tokens[rows]) & (table.num_placeholders[rows] > 0)] = 0
         before = np.cumsum(wanted) - wanted
-        wanted_in_budget: Ints = np.clip(self.max_num_batched_tokens - before, 0, wanted)
+        wanted_in_budget: Ints = np.clip(self._token_budget - before, 0, wanted)
         return wanted_in_budget
 
     def _preempt(self, row: int) -> None:
@@ -199,7 +234,7 @@ class Scheduler:
         rows: list[int] = []
         counts: list[int] = []
         promised = self._promised_blocks() if len(self.waiting) else 0
-        while budget > 0 and len(self.running) + len(rows) < self.max_num_seqs:
+        while budget > 0 and len(self.running) + len(rows) < self._row_limit:
             request = self.waiting.head()
             if request is None:
                 break

@@ -1,4 +1,8 @@
-"""Sessions: the clients of the engine's socket, and what waits to be sent to each of them."""
+"""Sessions: the clients of the engine's socket, what waits for each, and what becomes of those who do not read.
+
+A client that reads too slowly costs nobody else anything: first its outputs are merged (core/backlog.py), beyond
+HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session ends, with a last message that says why.
+"""
 
 import contextlib
 import os
@@ -8,11 +12,21 @@ from collections.abc import Collection
 import msgspec
 import zmq
 
+from core.backlog import Backlog
+from core.engine import HoldClient, ReleaseClient
+from core.inbox import Inbox
+from core.request_ledger import RequestLedger
+from ipc.messages import ErrorCode, Goodbye, Refused, ServerMessage, encode
 from ipc.sockets import Socket
 
 MAX_SESSIONS = 4096
-#: Bytes that may wait for one client beyond the socket's own queue; then the client is too slow and is dropped.
-MAX_BACKLOG_BYTES = 32 << 20
+#: Bytes that wait for one client beyond the socket's own queue, when its requests are put on hold ...
+HOLD_BYTES = 1 << 20
+#: ... when they go on ...
+RELEASE_BYTES = HOLD_BYTES // 4
+#: ... and when the session ends, because what is not held (answers to calls) is too much as well.
+MAX_BACKLOG_BYTES = 8 << 20
+HOLD_S = 30.0  # seconds on hold, then the session ends
 MAX_NAME_CHARS = 200
 
 
@@ -24,18 +38,27 @@ class Session(msgspec.Struct, eq=False):
     fd: int  # of its connection, as the socket's monitor reports it
     name: str
     token: bytes
-    backlog: deque[bytes] = msgspec.field(default_factory=deque)
-    backlog_bytes: int = 0
+    is_owner: bool
+    has_lease: bool  # the session ends when nothing is heard of it for the time of a lease
+    seen: float  # when something was heard of it last, on the lease clock
+    backlog: Backlog = msgspec.field(default_factory=Backlog)
+    requests: RequestLedger = msgspec.field(default_factory=RequestLedger)
+    malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
+    num_tokenizers: int = 0  # times the tokenizer was handed over
+    held_since: float | None = None  # monotonic; its requests wait
 
 
 class Sessions:
     """Owned by the IO thread, like the socket."""
 
-    def __init__(self, socket: Socket) -> None:
+    def __init__(self, socket: Socket, inbox: Inbox) -> None:
+        self.num_dropped = 0  # sessions ended for not reading
         self._socket = socket
+        self._inbox = inbox
         self._by_identity: dict[bytes, Session] = {}
         self._by_client: dict[int, Session] = {}
         self._backlogged: dict[int, Session] = {}
+        self._farewells: dict[bytes, bytes] = {}  # last frames of ended sessions, by identity
         self._num_opened = 0
 
     def __len__(self) -> int:
@@ -46,21 +69,40 @@ class Sessions:
         return self._by_client.values()
 
     @property
-    def backlogged(self) -> list[Session]:
-        """Those that messages wait for."""
-        return list(self._backlogged.values())
+    def has_unsent(self) -> bool:
+        return bool(self._backlogged or self._farewells)
 
-    def open(self, identity: bytes, fd: int, name: str) -> Session:
+    def open(
+        self, identity: bytes, fd: int, name: str, *, is_owner: bool, has_lease: bool, lease_time: float
+    ) -> Session:
         self._num_opened += 1
-        session = Session(self._num_opened, identity, fd, name[:MAX_NAME_CHARS], os.urandom(16))
+        session = Session(
+            client=self._num_opened,
+            identity=identity,
+            fd=fd,
+            name=name[:MAX_NAME_CHARS],
+            token=os.urandom(16),
+            is_owner=is_owner,
+            has_lease=has_lease,
+            seen=lease_time,
+        )
         self._by_identity[identity] = session
         self._by_client[session.client] = session
         return session
 
     def close(self, session: Session) -> None:
+        """The engine aborts the session's requests when it meets the Goodbye. Does nothing the second time."""
+        if self._by_client.pop(session.client, None) is None:
+            return
         del self._by_identity[session.identity]
-        del self._by_client[session.client]
         self._backlogged.pop(session.client, None)
+        self._inbox.put(session.client, Goodbye())
+
+    def end(self, session: Session, code: ErrorCode, text: str) -> None:
+        """Close the session from this side; the client finds out why as soon as it reads again."""
+        self.close(session)
+        self._farewells[session.identity] = encode(Refused(code, text))
+        self._say_farewells()
 
     def of_identity(self, identity: bytes) -> Session | None:
         return self._by_identity.get(identity)
@@ -71,33 +113,78 @@ class Sessions:
     def of_fd(self, fd: int) -> list[Session]:
         return [session for session in self.all if session.fd == fd]
 
-    def send(self, session: Session, payload: bytes) -> bool:
-        """Send, or keep for later; False when the client is gone or too slow and its session must be closed."""
-        try:
-            if not session.backlog and self._try_send(session.identity, payload):
-                return True
-        except _Unreachable:
-            return False
-        session.backlog.append(payload)
-        session.backlog_bytes += len(payload)
-        self._backlogged[session.client] = session
-        return len(session.backlog) == 1 or session.backlog_bytes <= MAX_BACKLOG_BYTES
+    def of_token(self, token: bytes) -> list[Session]:
+        return [session for session in self.all if session.token == token]
 
-    def flush(self, session: Session) -> bool:
-        """Send what waits, as far as the socket takes it; False when the client is gone."""
-        try:
-            while session.backlog and self._try_send(session.identity, session.backlog[0]):
-                session.backlog_bytes -= len(session.backlog.popleft())
-        except _Unreachable:
-            return False
-        if not session.backlog:
-            self._backlogged.pop(session.client, None)
-        return True
+    # --- sending ---
 
-    def send_to_stranger(self, identity: bytes, payload: bytes) -> None:
+    def send(self, session: Session, message: ServerMessage, now: float) -> None:
+        """Send, or keep for later; closes the session of a client that is gone, ends that of one that is too slow."""
+        backlog = session.backlog
+        if session.client in self._backlogged:
+            if backlog.num_bytes > MAX_BACKLOG_BYTES:
+                self._drop(session, f"{backlog.num_bytes} bytes waited for this client, which did not read")
+                return
+            backlog.append(message)
+        else:
+            frame = encode(message)
+            try:
+                if self._try_send(session.identity, frame):
+                    return
+            except _Unreachable:
+                self.close(session)
+                return
+            backlog.append(message)
+            self._backlogged[session.client] = session
+        if backlog.num_bytes > HOLD_BYTES and session.held_since is None:
+            session.held_since = now
+            self._inbox.put(session.client, HoldClient())
+
+    def flush(self, now: float) -> bool:
+        """Send what waits, as far as the socket takes it; whether it took anything."""
+        progress = self._say_farewells()
+        for session in list(self._backlogged.values()):
+            progress |= self._flush(session)
+            if session.held_since is not None and now - session.held_since > HOLD_S:
+                self._drop(session, f"this client did not read for {HOLD_S:g} s while its output waited")
+        return progress
+
+    def _flush(self, session: Session) -> bool:
+        backlog, progress = session.backlog, False
+        try:
+            while (frame := backlog.head()) is not None and self._try_send(session.identity, frame):
+                backlog.pop_head()
+                progress = True
+        except _Unreachable:
+            self.close(session)
+            return True
+        if backlog.num_bytes == 0:
+            self._backlogged.pop(session.client)
+        if session.held_since is not None and backlog.num_bytes <= RELEASE_BYTES:
+            session.held_since = None
+            self._inbox.put(session.client, ReleaseClient())
+        return progress
+
+    def _drop(self, session: Session, text: str) -> None:
+        self.num_dropped += 1
+        self.end(session, ErrorCode.RESOURCE_EXHAUSTED, f"{text}; its requests were aborted")
+
+    def _say_farewells(self) -> bool:
+        said = []
+        for identity, frame in self._farewells.items():
+            try:
+                if self._try_send(identity, frame):
+                    said.append(identity)
+            except _Unreachable:
+                said.append(identity)
+        for identity in said:
+            del self._farewells[identity]
+        return bool(said)
+
+    def send_to_stranger(self, identity: bytes, message: ServerMessage) -> None:
         """To a peer without a session; nothing is kept for it."""
         with contextlib.suppress(_Unreachable):
-            self._try_send(identity, payload)
+            self._try_send(identity, encode(message))
 
     def _try_send(self, identity: bytes, payload: bytes) -> bool:
         """False when the peer's queue is full."""

@@ -4,26 +4,29 @@ import importlib
 import importlib.metadata
 import os
 import secrets
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
+from core import log
 from core.capture import CapturedEngine, capture_path, start_capture
 from core.capture_writer import check_capture
 from core.engine import EngineCore
 from core.executor.interface import Executor, ModelInfo, load_executor
 from core.io_thread import IOThread
 from core.process import Engine
+from core.reception import Served
 from core.resolve import resolve
+from core.zap import start_zap
 from ipc.config import EngineConfig
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Limits,
+    ModelInformation,
     Start,
     TokenizerFiles,
     Welcome,
@@ -46,6 +49,7 @@ def bind(start: Start) -> tuple[Context, BoundRouter]:
     """First of all: a bad or busy address is known before minutes go into loading. Errors: AddressError."""
     context: Context = zmq.Context()
     try:
+        start_zap(context)
         return context, bind_router(context, start.address)
     except BaseException:
         context.term()
@@ -72,11 +76,17 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         num_cpus=len(os.sched_getaffinity(0)),
     )
     executor.initialize_cache(config)
-    io = IOThread(context, router, _welcome(config, executor.info, start.epoch, tokenizer), tokenizer)
+    served = Served(
+        _welcome(config, executor.info, start.epoch, tokenizer),
+        tokenizer,
+        _model_information(config, executor.info),
+        start.owner_token,
+    )
+    io = IOThread(context, router, served)
     if capture is None:
         return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
     writer = start_capture(capture, config, executor.info, _version(), start.epoch)
-    print(f"engine-core: every prompt and answer is captured to {capture}", file=sys.stderr, flush=True)
+    log.say(f"engine-core: every prompt and answer is captured to {capture}")
     return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
 
 
@@ -113,7 +123,37 @@ def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: Token
         tokenizer_hash=tokenizer.tokenizer_hash,
         numerics=info.numerics,
         vocab_size=info.vocab_size,
-        limits=Limits(config.max_model_len, config.max_num_seqs, MAX_CLIENT_MESSAGE_BYTES),
+        limits=Limits(
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_message_bytes=MAX_CLIENT_MESSAGE_BYTES,
+            max_num_queued_requests=config.max_num_queued_requests,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            max_client_bytes=config.max_client_bytes,
+            heartbeat_ms=config.client_lease_ms // 3,
+            lease_ms=config.client_lease_ms,
+        ),
+    )
+
+
+def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformation:
+    assert config.max_model_len is not None, config
+    assert config.num_blocks_override is not None, config
+    return ModelInformation(
+        call=0,
+        model_name=info.name,
+        model_fingerprint=info.fingerprint,
+        numerics=info.numerics,
+        executor=config.executor,
+        dtype=config.dtype,
+        vocab_size=info.vocab_size,
+        eos_token_ids=list(info.eos_token_ids),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=config.num_blocks_override,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from frontend.journal import Journal, Progress
 from frontend.output_columns import Int64s
 from frontend.transport import Transport
+from frontend.typed_calls import TypedCalls
 from ipc.errors import (
     CallFailedError,
     EngineCoreError,
@@ -40,14 +41,14 @@ from ipc.messages import (
     ClientMessage,
     EngineStopping,
     ErrorCode,
-    GetStatistics,
-    GetTokenizer,
+    FinishReason,
     Goodbye,
+    Heartbeat,
     Hello,
+    ModelInformation,
     Outputs,
     Refused,
     RequestFailed,
-    ResetPrefixCache,
     ServerMessage,
     Statistics,
     TokenizerFiles,
@@ -57,37 +58,47 @@ from ipc.messages import (
 )
 from ipc.sampling_params import SamplingParams
 
-Result = TypeVar("Result", TokenizerFiles, Statistics, CallDone)
-
 _MAX_NUMBER = 2**32 - 1
+_LOST = "the connection to the engine was lost and is being made again; try again"
 
 
-class EngineClient:
+class EngineClient(TypedCalls):
     """A session over a transport, open when the constructor returns.
 
-    hello_timeout, call_timeout: seconds until an engine that does not answer is an error.
+    hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: of the engine's
+    owner, who alone may pause, resume, drain and shut down.
+    A transport that connects again after a loss finds the session going on: what had not finished is submitted again
+    with the tokens that were delivered, so no token is lost, doubled or different.
     Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
     EngineDeadError once the engine or the session has ended, and EngineCoreError in a forked child.
     """
 
     def __init__(
-        self, transport: Transport, *, name: str = "", hello_timeout: float = 10.0, call_timeout: float = 30.0
+        self,
+        transport: Transport,
+        *,
+        name: str = "",
+        owner_token: bytes = b"",
+        hello_timeout: float = 10.0,
+        call_timeout: float = 30.0,
     ) -> None:
         self._transport = transport
         self._call_timeout = call_timeout
         self._pid = os.getpid()
+        self._hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}", b"", owner_token)
+        self._is_connected = False  # a Hello of the present connection was answered
         self._changed = threading.Condition()  # owns all below; taken before the transport's lock
         self._submitting = threading.RLock()  # keeps numbers in order on the wire; taken before _changed
         self._journal = Journal()
         self._next_number = 0
         self._calls: dict[int, Future[CallResult]] = {}
-        self._call_ids = itertools.count(1)
+        self._call_numbers = itertools.count(1)
         self._listeners: list[Callable[[], None]] = []
         self._error: EngineCoreError | None = None
         self._welcome: Future[Welcome] = Future()
-        transport.start(self._on_frames, self._on_dead)
+        transport.start(self._on_frames, self._on_dead, self._on_lost)
         try:
-            self._send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}"))
+            transport.send(encode(self._hello))
             self.welcome = self._welcome.result(hello_timeout)
         except FutureTimeoutError:
             transport.close()
@@ -134,11 +145,11 @@ class EngineClient:
                 self.raise_if_ended()
                 self._next_number = number + 1
                 self._journal.add(request, streaming=streaming, now=time.monotonic())
-            try:
-                self._transport.send(frame)
-            except BaseException:
-                self.discard([number])
-                raise
+                try:
+                    self._send(frame)
+                except BaseException:
+                    self._journal.remove(number)
+                    raise
         return number
 
     def wait(self, numbers: Int64s, timeout: float | None = None) -> Int64s:
@@ -170,8 +181,10 @@ class EngineClient:
         """Ask the engine to stop these; each that still runs gets a last row with finish code ABORT."""
         self._check()
         column = np.fromiter(numbers, "<u4")
-        if len(column) and self._error is None:
-            self._send(Abort(column.tobytes()))
+        with self._changed:
+            self._journal.mark_aborted(column)
+            if len(column) and self._error is None:
+                self._send(encode(Abort(column.tobytes())))
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Forget these requests, and stop those that run: what still arrives for them is dropped. Never raises for an
@@ -202,54 +215,39 @@ class EngineClient:
         """Requests submitted and not discarded."""
         return self._journal.num_live
 
-    # --- typed calls --------------------------------------------------------------------------------------------
-
-    def statistics(self, timeout: float | None = None) -> Statistics:
-        """The engine's counters and gauges. Errors: CallFailedError, also after `timeout` seconds."""
-        return self._call(GetStatistics, Statistics, timeout)
-
-    def tokenizer_files(self, timeout: float | None = None) -> TokenizerFiles:
-        """The model's text side as the engine has it. Errors: CallFailedError, also after `timeout` seconds."""
-        return self._call(GetTokenizer, TokenizerFiles, timeout)
-
-    def reset_prefix_cache(self, timeout: float | None = None) -> None:
-        """Forget cached blocks that no request holds. Errors: CallFailedError, also after `timeout` seconds."""
-        self._call(ResetPrefixCache, CallDone, timeout)
-
     def close(self) -> None:
         """Say goodbye and end the session; whoever waits gets EngineDeadError. Does nothing the second time."""
         if os.getpid() != self._pid:
             return
-        if self._error is None:
-            with contextlib.suppress(RequestFailedError):  # the engine does not read; it will see the connection close
-                self._send(Goodbye())
+        with self._changed, contextlib.suppress(RequestFailedError):  # it does not read; it will see the end
+            if self._error is None:
+                self._send(encode(Goodbye()))
         self._end(EngineDeadError("this client was closed"))
         self._transport.close()
 
-    def _call(self, make: Callable[[int], ClientMessage], expected: type[Result], timeout: float | None) -> Result:
+    def call(self, make: Callable[[int], ClientMessage], name: str, timeout: float | None) -> CallResult:
         self._check()
         limit = self._call_timeout if timeout is None else timeout
-        call = next(self._call_ids)
+        number = next(self._call_numbers)
         future: Future[CallResult] = Future()
         with self._changed:
             self.raise_if_ended()
-            self._calls[call] = future
+            if not self._is_connected:
+                raise CallFailedError(f"{name}: {_LOST}")
+            self._calls[number] = future
+            self._send(encode(make(number)))
         try:
-            self._send(make(call))
-            result = future.result(limit)
+            return future.result(limit)
         except FutureTimeoutError:
-            raise CallFailedError(f"the engine did not answer {make.__name__} within {limit:g} s") from None
+            raise CallFailedError(f"the engine did not answer {name} within {limit:g} s") from None
         finally:
             with self._changed:
-                self._calls.pop(call, None)
-        if isinstance(result, CallFailed):
-            raise CallFailedError(f"{make.__name__}: {result.message} ({ErrorCode(result.code).name})")
-        if not isinstance(result, expected):
-            raise CallFailedError(f"{make.__name__} was answered with {type(result).__name__}")
-        return result
+                self._calls.pop(number, None)
 
-    def _send(self, message: msgspec.Struct) -> None:
-        self._transport.send(encode(message))
+    def _send(self, frame: bytes) -> None:
+        """Under the lock. Without a connection nothing is sent: the journal has what the next one needs."""
+        if self._is_connected:
+            self._transport.send(frame)
 
     def _check(self) -> None:
         self._check_process()
@@ -288,14 +286,13 @@ class EngineClient:
                 return self._journal.any_ready(self._journal.apply(message, now))
             case RequestFailed():
                 return self._journal.fail(message.number, _request_error(message), now)
-            case TokenizerFiles() | Statistics() | CallDone() | CallFailed():
+            case TokenizerFiles() | Statistics() | ModelInformation() | CallDone() | CallFailed():
                 future = self._calls.pop(message.call, None)
                 if future is not None:
                     future.set_result(message)
                 return False
             case Welcome():
-                self._open(message)
-                return False
+                return self._open(message, now)
             case Refused():
                 ended = EngineDeadError(f"the engine ended this session: {message.message}")
                 self._end(ended if self._welcome.done() else _refusal(message))
@@ -306,14 +303,49 @@ class EngineClient:
             case _:
                 assert_never(message)
 
-    def _open(self, welcome: Welcome) -> None:
-        if self._welcome.done():
-            return
+    def _open(self, welcome: Welcome, now: float) -> bool:
+        if self._is_connected:
+            return False
         if welcome.major != PROTOCOL_MAJOR:
             self._end(_refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
-            return
+            return False
+        is_first = not self._welcome.done()
+        if not is_first and welcome.engine_id != self.welcome.engine_id:
+            self._end(EngineDeadError("the engine was restarted while the connection was lost; requests are lost"))
+            return False
         self.welcome = welcome
-        self._welcome.set_result(welcome)
+        self._is_connected = True
+        self._hello = msgspec.structs.replace(self._hello, session_token=welcome.session_token)
+        self._transport.keep_alive(encode(Heartbeat()), welcome.limits.heartbeat_ms / 1000)
+        if is_first:
+            self._welcome.set_result(welcome)
+            return False
+        return self._submit_again(now)
+
+    def _submit_again(self, now: float) -> bool:
+        """After a loss: what has not finished goes on in the new session; whether there is news."""
+        news = False
+        for number in self._journal.unfinished().tolist():
+            if self._journal.is_aborted(number):
+                news |= self._journal.finish(number, FinishReason.ABORT, now)
+                continue
+            frame = encode(self._journal.resubmission(number, now))
+            try:
+                if len(frame) > self.welcome.limits.max_message_bytes:
+                    raise RequestFailedError("the connection was lost and the request has become too long to go on")
+                self._transport.send(frame)
+            except RequestFailedError as error:
+                news |= self._journal.fail(number, error, now)
+        return news
+
+    def _on_lost(self) -> bytes:
+        """The connection is gone; the first frame for the next one. Calls are not repeated."""
+        with self._changed:
+            self._is_connected = False
+            calls, self._calls = self._calls, {}
+            for future in calls.values():
+                future.set_exception(CallFailedError(_LOST))
+            return encode(self._hello)
 
     def _end(self, error: EngineCoreError) -> None:
         """The session is over: fail everybody who waits. Only the first reason counts."""

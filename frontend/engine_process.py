@@ -6,6 +6,7 @@ pipe is its lease on life: when this process ends, however it ends, the pipe clo
 
 import contextlib
 import os
+import secrets
 import select
 import time
 import weakref
@@ -55,6 +56,7 @@ class EngineProcess:
         if listen is not None:
             check_address(listen, binding=True)
         self.config = config
+        self.owner_token = secrets.token_bytes(16)  # who sends it in Hello may pause, drain and shut the engine down
         self.epoch = -1  # of the running engine: 0 for the first start
         self._listen = listen
         self._start_timeout = start_timeout
@@ -77,7 +79,9 @@ class EngineProcess:
         self._deadline = time.monotonic() + self._start_timeout
         private = private_ipc_address() if self._listen is None else None
         try:
-            self._child = spawn_engine(Start(self.config, self._listen or private or "", self.epoch), private)
+            self._child = spawn_engine(
+                Start(self.config, self._listen or private or "", self.epoch, self.owner_token), private
+            )
         except BaseException:
             if private is not None:
                 remove_private_address(private)

@@ -7,6 +7,7 @@ stopped by a token, failed or removed. Owner and lock: frontend/client.py.
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -49,6 +50,7 @@ class Journal:
         self._num_cached_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self._finish = np.zeros(_FIRST_ROWS, np.uint8)
         self._stop_token = np.full(_FIRST_ROWS, _NO_STOP_TOKEN, np.int64)
+        self._aborted = np.zeros(_FIRST_ROWS, np.bool_)  # the engine was asked to abort it
         self._streaming = np.zeros(_FIRST_ROWS, np.bool_)
         self._ready = np.zeros(_FIRST_ROWS, np.bool_)  # has news its consumer waits for and has not taken
         self._arrival_time = np.zeros(_FIRST_ROWS)
@@ -84,10 +86,32 @@ class Journal:
         if row < 0 or self._finish[row]:
             return False
         self._errors[row] = error
-        self._finish[row] = FinishReason.ABORT
+        return self.finish(number, FinishReason.ABORT, now)
+
+    def finish(self, number: int, reason: FinishReason, now: float) -> bool:
+        """The request ends without another word of the engine. False when it is not live or has finished."""
+        row = self.row(number)
+        if row < 0 or self._finish[row]:
+            return False
+        self._finish[row] = reason
         self._finished_time[row] = now
         self._ready[row] = True
         return True
+
+    def is_aborted(self, number: int) -> bool:
+        """Whether the engine was asked to abort it."""
+        return bool(self._aborted[self.row(number)])
+
+    def resubmission(self, number: int, now: float) -> AddRequest:
+        """The request, to go on after the tokens that were delivered, within what is left of its deadline."""
+        row, request = self.row(number), self.request(number)
+        tokens = self._tokens.read(row, 0, int(self._num_delivered[row]))
+        left_ms = request.deadline_ms - int((now - self._arrival_time[row]) * 1000)
+        return msgspec.structs.replace(
+            request,
+            delivered=[tokens.astype("<i4", copy=False).tobytes()] if len(tokens) else [],
+            deadline_ms=max(1, left_ms) if request.deadline_ms else 0,
+        )
 
     def remove(self, number: int) -> bool:
         """Forget a request; what still arrives for it is dropped. Returns whether it was known and unfinished."""
@@ -100,8 +124,10 @@ class Journal:
         self._requests[row] = None
         self._errors.pop(row, None)
         self._number[row] = -1
-        for column in (self._num_delivered, self._num_cached_tokens, self._finish, self._streaming, self._ready):
+        for column in (self._num_delivered, self._num_cached_tokens, self._finish):
             column[row] = 0
+        for flags in (self._aborted, self._streaming, self._ready):
+            flags[row] = False
         for times in (self._first_token_time, self._last_token_time, self._finished_time):
             times[row] = 0.0
         self._stop_token[row] = _NO_STOP_TOKEN
@@ -151,6 +177,11 @@ class Journal:
         rows = rows[(rows >= 0) & self._ready[rows]]
         self._ready[rows] = False
         return self._number[rows]
+
+    def mark_aborted(self, numbers: npt.NDArray[np.integer]) -> None:
+        """The engine is asked to abort these, or will not be given them again."""
+        rows = self.rows_of(numbers)
+        self._aborted[rows[rows >= 0]] = True
 
     def unfinished(self) -> Int64s:
         """Numbers of the requests that go on, ascending: what a new engine would be given."""
@@ -265,6 +296,7 @@ _COLUMNS = {
     "_num_cached_tokens": 0,
     "_finish": 0,
     "_stop_token": _NO_STOP_TOKEN,
+    "_aborted": False,
     "_streaming": False,
     "_ready": False,
     "_seat": 0,

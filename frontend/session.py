@@ -151,7 +151,7 @@ class Session:
             files = self._read_own_files(process.config)  # while the engine starts
             process.wait_ready()
             transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
-            self.client = EngineClient(transport, hello_timeout=connect_timeout)
+            self.client = EngineClient(transport, owner_token=process.owner_token, hello_timeout=connect_timeout)
         except BaseException:
             process.stop(0.0)
             process.close()

@@ -10,18 +10,20 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ipc.errors import RequestFailedError
-from ipc.sockets import connect_dealer
+from ipc.sockets import Context, connect_dealer
 
 OnFrames = Callable[[list[bytes]], None]
 OnDead = Callable[[str], None]
+OnLost = Callable[[], bytes]
 
 #: Frames handed over at once; a reader that falls behind still comes to its other file descriptors.
 _MAX_BATCH = 256
@@ -33,13 +35,39 @@ _LAST_FRAMES_S = 0.2
 _log = logging.getLogger(__name__)
 
 
-class Transport(Protocol):
-    """Carries frames. on_frames and on_dead are called by one thread at a time; on_dead at most once, then nothing."""
+class _Connection(NamedTuple):
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
 
-    def start(self, on_frames: OnFrames, on_dead: OnDead) -> None: ...
+    def close(self, linger_s: float) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+def _connect(context: Context, address: str) -> _Connection:
+    """Errors: AddressError."""
+    socket = connect_dealer(context, address)
+    return _Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+
+
+class Transport(Protocol):
+    """Carries frames. The callbacks are called by one thread at a time; on_dead at most once, then nothing.
+
+    on_lost: the connection was cut and is made again; what was not received is lost. Returns the first frame for the
+    new one. A transport that does not connect again calls on_dead instead.
+    """
+
+    def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None: ...
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; never blocks. Errors: RequestFailedError when the queue is full. Dropped after the end."""
+        """Queue a frame; never blocks. Called by one thread at a time, not after close().
+
+        Errors: RequestFailedError when the queue is full. Dropped when the engine is gone.
+        """
+
+    def keep_alive(self, frame: bytes, seconds: float) -> None:
+        """Send this frame whenever nothing else was sent for so long; 0 = never. Called from on_frames."""
 
     def close(self) -> None:
         """Send what is queued, for a short while, and end; on_frames and on_dead are not called afterwards."""
@@ -48,92 +76,114 @@ class Transport(Protocol):
 class ZmqTransport:
     """A DEALER socket to one engine.
 
-    address: of the engine. pidfd: readable once the engine process is dead (not closed here), None for an engine of
-    another owner. describe_exit: how that process ended, in words.
+    address: of the engine. grace: seconds in which a tcp connection that was cut may be made again (an engine on ipc
+    or of this process that closes the connection is gone). pidfd: readable once the engine process is dead (not closed
+    here), None for an engine of another owner. describe_exit: how that process ended, in words.
     """
 
     def __init__(
-        self, address: str, *, pidfd: int | None = None, describe_exit: Callable[[], str] | None = None
+        self,
+        address: str,
+        *,
+        pidfd: int | None = None,
+        describe_exit: Callable[[], str] | None = None,
+        grace: float = 2.0,
     ) -> None:
         self._address = address
+        self._grace = grace if pidfd is None and address.startswith("tcp://") else 0.0
+        self._lost_at: float | None = None  # monotonic; None while connected
+        self._heartbeat = b""
+        self._heartbeat_s = 0.0  # 0 = none
+        self._sent_at = 0.0  # monotonic
         self._pidfd = pidfd
         self._describe_exit = describe_exit
+        # There is no lock: a finalizer that runs in the middle of send() may close this.
         self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
+        self._bytes_queued = 0  # in total; written by senders only
+        self._bytes_sent = 0  # in total; written by the thread only
         self._closed = False
-        self._lock = threading.RLock()  # of the queue, the eventfd and _closed; a finalizer may run under it
         self._wake_fd = -1
+        self._close_wake_fd: weakref.finalize[[int], ZmqTransport] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, on_frames: OnFrames, on_dead: OnDead) -> None:
+    def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
         """Errors: AddressError."""
         context = zmq.Context()
         try:
-            socket = connect_dealer(context, self._address)
+            connection = _connect(context, self._address)
         except BaseException:
             context.term()
             raise
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        arguments = (context, socket, monitor, on_frames, on_dead)
+        self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
+        arguments = (context, connection, on_frames, on_dead, on_lost)
         self._thread = threading.Thread(target=self._run, args=arguments, name="engine-client-io", daemon=True)
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if self._queued_bytes + len(frame) > MAX_QUEUED_BYTES:
-                raise RequestFailedError(
-                    f"the engine at {self._address} does not read: {self._queued_bytes} bytes wait to be sent, the "
-                    f"limit is {MAX_QUEUED_BYTES}; submit fewer requests at once"
-                )
-            self._queue.append(frame)
-            self._queued_bytes += len(frame)
-            os.eventfd_write(self._wake_fd, 1)
+        if self._closed:
+            return
+        waiting = self._bytes_queued - self._bytes_sent
+        if waiting + len(frame) > MAX_QUEUED_BYTES:
+            raise RequestFailedError(
+                f"the engine at {self._address} does not read: {waiting} bytes wait to be sent, the limit is "
+                f"{MAX_QUEUED_BYTES}; submit fewer requests at once"
+            )
+        self._queue.append(frame)
+        self._bytes_queued += len(frame)
+        os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        with self._lock:
-            first = not self._closed and self._wake_fd >= 0
-            self._closed = True
-            if first:
-                os.eventfd_write(self._wake_fd, 1)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        self._closed = True
+        if self._thread is None or self._close_wake_fd is None or not self._close_wake_fd.alive:
+            return
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread is not threading.current_thread():
             self._thread.join()
+            self._close_wake_fd()
+
+    def keep_alive(self, frame: bytes, seconds: float) -> None:
+        self._heartbeat, self._heartbeat_s, self._sent_at = frame, seconds, time.monotonic()
 
     def _run(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        monitor: zmq.Socket[bytes],
-        on_frames: OnFrames,
-        on_dead: OnDead,
+        self, context: Context, connection: _Connection, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost
     ) -> None:
         try:
-            reason = self._serve(socket, monitor, on_frames)
+            while (reason := self._serve(connection, on_frames)) is None:
+                connection.close(linger_s=0.0)
+                connection = _connect(context, self._address)
+                self._begin_again(on_lost())
         except Exception as error:  # the thread's entry: its silent death would leave every caller waiting
             _log.exception("the IO thread of the client of %s failed", self._address)
             reason = f"the client's IO thread failed: {type(error).__name__}: {error}"
-        with self._lock:
-            asked = self._closed
-            self._closed = True
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-        socket.disable_monitor()
-        monitor.close(linger=0)
-        socket.close(linger=0 if reason else int(_LAST_FRAMES_S * 1000))
+        asked, self._closed = self._closed, True
+        connection.close(linger_s=0.0 if reason else _LAST_FRAMES_S)
         context.term()
         if reason and not asked:
             on_dead(reason)
 
-    def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], on_frames: OnFrames) -> str:
-        """Carry frames until close (returns "") or until the engine is gone (returns how)."""
+    def _begin_again(self, hello: bytes) -> None:
+        """What was queued is the old connection's: all of it that still matters follows the answer to this Hello."""
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        self._heartbeat_s = 0.0  # until the next session says otherwise
+        while self._queue:
+            self._bytes_sent += len(self._queue.popleft())
+        self._queue.append(hello)
+        self._bytes_sent -= len(hello)
+
+    def _serve(self, connection: _Connection, on_frames: OnFrames) -> str | None:
+        """Carry frames until close (returns ""), until the engine is gone (returns how), or until the connection is
+        lost and may be made again (returns None)."""
+        socket, monitor = connection.socket, connection.monitor
         poller = zmq.Poller()
         for readable in (socket, monitor, self._wake_fd, *([] if self._pidfd is None else [self._pidfd])):
             poller.register(readable, zmq.POLLIN)
+        poller.modify(socket, zmq.POLLIN if self._flush(socket) else zmq.POLLIN | zmq.POLLOUT)
         while True:
-            ready: dict[Any, int] = dict(poller.poll())
+            ready: dict[Any, int] = dict(poller.poll(self._poll_ms()))
             if socket in ready and (frames := _receive(socket)):
+                self._lost_at = None
                 on_frames(frames)
             if self._pidfd in ready:
                 self._receive_last(socket, monitor, on_frames)
@@ -141,15 +191,37 @@ class ZmqTransport:
             if monitor in ready:
                 recv_monitor_message(monitor)
                 self._receive_last(socket, monitor, on_frames, wait_s=0.0)
+                if self._grace > 0.0 and not self._closed:
+                    return None
                 return self._describe_disconnect()
+            if self._lost_at is not None and time.monotonic() - self._lost_at > self._grace:
+                return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+            self._send_heartbeat(socket)
             all_sent = self._flush(socket)
             if self._closed:
                 if not all_sent and socket.poll(int(_LAST_FRAMES_S * 1000), zmq.POLLOUT):
                     self._flush(socket)
                 return ""
             poller.modify(socket, zmq.POLLIN if all_sent else zmq.POLLIN | zmq.POLLOUT)
+
+    def _poll_ms(self) -> int | None:
+        """Until the next heartbeat is due or the grace is over; None = until something happens."""
+        now, due = time.monotonic(), []
+        if self._heartbeat_s > 0.0:
+            due.append(self._sent_at + self._heartbeat_s - now)
+        if self._lost_at is not None:
+            due.append(self._lost_at + self._grace - now)
+        return max(0, int(min(due) * 1000) + 1) if due else None
+
+    def _send_heartbeat(self, socket: zmq.Socket[bytes]) -> None:
+        """If one is due; where the socket takes nothing, there is something on its way."""
+        now = time.monotonic()
+        if self._heartbeat_s > 0.0 and now - self._sent_at >= self._heartbeat_s:
+            self._sent_at = now
+            with contextlib.suppress(zmq.Again):
+                socket.send(self._heartbeat, zmq.NOBLOCK)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
         """Send what is queued; False when the socket takes no more for now."""
@@ -158,8 +230,8 @@ class ZmqTransport:
                 socket.send(self._queue[0], zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            with self._lock:
-                self._queued_bytes -= len(self._queue.popleft())
+            self._bytes_sent += len(self._queue.popleft())
+            self._sent_at = time.monotonic()
         return True
 
     def _receive_last(

@@ -38,6 +38,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_blocks_override: int | None = None  # exact number of KV blocks, whatever the memory
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
+    max_num_queued_requests: int = 65_536  # of all clients, that have not begun; more are refused with a hint
+    max_num_queued_tokens: int = 2**26  # of those requests; int32, so 256 MiB
+    max_client_bytes: int = 2**28  # of one client's unfinished requests, as sent
+    client_lease_ms: int = 30_000  # a client that is silent for so long is gone; its heartbeats come 3 times as often
     async_scheduling: bool = False  # schedule step N+1 before the tokens of step N are known (depth 2)
     capture: str | None = None  # file to log all inputs and decisions to, for `engine-core replay`; it must not exist
     fake_vocab_size: int = 32_000  # of the fake executor
@@ -80,6 +84,10 @@ _RANGES: dict[str, tuple[int, int]] = {
     "block_size": (1, 128),
     "kv_cache_memory_bytes": (1, 2**44),
     "num_blocks_override": (2, 2**30),
+    "max_num_queued_requests": (1, 2**24),
+    "max_num_queued_tokens": (1, 2**32),
+    "max_client_bytes": (1, 2**40),
+    "client_lease_ms": (100, 2**31),
     "fake_vocab_size": (4, 2**24),
     "fake_eos_token_id": (0, 2**24),
     "fake_max_model_len": (2, 2**24),

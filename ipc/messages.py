@@ -15,7 +15,7 @@ from ipc.errors import MalformedMessageError
 from ipc.sampling_params import SamplingParams
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1  # 1: heartbeats and leases, reconnection, queue bounds, pause, resume, drain, shutdown
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -42,6 +42,12 @@ class ErrorCode(IntEnum):
     VERSION_MISMATCH = 5  # the protocol majors differ
     DEADLINE_EXCEEDED = 6
     INTERNAL = 7
+    PERMISSION_DENIED = 8  # only the engine's owner may ask for this
+
+
+class PauseMode(IntEnum):
+    NEW = 0  # no request starts; the running ones go on
+    ALL = 1  # nothing runs; requests keep their rows and blocks
 
 
 # --- client to core ---------------------------------------------------------------------------------------------
@@ -53,6 +59,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     major: int
     minor: int
     client_name: str
+    session_token: bytes = b""  # of the client's lost session: it is ended at once, and its requests with it
+    owner_token: bytes = b""  # the engine's owner proves itself by what it put into Start
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -78,6 +86,10 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """The session ends; its requests are aborted and nothing more is sent."""
 
 
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Renews the session's lease, as every message does; for a client that has had nothing else to say."""
+
+
 class GetTokenizer(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """Answered by TokenizerFiles."""
 
@@ -96,7 +108,41 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=18):
     call: int
 
 
-ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | GetTokenizer | GetStatistics | ResetPrefixCache
+class GetModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Answered by ModelInformation."""
+
+    call: int
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """The owner's. Takes effect before the next step, for all clients. Answered by CallDone."""
+
+    call: int
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """The owner's. Ends a pause; does nothing where there is none. Answered by CallDone."""
+
+    call: int
+
+
+class BeginDrain(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """The owner's. No more requests; the engine ends when the running ones have. Answered by CallDone."""
+
+    call: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """The owner's. The engine ends at once. Answered by CallDone, then EngineStopping."""
+
+    call: int
+
+
+ClientCall: TypeAlias = (
+    GetTokenizer | GetStatistics | ResetPrefixCache | GetModelInformation | Pause | Resume | BeginDrain | Shutdown
+)
+ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
 
 
 # --- core to client ---------------------------------------------------------------------------------------------
@@ -108,6 +154,11 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int  # tokens of prompt and output together
     max_num_seqs: int  # requests running at once
     max_message_bytes: int
+    max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not told
+    max_num_queued_tokens: int = 0
+    max_client_bytes: int = 0  # of one session's unfinished requests, as sent
+    heartbeat_ms: int = 0  # send something at least this often; 0 = this session needs no heartbeats
+    lease_ms: int = 0  # a session that is silent for so long is ended; 0 = never
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
@@ -160,6 +211,7 @@ class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
     number: int
     code: ErrorCode
     message: str
+    retry_after_ms: int = 0  # with RESOURCE_EXHAUSTED: when it may fit; 0 = do not send it again
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
@@ -204,14 +256,48 @@ class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=83):
     message: str
 
 
+class ModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=84):
+    """What the engine runs and how."""
+
+    call: int
+    model_name: str
+    model_fingerprint: str
+    numerics: str
+    executor: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+
+
 class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     """The last message of a session that the engine ends; `error` is empty for an orderly stop."""
 
     error: str = ""
 
 
-CallResult: TypeAlias = TokenizerFiles | Statistics | CallDone | CallFailed
+CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | CallDone | CallFailed
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | CallResult | EngineStopping
+
+
+#: Every call there is, and what answers it unless CallFailed does.
+CALLS: dict[type[ClientCall], type[CallResult]] = {
+    GetTokenizer: TokenizerFiles,
+    GetStatistics: Statistics,
+    ResetPrefixCache: CallDone,
+    GetModelInformation: ModelInformation,
+    Pause: CallDone,
+    Resume: CallDone,
+    BeginDrain: CallDone,
+    Shutdown: CallDone,
+}
+#: Those that only the owner of the engine may make; others get PERMISSION_DENIED.
+OWNER_CALLS: tuple[type[ClientCall], ...] = (Pause, Resume, BeginDrain, Shutdown)
 
 
 # --- parent to engine process, over the pipe that is also the child's lease on life -------------------------------
@@ -223,6 +309,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     config: EngineConfig
     address: str
     epoch: int = 0  # counts the engine's restarts under one owner
+    owner_token: bytes = b""  # who sends it in Hello is the owner; empty = nobody
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):

@@ -25,6 +25,7 @@ Socket: TypeAlias = zmq.Socket[bytes]
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
+ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends: what a client does not read is merged where it still can be
 HANDSHAKE_MS = 2000
 ROUTER_LINGER_MS = 500  # what is left for the last messages of an engine that ends
 DEALER_LINGER_MS = 100
@@ -63,10 +64,13 @@ def bind_router(context: Context, address: str) -> BoundRouter:
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"engine-core")  # core/zap.py answers; also ends the downgrade to ZMTP/1.0
     _set_common_options(socket, MAX_CLIENT_MESSAGE_BYTES, ROUTER_LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, ROUTER_HIGH_WATER_MARK)
     lock_fd = None
     try:
         if address.startswith("ipc://"):
+            _check_directory(address)
             lock_fd = _lock(address)
             _clean_stale_socket(address)
             _bind_private_file(socket, address)
@@ -207,6 +211,22 @@ def _bind_private_file(socket: Socket, address: str) -> None:
         _bind(socket, address)
     finally:
         os.umask(before)
+
+
+def _check_directory(address: str) -> None:
+    """Who may write into the directory could put a socket of theirs in the place of ours."""
+    directory = os.path.dirname(ipc_path(address))
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return  # the lock says what is wrong
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise AddressError(
+            f"cannot listen on {address}: every user may write to {directory}; choose another directory or "
+            f"chmod o-w {directory}"
+        )
+    if status.st_uid not in (0, os.getuid()):
+        raise AddressError(f"cannot listen on {address}: {directory} belongs to user {status.st_uid}; choose another")
 
 
 def _lock(address: str) -> int:

@@ -12,12 +12,15 @@ import pytest
 import zmq
 
 from core import inbox, process, sessions
+from core.engine import HoldClient, ReleaseClient
 from core.executor.fake import fake_tokens
 from core.io_thread import IOThread
+from core.reception import Served
 from frontend.engine_process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import (
     PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     Abort,
     CallDone,
     EngineStopping,
@@ -27,6 +30,7 @@ from ipc.messages import (
     Goodbye,
     Hello,
     Limits,
+    ModelInformation,
     Outputs,
     Refused,
     RequestFailed,
@@ -34,6 +38,7 @@ from ipc.messages import (
     ServerMessage,
     TokenizerFiles,
     Welcome,
+    decode_server_message,
     encode,
 )
 from ipc.sockets import Context, bind_router, connect_dealer, private_ipc_address, remove_private_address
@@ -95,7 +100,7 @@ def test_other_major_is_refused_with_both_versions(engine: EngineProcess) -> Non
         client.send(Hello(PROTOCOL_MAJOR + 1, 3, "newer"))
         refused = client.receive(Refused)
         assert (refused.code, refused.major) == (ErrorCode.VERSION_MISMATCH, PROTOCOL_MAJOR)
-        assert f"protocol {PROTOCOL_MAJOR}.0 and the client {PROTOCOL_MAJOR + 1}.3" in refused.message
+        assert f"protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR} and the client {PROTOCOL_MAJOR + 1}.3" in refused.message
         client.send(request(1, [1]))  # and no session was opened
         assert "send Hello first" in client.receive(Refused).message
 
@@ -196,6 +201,12 @@ def test_garbage_frames_are_answered_and_the_witness_stays_right(engine: EngineP
     good = encode(request(1, [1]))
     frames = [b"", b"\xff" * 50, b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, good[:-1], b"\x92\x02\xd9\x02\xff\xff"]
     frames += [msgspec.msgpack.encode([tag]) for tag in (0, 2, 3, 64, 66, 96, 111, 2**40)]
+    for some in (frames[:7], frames[7:]):  # ten in a row would end the session
+        check_answers(engine, client, some)
+    assert client.finish(1) == [expected([4, 2], 2000)]
+
+
+def check_answers(engine: EngineProcess, client: RawClient, frames: list[bytes]) -> None:
     with RawClient(engine.address) as hostile:
         for frame in frames:
             hostile.send(frame)
@@ -207,7 +218,6 @@ def test_garbage_frames_are_answered_and_the_witness_stays_right(engine: EngineP
         hostile.socket.send_multipart([b"x"] * 3000)
         assert "this has 3000" in hostile.receive(Refused).message
         check_still_right(hostile)
-    assert client.finish(1) == [expected([4, 2], 2000)]
 
 
 def test_bytes_that_are_no_zeromq(engine: EngineProcess, client: RawClient) -> None:
@@ -260,15 +270,20 @@ def wait_until_draining(client: RawClient) -> None:
     assert answer.code == ErrorCode.UNAVAILABLE
 
 
+LIMITS = Limits(1000, 8, 8 << 20, 2**16, 2**26, 2**28, 100, 300)
+WELCOME = Welcome(PROTOCOL_MAJOR, 0, "test", "id", 0, b"", "none", "00", "", "L2", VOCAB, LIMITS)
+MODEL = ModelInformation(0, "none", "00", "L2", "fake", "float32", VOCAB, [2], 1000, 8, 512, 100, 16, True)
+OWNER_TOKEN = b"o" * 16
+
+
 class Harness:
     """The IO thread and the loop in this process, around an engine made to order."""
 
     def __init__(self) -> None:
         self.address = private_ipc_address()
         context: Context = zmq.Context()
-        limits = Limits(1000, 8, 8 << 20)
-        welcome = Welcome(PROTOCOL_MAJOR, 0, "test", "id", 0, b"", "none", "00", "", "L2", VOCAB, limits)
-        self.io = IOThread(context, bind_router(context, self.address), welcome, TokenizerFiles(0, "", {}))
+        served = Served(WELCOME, TokenizerFiles(0, "", {}), MODEL, OWNER_TOKEN)
+        self.io = IOThread(context, bind_router(context, self.address), served)
         self.io.start()
 
     def close(self) -> None:
@@ -287,7 +302,7 @@ def harness() -> Iterator[Harness]:
 class Broken:
     """Fails in its first step."""
 
-    has_work = False
+    has_work = has_unfinished = False
 
     def step(self, inbox: Sequence[tuple[int, object]], now_ns: int) -> list[tuple[int, ServerMessage]]:
         raise RuntimeError("matrix is singular\nsecond line")
@@ -310,30 +325,15 @@ def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
     assert "a step failed, the engine ends: RuntimeError: matrix is singular" in error_text
 
 
-def test_full_inbox_is_an_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "MAX_BYTES", 1000)  # nobody drains it here
-    with RawClient(harness.address) as client:
-        client.add(1, [1] * 240)
-        client.add(2, [1] * 240)
-        client.add(3, [1])
-        failed = client.receive(RequestFailed)
-        assert (failed.number, failed.code) == (3, ErrorCode.RESOURCE_EXHAUSTED)
-        assert [message.number for _, message in harness.io.inbox.drain(wait=False)] == [1, 2]  # type: ignore[union-attr]
-        client.add(4, [1])
-        client.send(GetTokenizer(1))
-        client.receive(TokenizerFiles)
-        assert len(harness.io.inbox.drain(wait=False)) == 1
-
-
 def test_overfull_inbox_is_not_filled_further(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "MAX_MESSAGES", 100)
+    monkeypatch.setattr(inbox, "MAX_MESSAGES", 200)
     with RawClient(harness.address) as client:
         client.send(*[ResetPrefixCache(call) for call in range(500)])
         client.send(GetTokenizer(1))
         assert not client.socket.poll(100)  # its messages stay where they are ...
         received: list[object] = []
         while len(received) < 500:
-            received += [message for _, message in harness.io.inbox.drain(wait=True)]
+            received += [message for _, message in harness.io.inbox.drain(PATIENCE_S)]
         assert received == [ResetPrefixCache(call) for call in range(500)]  # ... and none is lost
         client.receive(TokenizerFiles)
 
@@ -341,9 +341,12 @@ def test_overfull_inbox_is_not_filled_further(harness: Harness, monkeypatch: pyt
 def test_client_that_never_reads_is_dropped_and_others_are_not(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sessions, "HOLD_BYTES", 50_000)
+    monkeypatch.setattr(sessions, "RELEASE_BYTES", 10_000)
     monkeypatch.setattr(sessions, "MAX_BACKLOG_BYTES", 100_000)
     context: Context = zmq.Context()
     stalled = connect_dealer(context, harness.address)
+    stalled.rcvtimeo = int(PATIENCE_S * 1000)
     stalled.send(encode(Hello(PROTOCOL_MAJOR, 0, "stalled")))
     assert stalled.poll(int(PATIENCE_S * 1000))  # it has session 1, and reads no more
     with RawClient(harness.address) as witness:
@@ -351,8 +354,17 @@ def test_client_that_never_reads_is_dropped_and_others_are_not(
         for number in range(5000):
             harness.io.put([(1, text), (2, RequestFailed(number, ErrorCode.INTERNAL, ""))])
             assert witness.receive(RequestFailed).number == number
-        assert harness.io.num_dropped == 1
-        assert harness.io.inbox.drain(wait=False) == [(1, Goodbye())]
+        assert harness.io.sessions.num_dropped == 1
+        *before, last = harness.io.inbox.drain(0)
+        assert last == (1, Goodbye())
+        pacing = [(1, HoldClient()), (1, ReleaseClient())]  # more than once where its queues filled up slowly
+        assert before == [pacing[index % 2] for index in range(len(before))]
+        assert before
+        messages = []
+        while not isinstance(messages[-1:] and messages[-1], Refused):  # it finds out when it reads again
+            messages.append(decode_server_message(stalled.recv()))
+        assert messages[-1].code == ErrorCode.RESOURCE_EXHAUSTED
+        assert "waited for this client, which did not read" in messages[-1].message
     context.destroy(linger=0)
 
 

@@ -47,8 +47,16 @@ class PlayedEngine:
         self.closed = False
         self._lock = threading.Lock()
 
-    def start(self, on_frames: Callable[[list[bytes]], None], on_dead: Callable[[str], None]) -> None:
-        self._on_frames, self.die = on_frames, on_dead
+    def start(
+        self,
+        on_frames: Callable[[list[bytes]], None],
+        on_dead: Callable[[str], None],
+        on_lost: Callable[[], bytes],
+    ) -> None:
+        self._on_frames, self.die, self._on_lost = on_frames, on_dead, on_lost
+
+    def keep_alive(self, frame: bytes, seconds: float) -> None:
+        self.heartbeat_s = seconds
 
     def send(self, frame: bytes) -> None:
         message = decode_client_message(frame)
@@ -60,6 +68,10 @@ class PlayedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+    def cut(self) -> None:
+        """The connection is lost and made again at once."""
+        self.send(self._on_lost())
 
     def give(self, *messages: ServerMessage) -> None:
         """One received batch."""

@@ -265,15 +265,18 @@ def test_forgotten_engine_ends() -> None:
     assert private_files() == before
 
 
-def test_nothing_leaks() -> None:
-    def held() -> tuple[list[str], int, list[str]]:
+@pytest.mark.parametrize("cycles", [5, pytest.param(100, marks=pytest.mark.soak)])
+def test_nothing_leaks(cycles: int) -> None:
+    def held() -> tuple[object, ...]:
         return sorted(os.listdir("/proc/self/fd")), threading.active_count(), private_files()
 
     gc.collect()
     before = held()
-    for _ in range(5):
-        with EngineProcess(FAKE):
-            pass
+    for _ in range(cycles):
+        with EngineProcess(FAKE) as engine, RawClient(engine.address) as client:
+            client.add(1, [1])
+            client.finish(1)
+    gc.collect()
     assert held() == before
 
 

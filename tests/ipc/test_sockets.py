@@ -156,6 +156,15 @@ def test_directory_must_exist(context: Context) -> None:
         bind_router(context, "ipc:///nonexistent/engine.sock")
 
 
+def test_directory_must_be_ours_to_write(context: Context, address: str) -> None:
+    directory = os.path.dirname(address.removeprefix("ipc://"))
+    os.chmod(directory, 0o777)
+    with pytest.raises(AddressError, match=rf"every user may write to {directory}; .*chmod o-w"):
+        bind_router(context, address)
+    os.chmod(directory, 0o1777)  # as /tmp: only its owner may replace a file
+    bind_router(context, address).close()
+
+
 def test_lock_is_no_way_through_a_link(context: Context, address: str) -> None:
     path = address.removeprefix("ipc://")
     os.symlink("/dev/null", path + ".lock")
@@ -184,7 +193,7 @@ def test_private_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_bounds_of_the_router(context: Context, address: str) -> None:
     router = bind_router(context, address)
-    assert router.socket.getsockopt(zmq.SNDHWM) == router.socket.getsockopt(zmq.RCVHWM) == 1000
+    assert (router.socket.getsockopt(zmq.SNDHWM), router.socket.getsockopt(zmq.RCVHWM)) == (256, 1000)
     assert router.socket.getsockopt(zmq.HANDSHAKE_IVL) == 2000
     with pytest.raises(zmq.ZMQError) as caught:
         router.socket.send_multipart([b"nobody", b"x"])  # an error, not silence

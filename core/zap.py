@@ -1,0 +1,48 @@
+"""ZAP (rfc.zeromq.org/27): who may connect. libzmq asks before it lets a peer's first message through.
+
+On ipc only processes of the engine's own user, and of root, may. tcp, which is bound to loopback, cannot be told apart.
+Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0, which is what random bytes look like.
+"""
+
+import os
+import threading
+
+import zmq
+
+from core import log
+from ipc.sockets import Context
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+
+
+def is_allowed(address: str, uid: int) -> bool:
+    """address: "localhost:UID:GID:PID" for an ipc peer, as libzmq has it from the kernel; an IP address for tcp."""
+    parts = address.split(":")
+    if parts[0] == "localhost" and len(parts) == 4:
+        return parts[1] in (str(uid), "0")
+    return address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") or address.startswith("127.")
+
+
+def start_zap(context: Context) -> None:
+    """Answer for all sockets of this context with a ZAP domain, in a thread of its own, until the context ends."""
+    # A shadow context: nobody but the thread may close its socket.
+    socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+    socket.linger = 0
+    socket.bind(_ENDPOINT)
+    threading.Thread(target=_serve, args=(socket,), name="zap", daemon=True).start()
+
+
+def _serve(socket: zmq.Socket[bytes]) -> None:
+    uid = os.getuid()
+    try:
+        while True:
+            version, request_id, _domain, address, *_ = socket.recv_multipart()
+            allowed = is_allowed(address.decode("ascii", "replace"), uid)
+            verdict = (b"200", b"OK") if allowed else (b"400", b"another user's engine")
+            socket.send_multipart([version, request_id, *verdict, b"", b""])
+    except zmq.ContextTerminated:
+        socket.close(0)
+    except BaseException as error:  # without an answer nobody can connect any more: an engine that looks alive
+        log.say(f"engine-core: the ZAP thread failed, the engine process ends: {type(error).__name__}: {error}")
+        log.flush(1.0)
+        os._exit(1)

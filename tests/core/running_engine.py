@@ -1,0 +1,130 @@
+"""A whole engine in the process of a test: its IO thread, and its loop with the fake executor in another thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from core import process
+from core.engine import EngineCore
+from core.executor.fake import checksum, create, next_token
+from core.io_thread import IOThread
+from core.reception import Served
+from core.zap import start_zap
+from ipc.config import EngineConfig
+from ipc.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Hello,
+    Limits,
+    ModelInformation,
+    Statistics,
+    TokenizerFiles,
+    Welcome,
+)
+from ipc.sockets import Context, bind_router, private_ipc_address, remove_private_address
+from tests.raw_client import PATIENCE_S, RawClient
+
+VOCAB = 1000
+NUM_ROWS = 8
+CONFIG = EngineConfig(
+    executor="fake",
+    max_num_seqs=NUM_ROWS,
+    max_num_batched_tokens=512,
+    block_size=16,
+    num_blocks_override=8000,
+    max_model_len=15_000,
+    fake_vocab_size=VOCAB,
+)
+OWNER_TOKEN = b"o" * 16
+LONG = 14_000  # tokens: more than any test waits for
+LEASE_MS = 300
+
+
+class Running:
+    """A whole engine in this process: its IO thread, and its loop in a thread of its own."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.address = private_ipc_address()
+        context: Context = zmq.Context()
+        start_zap(context)
+        welcome = Welcome(PROTOCOL_MAJOR, PROTOCOL_MINOR, "test", "id", 0, b"", "m", "00", "", "L2", VOCAB, limits)
+        model = ModelInformation(
+            0, "m", "00", "L2", "fake", "float32", VOCAB, [2], 15_000, NUM_ROWS, 512, 8000, 16, True
+        )
+        served = Served(welcome, TokenizerFiles(0, "", {}), model, OWNER_TOKEN)
+        self.io = IOThread(context, bind_router(context, self.address), served)
+        executor = create(CONFIG)
+        executor.initialize_cache(CONFIG)
+        self.engine = EngineCore(CONFIG, executor)
+        self.io.start()
+        self._loop = threading.Thread(target=process.run, args=(self.engine, self.io))
+        self._loop.start()
+
+    def close(self) -> None:
+        self.io.drain()
+        self._loop.join(PATIENCE_S)
+        assert not self._loop.is_alive()
+        assert not self.io.is_alive
+        remove_private_address(self.address)
+
+
+def limits(**changes: int) -> Limits:
+    values = {
+        "max_model_len": 15_000,
+        "max_num_seqs": NUM_ROWS,
+        "max_message_bytes": 8 << 20,
+        "max_num_queued_requests": 1000,
+        "max_num_queued_tokens": 2**26,
+        "max_client_bytes": 2**28,
+        "heartbeat_ms": LEASE_MS // 3,
+        "lease_ms": LEASE_MS,
+    }
+    return Limits(**(values | changes))
+
+
+@pytest.fixture(name="start")
+def start_engine() -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def start(**changes: int) -> Running:
+        running.append(Running(limits(**changes)))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """fake_tokens() in linear time."""
+    total, tokens = checksum(np.array(prompt, np.int64)), list[int]()
+    zero = np.zeros(1, np.uint64)
+    for position in range(len(prompt), len(prompt) + count):
+        token = next_token(np.array([total], np.uint64), np.array([position], np.uint64), zero, VOCAB)
+        total = np.uint64((int(total) + int(checksum(token, position))) % 2**64)
+        tokens.append(int(token[0]))
+    return tokens
+
+
+def owner(running: Running) -> RawClient:
+    client = RawClient(running.address, hello=False)
+    client.send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "owner", b"", OWNER_TOKEN))
+    client.welcome = client.receive(Welcome)
+    return client
+
+
+def wait_for(client: RawClient, condition: Callable[[Statistics], bool]) -> Statistics:
+    end = time.monotonic() + PATIENCE_S
+    while not condition(statistics := client.statistics()):
+        assert time.monotonic() < end, statistics
+        time.sleep(0.005)
+    return statistics
+
+
+def is_free(statistics: Statistics) -> bool:
+    idle = statistics.num_running == statistics.num_waiting == 0
+    return idle and statistics.num_free_blocks == statistics.num_blocks - 1

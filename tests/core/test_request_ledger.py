@@ -1,0 +1,53 @@
+"""The ledger of request numbers, and the clock of leases."""
+
+import numpy as np
+import pytest
+
+from core import request_ledger
+from core.lease_clock import LeaseClock
+from core.request_ledger import RequestLedger, Standing
+from ipc.messages import ErrorCode, Outputs, RequestFailed
+
+
+def finish(*numbers: int, running: tuple[int, ...] = ()) -> Outputs:
+    rows = [*running, *numbers]
+    column = np.array(rows, "<u4").tobytes()
+    codes = bytes([0] * len(running) + [1] * len(numbers))
+    return Outputs(0, 0, column, bytes(4 * len(rows)), bytes(2 * len(rows)), b"", finish=codes)
+
+
+def test_standing() -> None:
+    ledger = RequestLedger()
+    assert ledger.standing(5, b"a") is Standing.NEW
+    ledger.add(5, b"a")
+    ledger.add(6, b"bcd")
+    assert ledger.num_bytes == 4
+    assert ledger.standing(5, memoryview(b"a")) is Standing.SAME
+    assert ledger.standing(5, b"other") is Standing.IN_USE
+    ledger.note(finish(5, running=(6,)))
+    assert (ledger.standing(5, b"a"), ledger.standing(6, b"bcd")) == (Standing.FINISHED, Standing.SAME)
+    ledger.note(RequestFailed(6, ErrorCode.INTERNAL, ""))
+    ledger.note(finish(7))  # was never here
+    assert (ledger.standing(6, b"x"), ledger.standing(7, b"x")) == (Standing.FINISHED, Standing.NEW)
+    assert ledger.num_bytes == 0
+
+
+def test_finished_numbers_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_ledger, "MAX_FINISHED", 3)
+    ledger = RequestLedger()
+    for number in range(5):
+        ledger.add(number, b"x")
+    ledger.note(finish(4, 3, 2, 1))
+    standing = [ledger.standing(number, b"") for number in range(5)]
+    assert standing == [Standing.IN_USE, Standing.FINISHED, Standing.FINISHED, Standing.FINISHED, Standing.NEW]
+
+
+def test_the_lease_clock_stands_still_while_nobody_listens() -> None:
+    clock = LeaseClock(tick=1.0, now=100.0)
+    clock.advance(100.5, has_read=True)
+    assert clock.time == 0.5
+    clock.advance(3700.0, has_read=True)  # the process was stopped for an hour
+    assert clock.time == 1.5
+    clock.advance(3700.8, has_read=False)  # more may have come than was read
+    clock.advance(3700.9, has_read=True)
+    assert abs(clock.time - 1.6) < 1e-6
