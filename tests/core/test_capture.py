@@ -22,7 +22,7 @@ from ipc.messages import Abort, AddRequest, Goodbye
 from tests.captures import CONFIG, NUM_REQUESTS, capture_in_process, change, frames_of, replaced, write_frames
 from tests.raw_client import request
 
-MODEL = ModelInfo("fake", "f", 1000, 200, (2,), "L2")
+MODEL = ModelInfo("fake", "f", "float32", 1000, 200, (2,), "L2")
 STEP = Step(1, 2, b"digest", b"", b"", b"", [], 0, 0, 9, -1, b"")
 
 
