@@ -52,6 +52,7 @@ class ModelRunner:
             finite = sampled >= 0
             token_ids[inputs.samples] = np.where(finite, sampled, FAILED_TOKEN)
             self.table.append_tokens(rows[finite], sampled[finite])
+            self.sampling.append_tokens(rows[finite], sampled[finite])
         return ModelRunnerOutput(plan.step, token_ids)
 
     def _apply(self, plan: SchedulerOutput) -> None:

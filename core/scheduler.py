@@ -268,7 +268,7 @@ class Scheduler:
         for row in rows.tolist():
             request = self.table.request[row]
             assert request is not None, f"row {row} fails twice"
-            text = "the model's logits for this request are not finite (NaN or infinity)"
+            text = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
             self.pool.forget_names(self.table.block_ids(row))
             self._take_out(request)
             self.outputs.add_failed(request.client, request.number, ErrorCode.INTERNAL, text)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from frontend.bad_words import bad_words_token_ids
 from frontend.chat_template import render_chat
 from frontend.client import EngineClient
 from frontend.engine_process import EngineProcess
@@ -209,11 +210,22 @@ class Session:
                 raise InvalidRequestError(
                     "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
                 )
+            if one.bad_words and self.tokenizer is None:
+                raise InvalidRequestError(
+                    "bad_words need a tokenizer, which this engine has not: use bad_words_token_ids"
+                )
         if isinstance(given, Sequence):
             if len(many) != count:
                 raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
-            return [msgspec.structs.replace(one) for one in many]
-        return [msgspec.structs.replace(given)] * count
+            return [self._for_engine(one) for one in many]
+        return [self._for_engine(given)] * count
+
+    def _for_engine(self, params: SamplingParams) -> SamplingParams:
+        """A copy, with what only the engine needs."""
+        words = params.bad_words
+        if not words or self.tokenizer is None:
+            return msgspec.structs.replace(params)
+        return msgspec.structs.replace(params, bad_words_token_ids=bad_words_token_ids(words, self.tokenizer))
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

@@ -9,6 +9,11 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64
+#: Larger logit biases are cut to it, as in vLLM.
+MAX_LOGIT_BIAS = 100.0
 #: Temperatures in (0, MIN_TEMPERATURE) are raised to it, as in vLLM: 1/temperature must stay finite in float32.
 MIN_TEMPERATURE = 0.01
 
@@ -56,9 +61,12 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     extra_args: None = None
     truncate_prompt_tokens: int | None = None
     flat_logprobs: bool = False
+    bad_words_token_ids: list[list[int]] | None = None  # bad_words as the engine knows them; made by the frontend
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self)
+        for name, (low, high) in _PENALTIES.items():
+            setattr(self, name, _number(name, getattr(self, name), low, high))
         self.temperature = _number("temperature", self.temperature, 0.0, 1e4)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
@@ -83,6 +91,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need text: use detokenize=True, or stop_token_ids")
         self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
+        self.logit_bias = _logit_bias(self.logit_bias)
+        self.allowed_token_ids = _allowed_token_ids(self.allowed_token_ids)
+        self.bad_words = _bad_words(self.bad_words)
+        self.bad_words_token_ids = _bad_words_token_ids(self.bad_words_token_ids)
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -96,17 +108,17 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         return self.stop if isinstance(self.stop, list) else []
 
 
+_PENALTIES = {
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-4, 1e4),  # vLLM: above 0; beyond these bounds logits would leave float32
+}
+
 #: Known to vLLM, not to this version; every value but the default is refused by name.
 _UNSUPPORTED = {
     "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
     "logprobs": None,
     "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
     "structured_outputs": None,
     "extra_args": None,
     "truncate_prompt_tokens": None,
@@ -168,3 +180,56 @@ def _stop_token_ids(ids: object) -> list[int]:
     if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     return [_integer("stop_token_ids", token, 0, 2**31 - 1) for token in ids]
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None or bias == {}:
+        return None
+    if not isinstance(bias, dict):
+        raise InvalidRequestError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+    checked = {}
+    for token, value in bias.items():
+        key = int(token) if isinstance(token, str) and token.isdecimal() else token
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            raise InvalidRequestError(f"logit_bias of token {token!r:.80} must be a number, got {value!r:.80}")
+        checked[_integer("a token id in logit_bias", key, 0, 2**31 - 1)] = min(
+            max(float(value), -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS
+        )
+    return checked
+
+
+def _allowed_token_ids(ids: object) -> list[int] | None:
+    """Sorted, each once."""
+    if ids is None:
+        return None
+    if not isinstance(ids, (list, tuple)) or not ids:
+        raise InvalidRequestError(f"allowed_token_ids must be a list of at least one token id, got {ids!r:.80}")
+    return sorted({_integer("allowed_token_ids", token, 0, 2**31 - 1) for token in ids})
+
+
+def _bad_words(words: object) -> list[str] | None:
+    if words is None or words == []:
+        return None
+    if not isinstance(words, (list, tuple)) or len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings, got {words!r:.80}")
+    for word in words:
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise InvalidRequestError(
+                f"a bad word has 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces; got {word!r:.80}"
+            )
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            raise InvalidRequestError(f"a bad word must be valid Unicode; {word!r:.80} has a lone surrogate")
+    return list(words)
+
+
+def _bad_words_token_ids(sequences: object) -> list[list[int]] | None:
+    if sequences is None or sequences == []:
+        return None
+    if not isinstance(sequences, (list, tuple)) or len(sequences) > 2 * MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words_token_ids must be a list of at most {2 * MAX_BAD_WORDS} lists of token ids"
+        )
+    for ids in sequences:
+        if not isinstance(ids, (list, tuple)) or not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(f"a bad word has 1 to {MAX_BAD_WORD_TOKENS} tokens, got {ids!r:.80}")
+    return [[_integer("bad_words_token_ids", token, 0, 2**31 - 1) for token in ids] for ids in sequences]

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from core.logit_edits import LogitEdits
 from core.sampler import NOT_A_TOKEN, SamplingInputs, sample
 from kernels.philox import uniform
 
 
 def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, forbidden=()):
     rows, tokens = zip(*forbidden, strict=True) if forbidden else ((), ())
+    edits = LogitEdits(forbidden_row=np.array(rows, np.int64), forbidden_token=np.array(tokens, np.int64))
     return SamplingInputs(
         temperature=np.broadcast_to(np.float32(temperature), num_rows).copy(),
         top_k=np.broadcast_to(np.int64(top_k), num_rows).copy(),
@@ -19,21 +21,20 @@ def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=Non
         min_p=np.broadcast_to(np.float32(min_p), num_rows).copy(),
         seed=np.arange(num_rows, dtype=np.uint64) if seed is None else np.asarray(seed, np.uint64),
         position=np.zeros(num_rows, np.int64) if position is None else np.asarray(position, np.int64),
-        forbidden_row=np.array(rows, np.int64),
-        forbidden_token=np.array(tokens, np.int64),
+        edits=edits,
     )
 
 
 def take(columns, rows):
-    """The inputs of some rows; columns must have no forbidden tokens."""
-    return SamplingInputs(*(column[rows] for column in columns[:6]), columns.forbidden_row, columns.forbidden_token)
+    """The inputs of some rows; columns must have no edits."""
+    return SamplingInputs(*(column[rows] for column in columns[:6]))
 
 
 def reference(logits, columns, row):
     """One row, plainly: sort everything, then apply each filter as its definition says."""
     logits = logits[row].astype(np.float32)
-    for forbidden_row, token in zip(columns.forbidden_row, columns.forbidden_token, strict=True):
-        if forbidden_row == row:
+    for forbidden_row, token in zip(columns.edits.forbidden_row, columns.edits.forbidden_token, strict=True):
+        if forbidden_row == row and token < len(logits):
             logits[token] = -np.inf
     if columns.temperature[row] == 0:
         return int(np.argmax(logits))
@@ -85,10 +86,6 @@ def test_token_equals_sort_based_reference(case, vocab_size):
     logits = rng.normal(0, 2.5, (40, vocab_size)).astype(np.float32)
     columns = inputs(40, position=np.arange(40) * 7, forbidden=[(3, 5), (3, 1), (9, 0), (9, vocab_size + 3)], **case)
     got = sample(torch.from_numpy(logits.copy()), columns)
-    known = columns.forbidden_token < vocab_size
-    columns = columns._replace(
-        forbidden_row=columns.forbidden_row[known], forbidden_token=columns.forbidden_token[known]
-    )
     assert got.dtype == np.int32
     assert got.tolist() == [reference(logits, columns, row) for row in range(40)]
 

@@ -56,6 +56,12 @@ PARAMS = SamplingParams(
     max_tokens=None,
     min_tokens=3,
     output_kind=RequestOutputKind.DELTA,
+    presence_penalty=0.5,
+    repetition_penalty=1.25,
+    logit_bias={7: -3.5},
+    allowed_token_ids=[1, 7],
+    bad_words=["bad"],
+    bad_words_token_ids=[[3], [5, 6]],
 )
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     Hello(1, 0, "näme"),
@@ -142,6 +148,16 @@ def test_fields_of_a_later_minor_are_ignored_and_missing_optional_ones_filled() 
         decode_server_message(msgspec.msgpack.encode(raw[:6]))
 
 
+def test_parameters_of_minor_0_are_a_prefix_of_ours() -> None:
+    """A client of minor 0 sends SamplingParams without the fields appended since."""
+    raw = msgspec.msgpack.decode(encode(CLIENT_MESSAGES[1]))
+    assert SamplingParams.__struct_fields__[28:] == ("bad_words_token_ids",)
+    raw[3] = raw[3][:28]
+    decoded = decode_client_message(msgspec.msgpack.encode(raw))
+    assert isinstance(decoded, AddRequest)
+    assert decoded.params == msgspec.structs.replace(PARAMS, bad_words_token_ids=None)
+
+
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
@@ -186,8 +202,14 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("stop_token_ids", [-1], "stop_token_ids must be"),
         ("n", 2, "n=2 is not supported"),
         ("logprobs", 1, "logprobs=1 is not supported"),
-        ("logit_bias", {1: 0.5}, "logit_bias=.* is not supported"),
-        ("bad_words", ["x"], "bad_words=.* is not supported"),
+        ("logit_bias", {-1: 0.5}, "a token id in logit_bias must be in"),
+        ("logit_bias", {1: "x"}, "Expected `float`"),
+        ("allowed_token_ids", [], "at least one token id"),
+        ("bad_words", [""], "a bad word has 1 to"),
+        ("bad_words_token_ids", [[]], "a bad word has 1 to"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be in"),
+        ("presence_penalty", 2.5, "presence_penalty must be in"),
+        ("extra_args", 1, "Expected `null`"),
         ("output_kind", 9, "Invalid enum value 9"),
     ],
 )
