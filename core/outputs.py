@@ -5,8 +5,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from core.plan import TokenLogprobs
 from core.request import Request
-from ipc.messages import ErrorCode, FinishReason, Outputs, RequestFailed
+from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
 from ipc.paged_rows import Int32s, Ints
 
 #: (client, message) in the order in which they are to be sent.
@@ -41,6 +42,7 @@ class OutputColumns:
         self._epoch = epoch
         self._rows: list[_Rows] = []
         self._started: dict[int, list[tuple[int, int]]] = {}
+        self._logprobs: dict[int, Logprobs] = {}
         self._failed: list[Addressed] = []
 
     def add_tokens(
@@ -69,6 +71,20 @@ class OutputColumns:
             )
         )
 
+    def add_logprobs(self, clients: Ints, numbers: Ints, logprobs: TokenLogprobs) -> None:
+        """clients, numbers [L]: of each position. Once in a step."""
+        for client in np.unique(clients).tolist():
+            mine = clients == client
+            part = logprobs.where(mine)
+            self._logprobs[client] = Logprobs(
+                numbers=numbers[mine].astype("<u4").tobytes(),
+                positions=part.positions.astype("<u4").tobytes(),
+                counts=part.counts.astype("<u4").tobytes(),
+                ranks=part.ranks.astype("<u4").tobytes(),
+                token_ids=part.token_ids.astype("<i4", copy=False).tobytes(),
+                values=part.values.astype("<f4", copy=False).tobytes(),
+            )
+
     def add_started(self, request: Request, num_cached_tokens: int) -> None:
         self._started.setdefault(request.client, []).append((request.number, num_cached_tokens))
 
@@ -80,10 +96,10 @@ class OutputColumns:
         messages: list[Addressed] = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
-        for client, started in self._started.items():
-            messages.append((client, self._only_started(step, started)))
+        others = dict.fromkeys((*self._started, *self._logprobs))
+        messages.extend((client, self._without_rows(step, client)) for client in others)
         messages.extend(self._failed)
-        self._rows, self._started, self._failed = [], {}, []
+        self._rows, self._failed = [], []
         return messages
 
     def _split(self, step: int, rows: _Rows) -> list[Addressed]:
@@ -109,10 +125,12 @@ class OutputColumns:
             finish=rows.finish.tobytes() if rows.finish.any() else b"",
             stop_tokens=[(row, int(rows.tokens[row])) for row in stopped],
             started=_pairs(self._started.pop(client, [])),
+            logprobs=self._logprobs.pop(client, None),
         )
 
-    def _only_started(self, step: int, started: list[tuple[int, int]]) -> Outputs:
-        return Outputs(self._epoch, step, b"", b"", b"", b"", started=_pairs(started))
+    def _without_rows(self, step: int, client: int) -> Outputs:
+        started, logprobs = _pairs(self._started.pop(client, [])), self._logprobs.pop(client, None)
+        return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs)
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> bytes:

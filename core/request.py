@@ -34,6 +34,11 @@ class Request(msgspec.Struct, eq=False):
         return len(self.token_ids)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Valid while the request waits: its prompt is computed from the first token on, to report them."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 

@@ -8,6 +8,8 @@ from ipc.messages import DECODE_ERRORS, AddRequest
 from ipc.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 1024
+#: Numbers that a request may ask for of its prompt; 8 bytes each.
+MAX_PROMPT_LOGPROBS = 1 << 22
 _MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
 
 
@@ -46,6 +48,12 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
         raise InvalidRequestError(
             f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}, which leaves no room for an "
             f"output token: shorten it by at least {num_prompt + 1 - max_model_len}"
+        )
+    if message.params.prompt_logprobs == -1 and num_prompt * vocab_size > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs=-1 asks for {vocab_size} numbers for each of {num_prompt} prompt tokens and "
+            f"{MAX_PROMPT_LOGPROBS} are allowed: ask for the most likely ones, or shorten the prompt to "
+            f"{MAX_PROMPT_LOGPROBS // vocab_size} tokens"
         )
     if len(message.delivered) > message.params.n:
         raise InvalidRequestError(

@@ -13,11 +13,14 @@ from ipc.paged_rows import Int32s, Ints
 from ipc.sampling_params import SamplingParams
 
 _NOT_SAMPLED = -1
+_NO_LOGPROBS = -1
+_ALL_LOGPROBS = 2**31 - 1
 
 
 class SamplingColumns:
-    """temperature, top_k, top_p, min_p, seed, min_tokens [rows] and the penalties [rows]; index groups of the rows
-    that have min_tokens, allowed_token_ids, logit_bias, bad words or penalties."""
+    """temperature, top_k, top_p, min_p, seed, min_tokens and the penalties [rows]; num_logprobs, num_prompt_logprobs
+    [rows], negative = none; index groups of the rows that have min_tokens, allowed_token_ids, logit_bias, bad words or
+    penalties."""
 
     def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...]) -> None:
         self.temperature = np.zeros(num_rows, np.float32)
@@ -26,6 +29,8 @@ class SamplingColumns:
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
         self.min_tokens = np.zeros(num_rows, np.int64)
+        self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
+        self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self._eos_token_ids = eos_token_ids
         self._repetition = np.ones(num_rows, np.float32)
         self._frequency = np.zeros(num_rows, np.float32)
@@ -56,6 +61,8 @@ class SamplingColumns:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
+        self.num_logprobs[row] = _num_logprobs(params.logprobs)
+        self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
         if _has_edits(params):
             self._has_edits[row] = True
             self._num_edited += 1
@@ -134,6 +141,12 @@ class SamplingColumns:
 def _has_edits(params: SamplingParams) -> bool:
     options = (params.min_tokens, params.allowed_token_ids, params.logit_bias, params.bad_words_token_ids)
     return any(options) or _is_penalized(params)
+
+
+def _num_logprobs(wanted: int | None) -> int:
+    if wanted is None:
+        return _NO_LOGPROBS
+    return _ALL_LOGPROBS if wanted == -1 else wanted
 
 
 def _is_penalized(params: SamplingParams) -> bool:

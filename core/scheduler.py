@@ -126,6 +126,10 @@ class Scheduler:
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
         self.pool.lift_fences(step)
         live = self.table.tenancy[plan.rows] == tenancies  # the others were aborted or preempted meanwhile
+        if output.logprobs is not None:
+            told = output.logprobs.where((live & (output.token_ids != FAILED_TOKEN))[output.logprobs.rows])
+            told_rows = plan.rows[told.rows]
+            self.outputs.add_logprobs(self.table.client[told_rows], self.table.number[told_rows], told)
         self._fail_rows(plan.rows[live & (output.token_ids == FAILED_TOKEN)])
         sampled = live & (output.token_ids >= 0)
         rows, tokens = plan.rows[sampled], output.token_ids[sampled]

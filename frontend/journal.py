@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.output_columns import Int64s, OutputColumns, columns_of
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import AddRequest, FinishReason, Outputs
@@ -32,6 +33,7 @@ class Progress(NamedTuple):
     last_token_time: float
     finished_time: float
     error: EngineCoreError | None  # why the engine refused or gave up the request
+    logprobs: ReceivedLogprobs | None = None  # at least those of the tokens; None where none were asked for
 
 
 class Journal:
@@ -43,6 +45,7 @@ class Journal:
         self._requests: list[AddRequest | None] = [None] * _FIRST_ROWS
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._errors: dict[int, EngineCoreError] = {}  # by row
+        self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
         self._number = np.full(_FIRST_ROWS, -1, np.int64)
         self._num_prompt_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self._num_delivered = np.zeros(_FIRST_ROWS, np.int64)
@@ -74,6 +77,8 @@ class Journal:
         self._number[row] = request.number
         self._num_prompt_tokens[row] = len(request.prompt_token_ids) // 4
         self._streaming[row] = streaming
+        if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+            self._logprobs[row] = ReceivedLogprobs(len(request.prompt_token_ids) // 4)
         self._arrival_time[row] = now
         self.num_live += 1
         return row
@@ -99,6 +104,7 @@ class Journal:
         self._tokens.clear(row)
         self._requests[row] = None
         self._errors.pop(row, None)
+        self._logprobs.pop(row, None)
         self._number[row] = -1
         for column in (self._num_delivered, self._num_cached_tokens, self._finish, self._streaming, self._ready):
             column[row] = 0
@@ -124,6 +130,7 @@ class Journal:
             last_token_time=float(self._last_token_time[row]),
             finished_time=float(self._finished_time[row]),
             error=self._errors.get(row),
+            logprobs=self._logprobs.get(row),
         )
 
     def row(self, number: int) -> int:
@@ -222,6 +229,11 @@ class Journal:
             pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
             rows = self.rows_of(pairs[:, 0])
             self._num_cached_tokens[rows[rows >= 0]] = pairs[rows >= 0, 1]
+        if outputs.logprobs is not None:
+            for number, _, position, logprobs in logprob_columns_of(outputs.logprobs).split():
+                received = self._logprobs.get(self.row(number))
+                if received is not None:
+                    received.add(position, logprobs)
         for index, token in outputs.stop_tokens:
             numbers = np.frombuffer(outputs.numbers, "<u4")
             if not 0 <= index < len(numbers):

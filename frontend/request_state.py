@@ -2,7 +2,8 @@
 
 from frontend.detokenizer import Detokenizer
 from frontend.journal import Progress
-from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from frontend.logprobs import logprob_dicts
+from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from frontend.prompts import Prompt
 from frontend.tokenizer import Tokenizer
 from ipc.messages import FinishReason
@@ -43,12 +44,17 @@ class RequestState:
                 min_tokens=params.min_tokens,
             )
         self._token_ids: list[int] = []
-        self._num_shown = 0  # tokens of earlier DELTA outputs
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._num_shown = 0  # tokens of earlier outputs
 
     def update(self, progress: Progress) -> RequestOutput | None:
         """Take what is new; the output it makes, None where there is nothing to show (yet)."""
         assert not self.finished, self.number
         new = progress.token_ids.tolist()
+        if self._params.logprobs is not None and progress.logprobs is not None:
+            received = progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
+            self._logprobs += logprob_dicts(received, self._tokenizer)
         self.num_tokens += len(new)
         self._token_ids += new
         stop_string = self._detokenize(new, progress.finish) if self._detokenizer is not None else None
@@ -56,7 +62,7 @@ class RequestState:
         kind = self._params.output_kind
         if not self.finished and (kind == RequestOutputKind.FINAL_ONLY or not new):
             return None
-        completion = CompletionOutput(0, self._text(progress.finish), self._shown_tokens())
+        completion = self._completion(progress.finish)
         if stop_string is not None:
             completion.finish_reason, completion.stop_reason = "stop", stop_string
         elif self.finished:
@@ -68,6 +74,7 @@ class RequestState:
             outputs=[completion],
             finished=self.finished,
             metrics=self._metrics(progress),
+            prompt_logprobs=self._take_prompt_logprobs(progress),
             num_cached_tokens=progress.num_cached_tokens,
         )
 
@@ -80,6 +87,7 @@ class RequestState:
             detokenizer.finish()
         if detokenizer.stop_string is not None:
             del self._token_ids[detokenizer.num_tokens :]
+            del self._logprobs[detokenizer.num_tokens :]
         return detokenizer.stop_string
 
     def _hides_last_token(self, finish: FinishReason) -> bool:
@@ -95,12 +103,26 @@ class RequestState:
         ids = self._token_ids[:-1] if self._hides_last_token(finish) else self._token_ids
         return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
 
-    def _shown_tokens(self) -> list[int]:
-        if self._params.output_kind != RequestOutputKind.DELTA:
-            return self._token_ids.copy()
-        new = self._token_ids[self._num_shown :]
+    def _completion(self, finish: FinishReason) -> CompletionOutput:
+        """What is shown now: all so far, or with DELTA what is new."""
+        first = self._num_shown if self._params.output_kind == RequestOutputKind.DELTA else 0
         self._num_shown = len(self._token_ids)
-        return new
+        completion = CompletionOutput(0, self._text(finish), self._token_ids[first:])
+        if self._params.logprobs is not None:
+            completion.logprobs = self._logprobs[first:]
+            chosen = (one[token].logprob for one, token in zip(self._logprobs, self._token_ids, strict=True))
+            completion.cumulative_logprob = sum(chosen, 0.0)
+        return completion
+
+    def _take_prompt_logprobs(self, progress: Progress) -> list[TokenLogprobs | None] | None:
+        """Complete from the first output token on; with DELTA they are shown once."""
+        if self._params.prompt_logprobs is None or progress.logprobs is None or not self._token_ids:
+            return None
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = [None, *logprob_dicts(progress.logprobs.prompt, self._tokenizer)]
+        elif self._params.output_kind == RequestOutputKind.DELTA:
+            return None
+        return self._prompt_logprobs
 
     def _metrics(self, progress: Progress) -> RequestMetrics:
         return RequestMetrics(

@@ -109,6 +109,10 @@ class Tokenizer:
         """Text of these ids; ids the vocabulary does not have add nothing."""
         return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        """Text of each id alone, special ones included; bytes that are no whole character become U+FFFD."""
+        return self.hf.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
         return self._tables[skip_special_tokens]
 

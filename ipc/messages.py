@@ -136,6 +136,18 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
     minor: int = PROTOCOL_MINOR
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at L positions, as columns; sparse beside Outputs. Idempotent by (number, choice, position)."""
+
+    numbers: bytes  # uint32[L]
+    positions: bytes  # uint32[L]: index in the request's tokens, the prompt's first
+    counts: bytes  # uint32[L]: entries of each; the first is the token at the position, the others the most likely ones
+    ranks: bytes  # uint32[L]: of the token at the position, from 1
+    token_ids: bytes  # int32[sum(counts)]
+    values: bytes  # float32[sum(counts)]: natural logarithms
+    choices: bytes = b""  # uint16[L]; empty = all 0
+
+
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     """What one step produced for one client, as columns of R rows.
 
@@ -152,6 +164,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     finish: bytes = b""  # uint8[R] FinishReason; empty = none finished
     stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
+    logprobs: Logprobs | None = None  # never later than the tokens they belong to
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):

@@ -9,6 +9,7 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
@@ -47,8 +48,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # most likely tokens to report beside each output token; -1 = all
+    prompt_logprobs: int | None = None  # the same beside each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -91,6 +92,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need text: use detokenize=True, or stop_token_ids")
         self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
+        self.logprobs = _num_logprobs("logprobs", self.logprobs)
+        self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
         self.logit_bias = _logit_bias(self.logit_bias)
         self.allowed_token_ids = _allowed_token_ids(self.allowed_token_ids)
         self.bad_words = _bad_words(self.bad_words)
@@ -117,8 +120,6 @@ _PENALTIES = {
 #: Known to vLLM, not to this version; every value but the default is refused by name.
 _UNSUPPORTED = {
     "n": 1,
-    "logprobs": None,
-    "prompt_logprobs": None,
     "structured_outputs": None,
     "extra_args": None,
     "truncate_prompt_tokens": None,
@@ -180,6 +181,15 @@ def _stop_token_ids(ids: object) -> list[int]:
     if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     return [_integer("stop_token_ids", token, 0, 2**31 - 1) for token in ids]
+
+
+def _num_logprobs(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    count = _integer(name, value, -1, 2**31 - 1)
+    if count > MAX_LOGPROBS:
+        raise InvalidRequestError(f"{name} must be at most {MAX_LOGPROBS}, or -1 for the whole vocabulary, got {count}")
+    return count
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:

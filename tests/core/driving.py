@@ -7,6 +7,7 @@ given away too early, shared wrongly or named wrongly is seen at once; the plain
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,7 @@ def add_message(
     salt: str = "",
     deadline_ms: int = 0,
     delivered: Sequence[int] | None = None,
+    **options: Any,
 ) -> AddRequest:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -72,6 +74,7 @@ def add_message(
         stop_token_ids=stop_token_ids,
         min_tokens=min_tokens,
         temperature=temperature,
+        **options,
     )
     column = [] if delivered is None else [np.array(delivered, "<i4").tobytes()]
     prompt_ids = np.array(prompt, "<i4").tobytes()

@@ -6,6 +6,8 @@ import tokenizers
 from tokenizers import decoders, models
 
 from frontend.journal import Progress
+from frontend.logprobs import PositionLogprobs, ReceivedLogprobs
+from frontend.outputs import Logprob
 from frontend.prompts import Prompt
 from frontend.request_state import RequestState, needs_every_token
 from frontend.tokenizer import Tokenizer
@@ -116,3 +118,33 @@ def test_only_the_end_matters_where_nothing_is_shown_before():
     assert not needs_every_token(SamplingParams(output_kind=FINAL))
     assert needs_every_token(SamplingParams(output_kind=FINAL, stop="x"))
     assert needs_every_token(SamplingParams())
+
+
+def with_logprobs(state, *steps):
+    """(token ids with logprobs, cumulative, prompt_logprobs) of each output; values are -1/4 a token."""
+    received = ReceivedLogprobs(2)
+    received.add(1, PositionLogprobs(1, np.array([3], np.int32), np.array([-2.0], np.float32)))
+    shown, position = [], 2
+    for ids, finish in steps:
+        for token in ids:
+            received.add(position, PositionLogprobs(2, np.array([token, 5], np.int32), np.array([-0.25, -0.125])))
+            position += 1
+        output = state.update(progress(ids, finish)._replace(logprobs=received))
+        one = output.outputs[0]
+        assert [next(iter(place)) for place in one.logprobs] == one.token_ids
+        shown.append((one.token_ids, one.cumulative_logprob, output.prompt_logprobs))
+    return shown
+
+
+def test_logprobs_of_each_output_kind(tokenizer):
+    steps = ([1], FinishReason.NONE), ([2, 3], FinishReason.LENGTH)
+    prompt = [None, {3: Logprob(-2.0, 1, "c")}]
+    options = {"logprobs": 1, "prompt_logprobs": 0}
+    assert with_logprobs(state_for(tokenizer, output_kind=DELTA, **options), *steps) == [
+        ([1], -0.25, prompt),
+        ([2, 3], -0.75, None),
+    ]
+    assert with_logprobs(state_for(tokenizer, **options), *steps) == [
+        ([1], -0.25, prompt),
+        ([1, 2, 3], -0.75, prompt),
+    ]

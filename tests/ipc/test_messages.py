@@ -23,6 +23,7 @@ from ipc.messages import (
     Goodbye,
     Hello,
     Limits,
+    Logprobs,
     Outputs,
     OwnerMessage,
     Ready,
@@ -78,6 +79,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),
+    Outputs(0, 1, b"", b"", b"", b"", logprobs=Logprobs(b"n", b"p", b"c", b"r", b"t", b"v", b"h")),
     RequestFailed(9, ErrorCode.INTERNAL, "why"),
     TokenizerFiles(1, "hash", {"tokenizer.json": b"{}", "": b""}),
     Statistics(1, *range(16)),
@@ -140,7 +142,7 @@ def test_a_message_is_one_array_that_begins_with_its_tag() -> None:
 
 
 def test_fields_of_a_later_minor_are_ignored_and_missing_optional_ones_filled() -> None:
-    raw = msgspec.msgpack.decode(encode(Outputs(0, 1, b"", b"", b"", b"", b"c", b"f", [(0, 1)], b"s")))
+    raw = msgspec.msgpack.decode(encode(Outputs(0, 1, b"", b"", b"", b"", b"c", b"f", [(0, 1)], b"s", None)))
     later = msgspec.msgpack.encode([*raw, "new field", {"a": [1]}])
     assert decode_server_message(later) == msgspec.msgpack.decode(later, type=Outputs)
     assert decode_server_message(msgspec.msgpack.encode(raw[:7])) == Outputs(0, 1, b"", b"", b"", b"")
@@ -201,7 +203,8 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("stop", ["x"] * 17, "at most 16 stop strings"),
         ("stop_token_ids", [-1], "stop_token_ids must be"),
         ("n", 2, "n=2 is not supported"),
-        ("logprobs", 1, "logprobs=1 is not supported"),
+        ("logprobs", 21, "logprobs must be at most 20"),
+        ("prompt_logprobs", -2, "prompt_logprobs must be in"),
         ("logit_bias", {-1: 0.5}, "a token id in logit_bias must be in"),
         ("logit_bias", {1: "x"}, "Expected `float`"),
         ("allowed_token_ids", [], "at least one token id"),

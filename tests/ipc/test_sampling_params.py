@@ -45,7 +45,18 @@ def wire(params: SamplingParams) -> SamplingParams:
 
 
 def test_every_parameter_is_checked_by_some_rule() -> None:
-    checked = {*FLOATS, *INTEGERS, *SWITCHES, *_UNSUPPORTED, *TOKEN_OPTIONS, "stop", "stop_token_ids", "output_kind"}
+    checked = {
+        "logprobs",
+        "prompt_logprobs",
+        *FLOATS,
+        *INTEGERS,
+        *SWITCHES,
+        *_UNSUPPORTED,
+        *TOKEN_OPTIONS,
+        "stop",
+        "stop_token_ids",
+        "output_kind",
+    }
     assert checked == set(SamplingParams.__struct_fields__)
 
 
@@ -182,6 +193,7 @@ def test_the_error_is_a_value_error_of_ours() -> None:
         {"bad_words": [], "logit_bias": {}, "bad_words_token_ids": [], "extra_args": {}},
         {"logit_bias": {"7": 3, 8: -1e9}, "allowed_token_ids": (5, 3, 5), "bad_words": ("x",)},
         {"bad_words_token_ids": ((1, 2), [3]), "presence_penalty": -2, "repetition_penalty": 2},
+        {"logprobs": -1, "prompt_logprobs": 20},
         {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": -1, "seed": -1},
         {"stop": "x", "stop_token_ids": (), "output_kind": 1, "max_tokens": 2**31 - 1},
         {},
@@ -239,3 +251,14 @@ def test_bad_words() -> None:
             make(bad_words_token_ids=wrong)
     with pytest.raises(InvalidRequestError, match="bad_words_token_ids must be in"):
         make(bad_words_token_ids=[[1, -1]])
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_numbers_of_logprobs(name: str) -> None:
+    for value in (None, -1, 0, 20):
+        assert getattr(make(**{name: value}), name) == value
+    with pytest.raises(InvalidRequestError, match=f"{name} must be at most 20, or -1 for the whole vocabulary, got 21"):
+        make(**{name: 21})
+    for wrong in (-2, True, 1.0, "1", []):
+        with pytest.raises(InvalidRequestError, match=f"{name} must be "):
+            make(**{name: wrong})
