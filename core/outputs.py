@@ -19,6 +19,7 @@ class _Rows(NamedTuple):
 
     clients: Ints
     numbers: Ints
+    choices: Ints
     positions: Ints
     tokens: Int32s  # one per row, or none at all
     finish: npt.NDArray[np.uint8]
@@ -28,6 +29,7 @@ class _Rows(NamedTuple):
         return _Rows(
             self.clients[rows],
             self.numbers[rows],
+            self.choices[rows],
             self.positions[rows],
             self.tokens[rows],
             self.finish[rows],
@@ -49,6 +51,7 @@ class OutputColumns:
         self,
         clients: Ints,
         numbers: Ints,
+        choices: Ints,
         positions: Ints,
         tokens: Int32s,
         finish: npt.NDArray[np.uint8],
@@ -56,7 +59,7 @@ class OutputColumns:
     ) -> None:
         """One row per sampled token."""
         if len(clients):
-            self._rows.append(_Rows(clients, numbers, positions, tokens, finish, stop_tokens))
+            self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens))
 
     def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
         """The request ends without a token in this step."""
@@ -64,6 +67,7 @@ class OutputColumns:
             _Rows(
                 np.array([request.client]),
                 np.array([request.number], np.uint32),
+                np.array([request.choice], np.uint16),
                 np.array([num_output_tokens]),
                 np.zeros(0, np.int32),
                 np.array([reason], np.uint8),
@@ -71,8 +75,8 @@ class OutputColumns:
             )
         )
 
-    def add_logprobs(self, clients: Ints, numbers: Ints, logprobs: TokenLogprobs) -> None:
-        """clients, numbers [L]: of each position. Once in a step."""
+    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: TokenLogprobs) -> None:
+        """clients, numbers, choices [L]: of each position. Once in a step."""
         for client in np.unique(clients).tolist():
             mine = clients == client
             part = logprobs.where(mine)
@@ -83,6 +87,7 @@ class OutputColumns:
                 ranks=part.ranks.astype("<u4").tobytes(),
                 token_ids=part.token_ids.astype("<i4", copy=False).tobytes(),
                 values=part.values.astype("<f4", copy=False).tobytes(),
+                choices=_choices(choices[mine]),
             )
 
     def add_started(self, request: Request, num_cached_tokens: int) -> None:
@@ -122,6 +127,7 @@ class OutputColumns:
             positions=rows.positions.astype("<u4").tobytes(),
             counts=np.full(len(rows.numbers), count, "<u2").tobytes(),
             tokens=rows.tokens.astype("<i4", copy=False).tobytes(),
+            choices=_choices(rows.choices),
             finish=rows.finish.tobytes() if rows.finish.any() else b"",
             stop_tokens=[(row, int(rows.tokens[row])) for row in stopped],
             started=_pairs(self._started.pop(client, [])),
@@ -131,6 +137,10 @@ class OutputColumns:
     def _without_rows(self, step: int, client: int) -> Outputs:
         started, logprobs = _pairs(self._started.pop(client, [])), self._logprobs.pop(client, None)
         return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs)
+
+
+def _choices(choices: Ints) -> bytes:
+    return choices.astype("<u2").tobytes() if choices.any() else b""
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> bytes:

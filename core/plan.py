@@ -31,6 +31,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     block_ids: Int32s  # enough for num_computed_tokens and this step's tokens
     params: SamplingParams
     seed: int  # uint64
+    choice: int = 0  # of its request: choices with one seed draw other numbers
 
     @property
     def wants_prompt_logprobs(self) -> bool:

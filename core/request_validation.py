@@ -59,9 +59,12 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
         raise InvalidRequestError(
             f"delivered has tokens for {len(message.delivered)} choices and may have n={message.params.n}"
         )
-    for choice, token_ids in enumerate(message.delivered):
-        num_delivered = _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
-        _check_delivered(num_prompt, num_delivered, message.params.max_tokens, max_model_len)
+    delivered = [
+        _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
+        for choice, token_ids in enumerate(message.delivered)
+    ]
+    if len(delivered) == message.params.n:  # else a choice has nothing yet
+        _check_delivered(num_prompt, min(delivered), message.params.max_tokens, max_model_len)
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:

@@ -42,6 +42,7 @@ class SamplingInputs(NamedTuple):
     min_p: NDArray[np.float32]  # [0, 1]
     seed: NDArray[np.uint64]
     position: NDArray[np.int64]  # index of the token to draw in its request's output
+    choice: NDArray[np.int64]  # of its request
     edits: LogitEdits = LogitEdits()
 
 
@@ -107,7 +108,9 @@ def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: NDA
 
 def _targets(total: Doubles, rows: Indices, inputs: SamplingInputs) -> Doubles:
     """A uniform number in (0, total) of each row: below total also after rounding."""
-    drawn: Doubles = np.minimum(uniform(inputs.seed[rows], inputs.position[rows]) * total, np.nextafter(total, 0.0))
+    drawn: Doubles = np.minimum(
+        uniform(inputs.seed[rows], inputs.position[rows], inputs.choice[rows]) * total, np.nextafter(total, 0.0)
+    )
     return drawn
 
 

@@ -18,9 +18,9 @@ _ALL_LOGPROBS = 2**31 - 1
 
 
 class SamplingColumns:
-    """temperature, top_k, top_p, min_p, seed, min_tokens and the penalties [rows]; num_logprobs, num_prompt_logprobs
-    [rows], negative = none; index groups of the rows that have min_tokens, allowed_token_ids, logit_bias, bad words or
-    penalties."""
+    """temperature, top_k, top_p, min_p, seed, choice, min_tokens and the penalties [rows]; num_logprobs and
+    num_prompt_logprobs [rows], negative = none; index groups of the rows that have min_tokens, allowed_token_ids,
+    logit_bias, bad words or penalties."""
 
     def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...]) -> None:
         self.temperature = np.zeros(num_rows, np.float32)
@@ -28,6 +28,7 @@ class SamplingColumns:
         self.top_p = np.ones(num_rows, np.float32)
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
+        self.choice = np.zeros(num_rows, np.int64)
         self.min_tokens = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
@@ -61,6 +62,7 @@ class SamplingColumns:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
+        self.choice[row] = new.choice
         self.num_logprobs[row] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
         if _has_edits(params):
@@ -104,6 +106,7 @@ class SamplingColumns:
             min_p=self.min_p[rows],
             seed=self.seed[rows],
             position=positions,
+            choice=self.choice[rows],
             edits=self._edits(rows, positions, table) if self._num_edited else LogitEdits(),
         )
 

@@ -25,7 +25,7 @@ class RequestMetrics:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     finished_time: float = 0.0
-    num_generation_tokens: int = 0
+    num_generation_tokens: int = 0  # of the longest choice
 
     @property
     def ttft(self) -> float | None:

@@ -11,9 +11,11 @@ import msgspec
 from frontend.bad_words import bad_words_token_ids
 from frontend.chat_template import render_chat
 from frontend.client import EngineClient
+from frontend.completion_state import needs_every_token
 from frontend.engine_process import EngineProcess
+from frontend.outputs import RequestOutput
 from frontend.prompts import Prompt, PromptInput, read_prompts
-from frontend.request_state import RequestState, needs_every_token
+from frontend.request_state import RequestState
 from frontend.tokenizer import Tokenizer
 from frontend.transport import ZmqTransport
 from ipc.config import EngineConfig, config_from_options
@@ -135,6 +137,18 @@ class Session:
         )
         name = str(number) if request_id is None else request_id
         return RequestState(name, number, prompt, params, self.tokenizer)
+
+    def advance(self, state: RequestState) -> RequestOutput | None:
+        """Take the news of a request; None where there is nothing to show. Errors: why the engine gave it up."""
+        progress = [self.client.read(state.number, start, choice) for choice, start in state.wanted]
+        for one in progress:
+            if one.error is not None:
+                raise one.error
+        output = state.update(*progress)
+        stopped = state.take_stopped()
+        if stopped and not state.finished:  # a finished one is stopped as a whole, when it is discarded
+            self.client.abort([state.number] * len(stopped), stopped)
+        return output
 
     def close(self, timeout: float = 5.0) -> None:
         """End the session, and within `timeout` seconds the engine this session started."""

@@ -72,6 +72,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Stop these requests; unknown and finished numbers are ignored. Each live one gets a last row with ABORT."""
 
     numbers: bytes  # uint32[n]
+    choices: bytes = b""  # uint16[n]: the choice of each that is to stop; empty = all of them
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -275,6 +276,11 @@ def pack_numbers(numbers: list[int]) -> bytes:
 def unpack_numbers(column: bytes) -> list[int]:
     """A uint32 column as request numbers; a torn last entry is left out."""
     return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]
+
+
+def unpack_choices(column: bytes) -> list[int]:
+    """A uint16 column as choices; a torn last entry is left out."""
+    return [int.from_bytes(column[at : at + 2], "little") for at in range(0, len(column) - 1, 2)]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,6 +6,7 @@ import msgspec
 
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 
+MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
@@ -34,7 +35,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     UnsupportedParameterError for parameters that vLLM has and this version does not. Fields are only ever appended.
     """
 
-    n: int = 1
+    n: int = 1  # choices
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -66,11 +67,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self)
+        self.n = _integer("n", self.n, 1, MAX_CHOICES)
         for name, (low, high) in _PENALTIES.items():
             setattr(self, name, _number(name, getattr(self, name), low, high))
         self.temperature = _number("temperature", self.temperature, 0.0, 1e4)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        if self.temperature == 0.0 and self.n > 1:
+            raise InvalidRequestError(f"n must be 1 for greedy decoding, which has one answer; got n={self.n}")
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be in (0, 1], got 0.0; for greedy decoding set temperature=0")
@@ -119,7 +123,6 @@ _PENALTIES = {
 
 #: Known to vLLM, not to this version; every value but the default is refused by name.
 _UNSUPPORTED = {
-    "n": 1,
     "structured_outputs": None,
     "extra_args": None,
     "truncate_prompt_tokens": None,

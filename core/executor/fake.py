@@ -36,6 +36,11 @@ def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_siz
     return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """What fake_tokens takes as the seed of one choice of a request."""
+    return seed ^ (choice * int(_GOLDEN)) % 2**64
+
+
 def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
     """What the fake executor answers, one request at a time: the oracle of tests."""
     ids = list(prompt)
@@ -89,7 +94,7 @@ class FakeExecutor:
         table.apply(plan)
         for new in plan.added:
             self._checksum[new.row] = checksum(new.token_ids)
-            self._seed[new.row] = new.seed if new.params.temperature > 0 else 0
+            self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
             wanted = (new.params.logprobs, new.params.prompt_logprobs if new.wants_prompt_logprobs else None)
             self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
         samples = table.advance(plan)

@@ -17,6 +17,11 @@ from tests.core.driving import add_message, small_config
 from tests.core.test_invariance import Recorder, RecordingExecutor, neighbours, request, tiny_model
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
 def reference(logits: np.ndarray, token: int, num_top: int) -> tuple[int, list[int], list[float]]:
     """(rank, token ids, values) of one row."""
     values = logits.astype(np.float64)

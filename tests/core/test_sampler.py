@@ -11,7 +11,9 @@ from core.sampler import NOT_A_TOKEN, SamplingInputs, sample
 from kernels.philox import uniform
 
 
-def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, forbidden=()):
+def inputs(
+    num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, choice=0, forbidden=()
+):
     rows, tokens = zip(*forbidden, strict=True) if forbidden else ((), ())
     edits = LogitEdits(forbidden_row=np.array(rows, np.int64), forbidden_token=np.array(tokens, np.int64))
     return SamplingInputs(
@@ -21,13 +23,14 @@ def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=Non
         min_p=np.broadcast_to(np.float32(min_p), num_rows).copy(),
         seed=np.arange(num_rows, dtype=np.uint64) if seed is None else np.asarray(seed, np.uint64),
         position=np.zeros(num_rows, np.int64) if position is None else np.asarray(position, np.int64),
+        choice=np.broadcast_to(np.int64(choice), num_rows).copy(),
         edits=edits,
     )
 
 
 def take(columns, rows):
     """The inputs of some rows; columns must have no edits."""
-    return SamplingInputs(*(column[rows] for column in columns[:6]))
+    return SamplingInputs(*(column[rows] for column in columns[:7]))
 
 
 def reference(logits, columns, row):
@@ -53,7 +56,7 @@ def reference(logits, columns, row):
         cumulative = np.cumsum(weights[order])
         order = order[cumulative - weights[order] < top_p * cumulative[-1]]
     cumulative = np.cumsum(weights[order])
-    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1])[0]
+    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1], columns.choice[row : row + 1])[0]
     return int(order[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
 
 
@@ -145,11 +148,12 @@ def test_distribution_chi_square(case):
     assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 4  # about four standard deviations; the seed is fixed
 
 
-def test_positions_and_seeds_give_independent_draws():
+def test_positions_seeds_and_choices_give_independent_draws():
     logits = torch.zeros(1000, 97)
+    by_choice = sample(logits.clone(), inputs(1000, seed=np.zeros(1000), choice=np.arange(1000)))
     by_position = sample(logits.clone(), inputs(1000, seed=np.zeros(1000), position=np.arange(1000)))
     by_seed = sample(logits.clone(), inputs(1000, seed=np.arange(1000), position=np.zeros(1000)))
-    for drawn, other in itertools.permutations((by_position, by_seed)):
+    for drawn, other in itertools.permutations((by_position, by_seed, by_choice), 2):
         assert len(np.unique(drawn)) == 97
         assert np.mean(drawn == other) < 0.05
         assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.1

@@ -1,15 +1,21 @@
 """Sampling parameters through LLM: logprobs, bad words, with engine processes running the fake executor."""
 
+import asyncio
 import json
+import time
 
+import msgspec
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from core.executor.fake import choice_seed, fake_tokens
+from frontend.async_llm import AsyncLLM
 from frontend.llm import LLM
 from frontend.outputs import Logprob
+from ipc.errors import InvalidRequestError
 from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import RequestOutputKind, SamplingParams
 
 VOCAB_SIZE = 64
 
@@ -77,3 +83,66 @@ def test_bad_words_reach_the_engine_as_ids(played_connection, text_side):
         llm.generate([1], params, use_tqdm=False)
         assert played_connection.sent(AddRequest)[0].params.bad_words_token_ids == [[3, 4], [5]]
         assert params.bad_words_token_ids is None
+
+
+def assert_idle(llm):
+    deadline = time.monotonic() + 5.0
+    while (counts := llm.statistics()).num_running + counts.num_waiting:
+        assert time.monotonic() < deadline, counts
+        time.sleep(0.01)
+
+
+def test_several_choices(llm):
+    params = SamplingParams(n=5, max_tokens=20, ignore_eos=True, seed=9, logprobs=1, prompt_logprobs=0)
+    first, second = llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    for output, prompt in ((first, [1, 2]), (second, [3])):
+        assert [one.index for one in output.outputs] == list(range(5))
+        for choice, one in enumerate(output.outputs):
+            assert one.token_ids == fake_tokens(prompt, 20, VOCAB_SIZE, choice_seed(9, choice))
+            assert [next(iter(place)) for place in one.logprobs] == one.token_ids
+            assert one.text == llm.get_tokenizer().decode(one.token_ids)
+        assert len(output.prompt_logprobs) == len(prompt)
+    assert_idle(llm)
+
+
+def test_a_stop_string_ends_a_choice_in_the_engine_too(llm):
+    params = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
+    free = llm.generate([1, 2], params, use_tqdm=False)[0].outputs
+    other = free[1].token_ids
+    token = next(token for token in free[0].token_ids if token not in other[:250] or other.index(token) > 100)
+    stop = [f".w{token}"]
+    before = llm.statistics().num_generation_tokens
+    cut = llm.generate([1, 2], msgspec.structs.replace(params, stop=stop), use_tqdm=False)[0].outputs
+    assert cut[0].finish_reason == "stop"
+    assert free[0].text.startswith(cut[0].text)
+    assert llm.statistics().num_generation_tokens - before < 600
+    assert_idle(llm)
+
+
+def test_what_cannot_be_is_refused(llm):
+    with pytest.raises(InvalidRequestError, match="token 64 of logit_bias is not in the vocabulary"):
+        llm.generate([1], greedy(logit_bias={64: 1.0}), use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_streams_of_choices(text_side):
+    """Deltas of each choice add up to what it gives at once."""
+
+    async def scenario():
+        arguments = {"executor": "fake", "fake_vocab_size": VOCAB_SIZE, "tokenizer": text_side}
+        async with await AsyncLLM.create(**arguments) as llm:
+            params = SamplingParams(n=4, max_tokens=50, ignore_eos=True, seed=3, output_kind=RequestOutputKind.DELTA)
+            texts, ids = [""] * 4, [[] for _ in range(4)]
+            async for output in llm.generate({"prompt_token_ids": [1, 2]}, params):
+                for one in output.outputs:
+                    texts[one.index] += one.text
+                    ids[one.index] += one.token_ids
+            assert ids == [fake_tokens([1, 2], 50, VOCAB_SIZE, choice_seed(3, choice)) for choice in range(4)]
+            assert texts == [llm.get_tokenizer().decode(one) for one in ids]
+            outputs = llm.generate({"prompt_token_ids": [1]}, SamplingParams(n=4, max_tokens=10**5, ignore_eos=True))
+            await anext(outputs)
+            await outputs.aclose()
+            while (counts := await llm.statistics()).num_running + counts.num_waiting:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))

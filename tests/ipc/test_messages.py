@@ -69,6 +69,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"]),
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
+    Abort(pack_numbers([7]), b"\1\0"),
     Goodbye(),
     GetTokenizer(1),
     GetStatistics(2),
@@ -136,7 +137,7 @@ def test_pipe_messages_round_trip(message: msgspec.Struct) -> None:
 def test_a_message_is_one_array_that_begins_with_its_tag() -> None:
     """The wire's fixed points; a change of one of these is another protocol major."""
     assert encode(Goodbye()) == b"\x91\x04"
-    assert encode(Abort(pack_numbers([258]))) == b"\x92\x03\xc4\x04\x02\x01\x00\x00"
+    assert encode(Abort(pack_numbers([258]))) == b"\x93\x03\xc4\x04\x02\x01\x00\x00\xc4\x00"
     assert encode(CallDone(5)) == b"\x92\x52\x05"
     assert encode(Hello(1, 0, "x")) == b"\x94\x01\x01\x00\xa1x"
 
@@ -202,7 +203,8 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("seed", 0.5, "Expected `int"),
         ("stop", ["x"] * 17, "at most 16 stop strings"),
         ("stop_token_ids", [-1], "stop_token_ids must be"),
-        ("n", 2, "n=2 is not supported"),
+        ("n", 129, "n must be in"),
+        ("n", 1.5, "Expected `int`"),
         ("logprobs", 21, "logprobs must be at most 20"),
         ("prompt_logprobs", -2, "prompt_logprobs must be in"),
         ("logit_bias", {-1: 0.5}, "a token id in logit_bias must be in"),

@@ -28,6 +28,7 @@ FLOATS = {
 }
 TOKEN_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 INTEGERS = {
+    "n": (1, 128),
     "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (1, 2**31 - 1),
@@ -182,14 +183,14 @@ def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
 
 def test_the_error_is_a_value_error_of_ours() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        make(n=2)
+        make(n=129)
     assert isinstance(caught.value, (EngineCoreError, ValueError))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 1.0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0},
+        {"n": 3, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0},
         {"bad_words": [], "logit_bias": {}, "bad_words_token_ids": [], "extra_args": {}},
         {"logit_bias": {"7": 3, 8: -1e9}, "allowed_token_ids": (5, 3, 5), "bad_words": ("x",)},
         {"bad_words_token_ids": ((1, 2), [3]), "presence_penalty": -2, "repetition_penalty": 2},
@@ -262,3 +263,9 @@ def test_numbers_of_logprobs(name: str) -> None:
     for wrong in (-2, True, 1.0, "1", []):
         with pytest.raises(InvalidRequestError, match=f"{name} must be "):
             make(**{name: wrong})
+
+
+def test_several_greedy_choices_would_be_one() -> None:
+    assert make(n=2, temperature=0.5).n == 2
+    with pytest.raises(InvalidRequestError, match="n must be 1 for greedy decoding, which has one answer; got n=2"):
+        make(n=2, temperature=0)
