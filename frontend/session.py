@@ -86,14 +86,15 @@ class Session:
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
         """Check and tokenize everything before anything is submitted. Errors: InvalidRequestError."""
+        all_params = self._read_params(params, len(prompts))
         read = read_prompts(
             prompts,
             self.tokenizer,
             vocab_size=self.client.welcome.vocab_size,
             max_model_len=self.client.welcome.limits.max_model_len,
             add_special_tokens=add_special_tokens,
+            truncation=[one.truncate_prompt_tokens for one in all_params],
         )
-        all_params = self._read_params(params, len(read))
         priorities = _read_priorities(priority, len(read))
         return [PreparedRequest(*parts) for parts in zip(read, all_params, priorities, strict=True)]
 

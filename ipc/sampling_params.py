@@ -61,12 +61,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     bad_words: list[str] | None = None
     structured_outputs: None = None
     extra_args: None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None  # keep the last so many of the prompt; -1 = as many as the model takes
     flat_logprobs: bool = False
     bad_words_token_ids: list[list[int]] | None = None  # bad_words as the engine knows them; made by the frontend
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self)
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = _truncation(self.truncate_prompt_tokens)
         self.n = _integer("n", self.n, 1, MAX_CHOICES)
         for name, (low, high) in _PENALTIES.items():
             setattr(self, name, _number(name, getattr(self, name), low, high))
@@ -125,7 +127,6 @@ _PENALTIES = {
 _UNSUPPORTED = {
     "structured_outputs": None,
     "extra_args": None,
-    "truncate_prompt_tokens": None,
     "flat_logprobs": False,
     "spaces_between_special_tokens": True,
 }
@@ -184,6 +185,13 @@ def _stop_token_ids(ids: object) -> list[int]:
     if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     return [_integer("stop_token_ids", token, 0, 2**31 - 1) for token in ids]
+
+
+def _truncation(value: object) -> int:
+    count = _integer("truncate_prompt_tokens", value, -1, 2**31 - 1)
+    if count == 0:
+        raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1 for what the model takes, got 0")
+    return count
 
 
 def _num_logprobs(name: str, value: object) -> int | None:

@@ -119,6 +119,12 @@ def test_a_stop_string_ends_a_choice_in_the_engine_too(llm):
     assert_idle(llm)
 
 
+def test_truncated_prompts(llm):
+    params = [greedy(truncate_prompt_tokens=2), greedy()]
+    first, second = llm.generate(["w4 w5 w6", "w4 w5 w6"], params, use_tqdm=False)
+    assert (first.prompt_token_ids, second.prompt_token_ids) == ([5, 6], [4, 5, 6])
+
+
 def test_what_cannot_be_is_refused(llm):
     with pytest.raises(InvalidRequestError, match="token 64 of logit_bias is not in the vocabulary"):
         llm.generate([1], greedy(logit_bias={64: 1.0}), use_tqdm=False)

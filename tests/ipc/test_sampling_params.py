@@ -48,6 +48,7 @@ def wire(params: SamplingParams) -> SamplingParams:
 def test_every_parameter_is_checked_by_some_rule() -> None:
     checked = {
         "logprobs",
+        "truncate_prompt_tokens",
         "prompt_logprobs",
         *FLOATS,
         *INTEGERS,
@@ -269,3 +270,11 @@ def test_several_greedy_choices_would_be_one() -> None:
     assert make(n=2, temperature=0.5).n == 2
     with pytest.raises(InvalidRequestError, match="n must be 1 for greedy decoding, which has one answer; got n=2"):
         make(n=2, temperature=0)
+
+
+def test_truncation() -> None:
+    for value in (None, -1, 1, 2**31 - 1):
+        assert make(truncate_prompt_tokens=value).truncate_prompt_tokens == value
+    for wrong in (0, -2, 1.0, True, "1"):
+        with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens must be "):
+            make(truncate_prompt_tokens=wrong)
