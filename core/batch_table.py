@@ -18,7 +18,7 @@ class BatchTable:
     """Only the scheduler writes here. A column's entry is meaningful only for rows in use.
 
     tenancy [rows] int64: number of the occupancy, never reused; FREE_ROW for a free row
-    client, number [rows]: where the outputs go
+    client, number, choice [rows]: where the outputs go
     num_tokens [rows]: prompt and known output tokens
     num_placeholders [rows]: tokens that steps in flight will sample
     num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
@@ -32,6 +32,7 @@ class BatchTable:
         self.tenancy = np.full(num_rows, FREE_ROW, np.int64)
         self.client = np.zeros(num_rows, np.int64)
         self.number = np.zeros(num_rows, np.uint32)
+        self.choice = np.zeros(num_rows, np.uint16)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_placeholders = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
@@ -55,6 +56,7 @@ class BatchTable:
         self._num_tenancies += 1
         self.client[row] = request.client
         self.number[row] = request.number
+        self.choice[row] = request.choice
         self.num_tokens[row] = request.num_tokens
         self.num_placeholders[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens

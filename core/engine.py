@@ -22,6 +22,7 @@ from ipc.messages import (
     ResetPrefixCache,
     Resume,
     Statistics,
+    unpack_choices,
     unpack_numbers,
 )
 
@@ -83,7 +84,8 @@ class EngineCore:
                 case AddRequest():
                     self._add_request(client, message, now_ns)
                 case Abort():
-                    self.scheduler.finish_requests(client, unpack_numbers(message.numbers))
+                    choices = unpack_choices(message.choices) if message.choices else None
+                    self.scheduler.finish_requests(client, unpack_numbers(message.numbers), choices)
                 case Goodbye():
                     self.scheduler.finish_client(client)
                 case Pause():
@@ -104,10 +106,11 @@ class EngineCore:
         return replies
 
     def _add_request(self, client: int, message: AddRequest, now_ns: int) -> None:
-        request = request_from_message(message, client, self._num_requests, self._max_model_len)
-        self._num_requests += 1
+        serial, length = self._num_requests, self._max_model_len
+        choices = [request_from_message(message, client, serial + n, length, n) for n in range(message.params.n)]
+        self._num_requests += len(choices)
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
-        self.scheduler.add_request(request, deadline_ns)
+        self.scheduler.add_request(choices, deadline_ns)
 
     def statistics(self, call: int) -> Statistics:
         scheduler = self.scheduler

@@ -6,12 +6,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from core.logprobs import gather_logprobs
 from core.models.interface import Model
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
 from core.runner_table import RunnerTable
 from core.sampler import sample
 from core.sampling_columns import SamplingColumns
 from ipc.paged_rows import Int32s, Ints
+
+#: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
+_PIECE = 32
 
 
 class StepInputs(NamedTuple):
@@ -44,15 +48,22 @@ class ModelRunner:
         """Run one step and append what it sampled to the table."""
         self._apply(plan)
         inputs = self.prepare(plan)
-        logits = self.forward(inputs)
+        hidden = self.forward(inputs)
+        logprobs = self._prompt_logprobs(plan, inputs, hidden)
         rows = plan.rows[inputs.samples]
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         if len(rows):
+            logits = self.model.compute_logits(hidden, inputs.logits_rows)
+            reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0)
+            raw = logits[torch.from_numpy(reporting)]  # a copy: the sampler overwrites its logits
             sampled = self.sample(rows, logits)
             finite = sampled >= 0
             token_ids[inputs.samples] = np.where(finite, sampled, FAILED_TOKEN)
+            if len(reporting):
+                logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, raw))
             self.table.append_tokens(rows[finite], sampled[finite])
-        return ModelRunnerOutput(plan.step, token_ids)
+            self.sampling.append_tokens(rows[finite], sampled[finite])
+        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.table.apply(plan)
@@ -84,13 +95,46 @@ class ModelRunner:
         )
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [S, vocab] float32."""
+        """Hidden states [>= T, hidden] float32."""
         metadata = self.model.attention_metadata(
             inputs.num_tokens, inputs.context_lens, inputs.block_tables, self.cache
         )
-        return self.model.forward(
-            inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache, inputs.logits_rows
-        )
+        return self.model.hidden_states(inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache)
+
+    def _prompt_logprobs(self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
+        are many times the size of the batch's."""
+        wanted = self.sampling.num_prompt_logprobs[plan.rows]
+        group = np.flatnonzero(wanted >= 0)
+        if not len(group):
+            return []
+        table, rows = self.table, plan.rows[group]
+        first = (np.cumsum(inputs.num_tokens) - inputs.num_tokens)[group]  # index of each row's first token
+        starts = inputs.context_lens[group] - inputs.num_tokens[group]
+        ends = np.minimum(inputs.context_lens[group], table.num_prompt_tokens[rows] - 1)
+        counts = np.maximum(ends - starts, 0)
+        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        index = np.repeat(first, counts) + offsets
+        positions = np.repeat(starts, counts) + offsets + 1
+        tokens = table.tokens.get(np.repeat(rows, counts), positions)
+        columns = (tokens, np.repeat(wanted[group], counts), np.repeat(group, counts), positions)
+        return [
+            gather_logprobs(
+                self.model.compute_logits(hidden, torch.from_numpy(index[piece : piece + _PIECE])),
+                *(column[piece : piece + _PIECE] for column in columns),
+            )
+            for piece in range(0, len(index), _PIECE)
+        ]
+
+    def _sampled_logprobs(
+        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, raw: torch.Tensor
+    ) -> TokenLogprobs:
+        """reporting: which of the sampling rows report; raw [len(reporting), vocab]: their logits as the model gave
+        them. A row that failed has any token; the scheduler drops it."""
+        tokens = np.maximum(sampled[reporting], 0)
+        num_top = self.sampling.num_logprobs[rows[reporting]]
+        in_plan = np.flatnonzero(inputs.samples)[reporting]
+        return gather_logprobs(raw, tokens, num_top, in_plan, self.table.num_tokens[rows[reporting]])
 
     def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""

@@ -5,8 +5,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from core.plan import TokenLogprobs
 from core.request import Request
-from ipc.messages import ErrorCode, FinishReason, Outputs, RequestFailed
+from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
 from ipc.paged_rows import Int32s, Ints
 
 #: (client, message) in the order in which they are to be sent.
@@ -18,6 +19,7 @@ class _Rows(NamedTuple):
 
     clients: Ints
     numbers: Ints
+    choices: Ints
     positions: Ints
     tokens: Int32s  # one per row, or none at all
     finish: npt.NDArray[np.uint8]
@@ -27,6 +29,7 @@ class _Rows(NamedTuple):
         return _Rows(
             self.clients[rows],
             self.numbers[rows],
+            self.choices[rows],
             self.positions[rows],
             self.tokens[rows],
             self.finish[rows],
@@ -43,6 +46,7 @@ class _Packed:
         self.positions = rows.positions.astype("<u4").tobytes()
         self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
         self.tokens = rows.tokens.astype("<i4", copy=False).tobytes()
+        self.choices = _choices(rows.choices)
         self.finish = rows.finish.tobytes() if rows.finish.any() else b""
         stopped = np.flatnonzero(rows.stop_tokens).tolist() if rows.stop_tokens.any() else []
         self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
@@ -55,12 +59,14 @@ class OutputColumns:
         self._epoch = epoch
         self._rows: list[_Rows] = []
         self._started: dict[int, list[tuple[int, int]]] = {}
+        self._logprobs: dict[int, Logprobs] = {}
         self._failed: list[Addressed] = []
 
     def add_tokens(
         self,
         clients: Ints,
         numbers: Ints,
+        choices: Ints,
         positions: Ints,
         tokens: Int32s,
         finish: npt.NDArray[np.uint8],
@@ -68,7 +74,7 @@ class OutputColumns:
     ) -> None:
         """One row per sampled token."""
         if len(clients):
-            self._rows.append(_Rows(clients, numbers, positions, tokens, finish, stop_tokens))
+            self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens))
 
     def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
         """The request ends without a token in this step."""
@@ -76,12 +82,28 @@ class OutputColumns:
             _Rows(
                 np.array([request.client]),
                 np.array([request.number], np.uint32),
+                np.array([request.choice], np.uint16),
                 np.array([num_output_tokens]),
                 np.zeros(0, np.int32),
                 np.array([reason], np.uint8),
                 np.zeros(1, np.bool_),
             )
         )
+
+    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: TokenLogprobs) -> None:
+        """clients, numbers, choices [L]: of each position. Once in a step."""
+        for client in np.unique(clients).tolist():
+            mine = clients == client
+            part = logprobs.where(mine)
+            self._logprobs[client] = Logprobs(
+                numbers=numbers[mine].astype("<u4").tobytes(),
+                positions=part.positions.astype("<u4").tobytes(),
+                counts=part.counts.astype("<u4").tobytes(),
+                ranks=part.ranks.astype("<u4").tobytes(),
+                token_ids=part.token_ids.astype("<i4", copy=False).tobytes(),
+                values=part.values.astype("<f4", copy=False).tobytes(),
+                choices=_choices(choices[mine]),
+            )
 
     def add_started(self, request: Request, num_cached_tokens: int) -> None:
         self._started.setdefault(request.client, []).append((request.number, num_cached_tokens))
@@ -94,10 +116,10 @@ class OutputColumns:
         messages: list[Addressed] = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
-        for client, started in self._started.items():
-            messages.append((client, self._only_started(step, started)))
+        others = dict.fromkeys((*self._started, *self._logprobs))
+        messages.extend((client, self._without_rows(step, client)) for client in others)
         messages.extend(self._failed)
-        self._rows, self._started, self._failed = [], {}, []
+        self._rows, self._failed = [], []
         return messages
 
     def _split(self, step: int, rows: _Rows) -> list[Addressed]:
@@ -115,7 +137,7 @@ class OutputColumns:
         ]
 
     def _message(self, step: int, packed: "_Packed", start: int, end: int) -> Outputs:
-        finish = packed.finish[start:end]
+        client, finish = int(packed.clients[start]), packed.finish[start:end]
         return Outputs(
             epoch=self._epoch,
             step=step,
@@ -123,13 +145,20 @@ class OutputColumns:
             positions=packed.positions[4 * start : 4 * end],
             counts=packed.counts[2 * start : 2 * end],
             tokens=packed.tokens[4 * start : 4 * end],
+            choices=packed.choices[2 * start : 2 * end],
             finish=finish if any(finish) else b"",
             stop_tokens=[(row - start, token) for row, token in packed.stopped if start <= row < end],
-            started=_pairs(self._started.pop(int(packed.clients[start]), [])) if self._started else b"",
+            started=_pairs(self._started.pop(client, [])) if self._started else b"",
+            logprobs=self._logprobs.pop(client, None) if self._logprobs else None,
         )
 
-    def _only_started(self, step: int, started: list[tuple[int, int]]) -> Outputs:
-        return Outputs(self._epoch, step, b"", b"", b"", b"", started=_pairs(started))
+    def _without_rows(self, step: int, client: int) -> Outputs:
+        started, logprobs = _pairs(self._started.pop(client, [])), self._logprobs.pop(client, None)
+        return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs)
+
+
+def _choices(choices: Ints) -> bytes:
+    return choices.astype("<u2").tobytes() if choices.any() else b""
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> bytes:

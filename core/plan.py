@@ -4,13 +4,16 @@ A plan is immutable, self-contained and encodable: an executor learns of rows, t
 that it may live in another process and run behind the scheduler by several steps.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
+
+Floats: TypeAlias = npt.NDArray[np.float32]
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
@@ -29,6 +32,12 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     block_ids: Int32s  # enough for num_computed_tokens and this step's tokens
     params: SamplingParams
     seed: int  # uint64
+    choice: int = 0  # of its request: choices with one seed draw other numbers
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """A request with output tokens has reported those of its prompt before."""
+        return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -52,11 +61,37 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
         return len(self.rows) == 0
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at L positions of some rows, ascending in each row; see ipc.messages.Logprobs."""
+
+    rows: Int32s  # [L] index in the plan's rows
+    positions: Int32s  # [L] index in the row's tokens, the prompt's first
+    counts: Int32s  # [L]
+    ranks: Int32s  # [L]
+    token_ids: Int32s  # [sum(counts)]
+    values: Floats  # [sum(counts)]
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> "TokenLogprobs":
+        """Those in the mask keep [L]."""
+        entries = keep.repeat(self.counts)
+        columns = (self.rows[keep], self.positions[keep], self.counts[keep], self.ranks[keep])
+        return TokenLogprobs(*columns, self.token_ids[entries], self.values[entries])
+
+
+def concat_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    """One after the other; None for none."""
+    if not parts:
+        return None
+    names = TokenLogprobs.__struct_fields__
+    return TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step sampled, aligned with the plan's rows."""
 
     step: int
     token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN
+    logprobs: TokenLogprobs | None = None
 
 
 def _encode_array(value: Any) -> bytes:

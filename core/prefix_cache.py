@@ -45,8 +45,9 @@ class PrefixCache:
         self._enabled = enabled
 
     def find(self, request: Request) -> Int32s:
-        """Blocks that hold the waiting request's first tokens; never its last token, which has to be computed."""
-        if not self._enabled:
+        """Blocks that hold the waiting request's first tokens; never its last token, which has to be computed; none
+        where the prompt's log probabilities are wanted, for which all of it has to be."""
+        if not self._enabled or request.wants_prompt_logprobs:
             return np.zeros(0, np.int32)
         start = len(request.digests) * self._block_size
         extend_digests(request.digests, request.token_ids[start:], self._block_size, request.cache_salt)

@@ -225,7 +225,7 @@ class Reception:
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
-        session.requests.add(number, frame.buffer)
+        session.requests.add(number, frame.buffer, message.params.n)
         self._inbox.put(session.client, message)
         return None
 

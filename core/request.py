@@ -11,7 +11,8 @@ NO_ROW = -1
 
 
 class Request(msgspec.Struct, eq=False):
-    """Owned by the scheduler. While `row` is set the table holds the tokens and `token_ids` is stale."""
+    """One choice of what a client asks for, owned by the scheduler. While `row` is set the table holds the tokens and
+    `token_ids` is stale."""
 
     serial: int  # arrival order over the engine's life
     client: int
@@ -23,6 +24,7 @@ class Request(msgspec.Struct, eq=False):
     seed: int
     priority: int
     cache_salt: str
+    choice: int = 0
     row: int = NO_ROW
     digests: list[bytes] = msgspec.field(default_factory=list)  # of the whole blocks hashed so far
     has_started: bool = False
@@ -34,14 +36,23 @@ class Request(msgspec.Struct, eq=False):
         return len(self.token_ids)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Valid while the request waits: its prompt is computed from the first token on, to report them."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
 
-def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int) -> Request:
-    """The message is valid: its prompt is not empty and leaves room for one token."""
+def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int, choice: int = 0) -> Request:
+    """The message is valid: its prompt is not empty and leaves room for one token. The prompt's log probabilities are
+    the first choice's task."""
+    params = message.params
+    if choice and params.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
     prompt = np.frombuffer(message.prompt_token_ids, "<i4")
-    delivered = np.frombuffer(message.delivered[0] if message.delivered else b"", "<i4")
+    delivered = np.frombuffer(message.delivered[choice] if choice < len(message.delivered) else b"", "<i4")
     wanted = max_model_len if message.params.max_tokens is None else len(prompt) + message.params.max_tokens
     return Request(
         serial=serial,
@@ -50,8 +61,9 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         token_ids=np.concatenate([prompt, delivered]).astype(np.int32, copy=False),
         num_prompt_tokens=len(prompt),
         max_total_tokens=min(wanted, max_model_len),
-        params=message.params,
+        params=params,
         seed=message.seed,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        choice=choice,
     )

@@ -1,4 +1,4 @@
-"""RequestIndex: the live requests by client and number, and by deadline."""
+"""RequestIndex: the live requests by client and number - one for each choice - and by deadline."""
 
 import heapq
 
@@ -10,23 +10,24 @@ _MAX_SPARE = 64
 
 class RequestIndex:
     def __init__(self) -> None:
-        self._clients: dict[int, dict[int, Request]] = {}
+        self._clients: dict[int, dict[int, list[Request]]] = {}
         self._deadlines: list[tuple[int, int, Request]] = []  # heap of (now_ns at which it fails, serial, request)
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def get(self, client: int, number: int) -> Request | None:
-        return self._clients.get(client, {}).get(number)
+    def get(self, client: int, number: int) -> list[Request]:
+        """The choices that are live, in their order; empty when there is none."""
+        return list(self._clients.get(client, {}).get(number, ()))
 
     def of_client(self, client: int) -> list[Request]:
         """In order of arrival."""
-        return list(self._clients.get(client, {}).values())
+        return [request for choices in self._clients.get(client, {}).values() for request in choices]
 
     def add(self, request: Request, deadline_ns: int) -> None:
         """deadline_ns: on the clock of the step; 0 = none."""
-        self._clients.setdefault(request.client, {})[request.number] = request
+        self._clients.setdefault(request.client, {}).setdefault(request.number, []).append(request)
         self._length += 1
         if deadline_ns:
             heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
@@ -34,7 +35,9 @@ class RequestIndex:
     def remove(self, request: Request) -> None:
         """The request is marked finished by now."""
         numbers = self._clients[request.client]
-        del numbers[request.number]
+        numbers[request.number].remove(request)
+        if not numbers[request.number]:
+            del numbers[request.number]
         if not numbers:
             del self._clients[request.client]
         self._length -= 1

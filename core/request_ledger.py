@@ -24,6 +24,7 @@ class Standing(Enum):
 class _Live(msgspec.Struct):
     digest: bytes
     num_bytes: int
+    num_unfinished: int  # choices
 
 
 class RequestLedger:
@@ -40,19 +41,23 @@ class RequestLedger:
             return Standing.SAME if live.digest == _digest(frame) else Standing.IN_USE
         return Standing.FINISHED if number in self._finished else Standing.NEW
 
-    def add(self, number: int, frame: bytes | memoryview) -> None:
-        self._live[number] = _Live(_digest(frame), len(frame))
+    def add(self, number: int, frame: bytes | memoryview, num_choices: int) -> None:
+        self._live[number] = _Live(_digest(frame), len(frame), num_choices)
         self.num_bytes += len(frame)
 
     def note(self, message: ServerMessage) -> None:
-        """What the client is told now; a row that finishes and a failure end their requests."""
+        """What the client is told now; a request ends with the last of its choices' rows, or by a failure."""
         if isinstance(message, RequestFailed):
             self._end(message.number)
         elif isinstance(message, Outputs) and message.finish:
             finish = np.frombuffer(message.finish, np.uint8)
             numbers = np.frombuffer(message.numbers, "<u4")
             for number in numbers[finish != FinishReason.NONE].tolist():
-                self._end(number)
+                live = self._live.get(number)
+                if live is not None:
+                    live.num_unfinished -= 1
+                    if live.num_unfinished == 0:
+                        self._end(number)
 
     def _end(self, number: int) -> None:
         live = self._live.pop(number, None)

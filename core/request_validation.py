@@ -5,8 +5,11 @@ import numpy as np
 
 from ipc.errors import InvalidRequestError
 from ipc.messages import DECODE_ERRORS, AddRequest
+from ipc.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 1024
+#: Numbers that a request may ask for of its prompt; 8 bytes each.
+MAX_PROMPT_LOGPROBS = 1 << 22
 _MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
 
 
@@ -37,6 +40,7 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
         raise InvalidRequestError(
             f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
         )
+    _check_params(message.params, vocab_size)
     num_prompt = _check_token_ids("the prompt", message.prompt_token_ids, vocab_size)
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: it needs at least one token")
@@ -45,13 +49,37 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
             f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}, which leaves no room for an "
             f"output token: shorten it by at least {num_prompt + 1 - max_model_len}"
         )
+    if message.params.prompt_logprobs == -1 and num_prompt * vocab_size > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs=-1 asks for {vocab_size} numbers for each of {num_prompt} prompt tokens and "
+            f"{MAX_PROMPT_LOGPROBS} are allowed: ask for the most likely ones, or shorten the prompt to "
+            f"{MAX_PROMPT_LOGPROBS // vocab_size} tokens"
+        )
     if len(message.delivered) > message.params.n:
         raise InvalidRequestError(
             f"delivered has tokens for {len(message.delivered)} choices and may have n={message.params.n}"
         )
-    for choice, token_ids in enumerate(message.delivered):
-        num_delivered = _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
-        _check_delivered(num_prompt, num_delivered, message.params.max_tokens, max_model_len)
+    delivered = [
+        _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
+        for choice, token_ids in enumerate(message.delivered)
+    ]
+    if len(delivered) == message.params.n:  # else a choice has nothing yet
+        _check_delivered(num_prompt, min(delivered), message.params.max_tokens, max_model_len)
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    """What SamplingParams cannot check itself: it knows no vocabulary."""
+    if params.bad_words and not params.bad_words_token_ids:
+        raise InvalidRequestError("bad_words are text and the engine knows token ids only: send bad_words_token_ids")
+    for name, ids in (
+        ("logit_bias", list(params.logit_bias or ())),
+        ("allowed_token_ids", params.allowed_token_ids or []),
+        ("bad_words_token_ids", [token for word in params.bad_words_token_ids or () for token in word]),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequestError(
+                f"token {max(ids)} of {name} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
+            )
 
 
 def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None, max_model_len: int) -> None:

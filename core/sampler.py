@@ -1,9 +1,10 @@
 """The sampler: one token per row of logits, a function of that row, its parameters and its position alone.
 
-Order, as in vLLM: forbidden tokens, temperature, min_p, top_k, top_p, draw. A draw is one Philox uniform pushed through
-the inverse cumulative distribution of the tokens left: of rows with top_p < 1 or top_k < V in order of descending
-logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never sorted whole: its largest
-logits are taken by the smallest of a few buckets that its own parameters, then its own logits, show to be enough.
+Order, as in vLLM: edits (core/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw is one Philox uniform
+pushed through the inverse cumulative distribution of the tokens left: of rows with top_p < 1 or top_k < V in order of
+descending logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never sorted whole:
+its largest logits are taken by the smallest of a few buckets that its own parameters, then its own logits, show to be
+enough.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from core.logit_edits import LogitEdits, apply_edits
 from kernels.philox import uniform
 
 #: What stands for a token in a row whose logits are not numbers.
@@ -32,7 +34,7 @@ Indices = NDArray[np.int64]
 
 
 class SamplingInputs(NamedTuple):
-    """Parameters of S rows, as columns [S]; and the index group of forbidden tokens."""
+    """Parameters of S rows, as columns [S]; and the index groups of what uncommon options change."""
 
     temperature: NDArray[np.float32]  # 0 = greedy
     top_k: NDArray[np.int64]  # 0 = all
@@ -40,8 +42,8 @@ class SamplingInputs(NamedTuple):
     min_p: NDArray[np.float32]  # [0, 1]
     seed: NDArray[np.uint64]
     position: NDArray[np.int64]  # index of the token to draw in its request's output
-    forbidden_row: NDArray[np.int64]  # [F] row in 0..S-1 and
-    forbidden_token: NDArray[np.int64]  # [F] token id it must not draw; ids outside the vocabulary are ignored
+    choice: NDArray[np.int64]  # of its request
+    edits: LogitEdits = LogitEdits()
 
 
 @torch.inference_mode()
@@ -51,9 +53,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return np.zeros(0, np.int32)
-    if len(inputs.forbidden_row):
-        known = inputs.forbidden_token < vocab_size
-        logits[torch.from_numpy(inputs.forbidden_row[known]), torch.from_numpy(inputs.forbidden_token[known])] = -np.inf
+    apply_edits(logits, inputs.edits)
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
     maximum = logits.gather(1, best[:, None])[:, 0]
     drawn = inputs.temperature > 0
@@ -108,7 +108,9 @@ def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: NDA
 
 def _targets(total: Doubles, rows: Indices, inputs: SamplingInputs) -> Doubles:
     """A uniform number in (0, total) of each row: below total also after rounding."""
-    drawn: Doubles = np.minimum(uniform(inputs.seed[rows], inputs.position[rows]) * total, np.nextafter(total, 0.0))
+    drawn: Doubles = np.minimum(
+        uniform(inputs.seed[rows], inputs.position[rows], inputs.choice[rows]) * total, np.nextafter(total, 0.0)
+    )
     return drawn
 
 

@@ -70,24 +70,29 @@ class Scheduler:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: Request, deadline_ns: int = 0) -> None:
-        """Queue a validated request; a number that lives already in the client's session is refused to its sender."""
-        if self._requests.get(request.client, request.number) is not None:
-            text = f"request number {request.number} is still running in this session; numbers are never reused"
-            self.outputs.add_failed(request.client, request.number, ErrorCode.ALREADY_EXISTS, text)
-        elif request.num_tokens >= request.max_total_tokens:  # the client has all of its tokens already
-            self.outputs.add_finish(request, request.num_output_tokens, FinishReason.LENGTH)
-        else:
-            self._requests.add(request, deadline_ns)
-            self.waiting.append(request)
+    def add_request(self, choices: list[Request], deadline_ns: int = 0) -> None:
+        """Queue the choices of one validated message, which share their blocks as far as the prefix cache has them; a
+        number that lives already in the client's session is refused to its sender."""
+        client, number = choices[0].client, choices[0].number
+        if self._requests.get(client, number):
+            text = f"request number {number} is still running in this session; numbers are never reused"
+            self.outputs.add_failed(client, number, ErrorCode.ALREADY_EXISTS, text)
+            return
+        for request in choices:
+            if request.num_tokens >= request.max_total_tokens:  # the client has all of its tokens already
+                self.outputs.add_finish(request, request.num_output_tokens, FinishReason.LENGTH)
+            else:
+                self._requests.add(request, deadline_ns)
+                self.waiting.append(request)
 
-    def finish_requests(self, client: int, numbers: list[int]) -> None:
-        """Abort these requests of a client; unknown and finished numbers are ignored."""
-        for number in numbers:
-            request = self._requests.get(client, number)
-            if request is not None:
-                self._take_out(request)
-                self.outputs.add_finish(request, request.num_output_tokens, FinishReason.ABORT)
+    def finish_requests(self, client: int, numbers: list[int], choices: list[int] | None = None) -> None:
+        """Abort these requests of a client, or of each only the choice beside it; what is unknown or finished is
+        ignored."""
+        for index, number in enumerate(numbers):
+            for request in self._requests.get(client, number):
+                if choices is None or request.choice in choices[index : index + 1]:
+                    self._take_out(request)
+                    self.outputs.add_finish(request, request.num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
         """The client is gone: its requests end and nobody is told."""
@@ -161,14 +166,18 @@ class Scheduler:
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
         self.pool.lift_fences(step)
         live = self.table.tenancy[plan.rows] == tenancies  # the others were aborted or preempted meanwhile
+        if output.logprobs is not None:
+            told = output.logprobs.where((live & (output.token_ids != FAILED_TOKEN))[output.logprobs.rows])
+            self.outputs.add_logprobs(*self._address(plan.rows[told.rows]), told)
         self._fail_rows(plan.rows[live & (output.token_ids == FAILED_TOKEN)])
+        live = self.table.tenancy[plan.rows] == tenancies  # the other choices of what has failed are gone too
         sampled = live & (output.token_ids >= 0)
         rows, tokens = plan.rows[sampled], output.token_ids[sampled]
         self.table.append_tokens(rows, tokens)
         finish, by_stop_token = self._stop_check(rows, tokens)
         table = self.table
         positions = table.num_tokens[rows] - 1 - table.num_prompt_tokens[rows]
-        self.outputs.add_tokens(table.client[rows], table.number[rows], positions, tokens, finish, by_stop_token)
+        self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token)
         self.stats.num_generation_tokens += len(rows)
         for row in rows[finish > 0].tolist():
             request = table.request[row]
@@ -176,6 +185,10 @@ class Scheduler:
             self._take_out(request)
             self.stats.num_finished += 1
         return self.outputs.drain(step)
+
+    def _address(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
+        """(client, number, choice) of each row."""
+        return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
 
     # --- running rows --------------------------------------------------------------------------------------------
 
@@ -272,11 +285,21 @@ class Scheduler:
         if request.params.stop_token_ids:
             self._stop_check.add(row, request.params.stop_token_ids)
         draft.added.append(
-            NewRow(row, request.token_ids, request.num_prompt_tokens, cached, block_ids, request.params, request.seed)
+            NewRow(
+                row,
+                request.token_ids,
+                request.num_prompt_tokens,
+                cached,
+                block_ids,
+                request.params,
+                request.seed,
+                request.choice,
+            )
         )
         if not request.has_started:
             request.has_started = True
-            self.outputs.add_started(request, cached)
+            if request.choice == 0:  # the others find the prompt's blocks because of it
+                self.outputs.add_started(request, cached)
             self.stats.count_start(request, cached)
         return row, len(block_ids)
 
@@ -301,18 +324,24 @@ class Scheduler:
     def _fail_rows(self, rows: Ints) -> None:
         """Requests whose logits were not finite fail alone; nobody is to find what they have stored."""
         for row in rows.tolist():
-            request = self.table.request[row]
-            assert request is not None, f"row {row} fails twice"
-            text = "the model's logits for this request are not finite (NaN or infinity)"
             self.pool.forget_names(self.table.block_ids(row))
-            self._take_out(request)
-            self.outputs.add_failed(request.client, request.number, ErrorCode.INTERNAL, text)
+        for row in rows.tolist():
+            request = self.table.request[row]
+            if request is None:  # another choice of its request has failed before it
+                continue
+            text = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
+            self._fail(request, ErrorCode.INTERNAL, text)
 
     def _fail_overdue(self, now_ns: int) -> None:
         for request in self._requests.pop_overdue(now_ns):
-            self._take_out(request)
-            text = "the request's deadline has passed"
-            self.outputs.add_failed(request.client, request.number, ErrorCode.DEADLINE_EXCEEDED, text)
+            if not request.is_finished:  # with another choice of it
+                self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+    def _fail(self, request: Request, code: ErrorCode, text: str) -> None:
+        """With all choices of its number."""
+        for choice in self._requests.get(request.client, request.number):
+            self._take_out(choice)
+        self.outputs.add_failed(request.client, request.number, code, text)
 
     def _take_out(self, request: Request) -> None:
         """The request leaves the scheduler, wherever it is."""

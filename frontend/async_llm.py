@@ -11,7 +11,6 @@ from typing import Any, Self
 from frontend.client import EngineClient
 from frontend.outputs import RequestOutput
 from frontend.prompts import PromptInput, split_prompts
-from frontend.request_state import RequestState
 from frontend.session import Message, PreparedRequest, Session
 from frontend.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
@@ -155,7 +154,7 @@ class AsyncLLM:
             number = self._numbers[name] = state.number
             news = waker.register(number)
             while not state.finished:
-                output = _advance(client, state)
+                output = self._session.advance(state)
                 if output is not None:
                     yield output
                 elif client.error is not None:
@@ -202,13 +201,6 @@ class AsyncLLM:
             raise InvalidRequestError(f"request_id {name!r} is in use by a live request; take another, or leave it out")
         self._numbers[name] = None
         return name
-
-
-def _advance(client: EngineClient, state: RequestState) -> RequestOutput | None:
-    progress = client.read(state.number, state.num_tokens)
-    if progress.error is not None:
-        raise progress.error
-    return state.update(progress)
 
 
 class _Waker:

@@ -172,19 +172,21 @@ class EngineClient(TypedCalls):
         with self._changed:
             return self._journal.take_ready()
 
-    def read(self, number: int, start: int = 0) -> Progress:
-        """What is known of a request that was not discarded, with its tokens from output position `start` on."""
+    def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
+        """What is known of a choice of a request that was not discarded, with its tokens from output position `start`
+        on."""
         with self._changed:
-            return self._journal.read(number, start)
+            return self._journal.read(number, start, choice)
 
-    def abort(self, numbers: Iterable[int]) -> None:
-        """Ask the engine to stop these; each that still runs gets a last row with finish code ABORT."""
+    def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
+        """Ask the engine to stop these, or only the choice beside each; each that still runs gets a last row with
+        finish code ABORT."""
         self._check()
         column = np.fromiter(numbers, "<u4")
         with self._changed:
-            self._journal.mark_aborted(column)
+            self._journal.mark_aborted(column.tolist(), choices)
             if len(column) and self._error is None:
-                self._send(encode(Abort(column.tobytes())))
+                self._send(encode(Abort(column.tobytes(), np.array(choices, "<u2").tobytes())))
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Forget these requests, and stop those that run: what still arrives for them is dropped. Never raises for an

@@ -137,12 +137,12 @@ class LLM:
                     running[state.number] = (index, state)
                 for number in client.wait(np.fromiter(running, np.int64, len(running))).tolist():
                     index, state = running[number]
-                    progress = client.read(number, state.num_tokens)
                     output = None
-                    if progress.error is not None:
-                        errors[index] = progress.error
+                    try:
+                        output = self._session.advance(state)
+                    except (InvalidRequestError, RequestFailedError) as error:
+                        errors[index] = error
                     else:
-                        output = state.update(progress)
                         if output is None:
                             continue
                         outputs[index] = output
@@ -196,7 +196,7 @@ class _ProgressBar:
             return
         if output is not None:
             self._num_input += len(output.prompt_token_ids)
-            self._num_output += len(output.outputs[0].token_ids)
+            self._num_output += sum(len(one.token_ids) for one in output.outputs)
             self._bar.postfix = self._rates(time.monotonic())
         self._bar.update(1)
 

@@ -20,6 +20,7 @@ class OutputColumns(NamedTuple):
     counts: Int64s  # [R]
     tokens: Int32s  # [T]
     finish: npt.NDArray[np.uint8] | None  # [R]; None = none finished
+    choices: Int64s | None = None  # [R]; None = all 0
 
     def where(self, keep: npt.NDArray[np.bool_]) -> "OutputColumns":
         """The columns of the rows in the mask keep [R]."""
@@ -29,6 +30,7 @@ class OutputColumns(NamedTuple):
             self.counts[keep],
             self.tokens[keep.repeat(self.counts)],
             None if self.finish is None else self.finish[keep],
+            None if self.choices is None else self.choices[keep],
         )
 
 
@@ -41,6 +43,7 @@ def columns_of(outputs: Outputs) -> OutputColumns:
             np.frombuffer(outputs.counts, "<u2").astype(np.int64),
             np.frombuffer(outputs.tokens, "<i4"),
             np.frombuffer(outputs.finish, np.uint8) if outputs.finish else None,
+            np.frombuffer(outputs.choices, "<u2").astype(np.int64) if outputs.choices else None,
         )
     except ValueError as error:
         raise MalformedMessageError(f"an output column is not a whole number of entries: {error}") from error
@@ -54,6 +57,6 @@ def columns_of(outputs: Outputs) -> OutputColumns:
         )
     if columns.finish is not None and num_rows and columns.finish.max() > FinishReason.ABORT:
         raise MalformedMessageError(f"finish code {columns.finish.max()}; known are 0 to {FinishReason.ABORT.value}")
-    if any(outputs.choices):
-        raise MalformedMessageError("an output row is of a choice other than 0; this client asks for one choice")
+    if columns.choices is not None and len(columns.choices) != num_rows:
+        raise MalformedMessageError(f"output columns do not fit: {num_rows} numbers, {len(columns.choices)} choices")
     return columns

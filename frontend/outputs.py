@@ -1,6 +1,20 @@
 """What generate() gives back: RequestOutput and its parts, shaped as vLLM's."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log probability before temperature and filters; its rank, from 1; its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+#: Of one position: the token there first, then the most likely ones.
+TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 
 @dataclass(slots=True)
@@ -11,7 +25,7 @@ class RequestMetrics:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     finished_time: float = 0.0
-    num_generation_tokens: int = 0
+    num_generation_tokens: int = 0  # of the longest choice
 
     @property
     def ttft(self) -> float | None:
@@ -33,8 +47,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: None = None
+    cumulative_logprob: float | None = None  # of all tokens so far; None without logprobs
+    logprobs: list[TokenLogprobs] | None = None  # beside token_ids
     finish_reason: str | None = None  # "stop" | "length" | "abort"; None while it goes on
     stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS
     lora_request: None = None
@@ -53,6 +67,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing predicts
     lora_request: None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values the engine already had

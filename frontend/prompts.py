@@ -57,11 +57,13 @@ def read_prompts(
     vocab_size: int,
     max_model_len: int,
     add_special_tokens: bool = True,
+    truncation: Sequence[int | None] | None = None,
 ) -> list[Prompt]:
     """The prompts, tokenized (together, which is parallel) and checked.
 
-    vocab_size: token ids the model knows. max_model_len: tokens of prompt and output together. Errors:
-    InvalidRequestError saying which prompt is wrong, how, and what would be right.
+    vocab_size: token ids the model knows. max_model_len: tokens of prompt and output together. truncation: of each
+    prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. Errors: InvalidRequestError saying
+    which prompt is wrong, how, and what would be right.
     """
     forms = [_read_form(prompt, _name(index, len(prompts))) for index, prompt in enumerate(prompts)]
     texts = [text for text, token_ids, _ in forms if text is not None and token_ids is None]
@@ -72,6 +74,9 @@ def read_prompts(
     for index, (text, token_ids, cache_salt) in enumerate(forms):
         name = _name(index, len(prompts))
         ids = next(encoded) if token_ids is None else _read_token_ids(token_ids, name, vocab_size)
+        keep = truncation[index] if truncation is not None else None
+        if keep is not None:
+            ids = ids[-(keep if keep > 0 else max_model_len - 1) :]
         if not ids:
             raise InvalidRequestError(f"{name} is empty; a prompt has at least one token")
         if len(ids) >= max_model_len:

@@ -1,113 +1,90 @@
 """RequestState: one request as its caller sees it; turns journal progress into RequestOutputs."""
 
-from frontend.detokenizer import Detokenizer
+from frontend.completion_state import CompletionState
 from frontend.journal import Progress
-from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from frontend.logprobs import logprob_dicts
+from frontend.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from frontend.prompts import Prompt
 from frontend.tokenizer import Tokenizer
 from ipc.messages import FinishReason
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
-
-
-def needs_every_token(params: SamplingParams) -> bool:
-    """Whether tokens matter before the request has finished: they are shown, or may complete a stop string."""
-    return params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop_strings)
-
 
 class RequestState:
-    """Texts are decoded here: once, at the end, where only that is asked for; else as tokens arrive.
-
-    tokenizer: None = token ids only, texts stay "". `num_tokens` is where the next Progress must begin; `finished`
-    becomes true with the last output, which may be before the engine knows (a stop string).
-    """
+    """The choices of one request, aggregated: CUMULATIVE shows all of them at every output, DELTA those with news,
+    FINAL_ONLY all of them once. `finished` becomes true with the last output."""
 
     def __init__(
         self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
         self.request_id = request_id
         self.number = number
-        self.num_tokens = 0
         self.finished = False
+        self.completions = [CompletionState(index, params, tokenizer) for index in range(params.n)]
         self._prompt = prompt
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer: Detokenizer | None = None
-        if self._tokenizer is not None and needs_every_token(params):
-            self._detokenizer = Detokenizer(
-                self._tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop_strings,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-        self._token_ids: list[int] = []
-        self._num_shown = 0  # tokens of earlier DELTA outputs
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._progress: dict[int, Progress] = {}  # the last of each choice
+        self._stopped: list[int] = []
 
-    def update(self, progress: Progress) -> RequestOutput | None:
-        """Take what is new; the output it makes, None where there is nothing to show (yet)."""
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """(choice, position from which its Progress must begin) of what the next update() takes."""
+        return [(one.index, one.num_tokens) for one in self.completions if not one.finished]
+
+    def update(self, *progress: Progress) -> RequestOutput | None:
+        """Take what is new, a Progress for each that is wanted; None where there is nothing to show (yet)."""
         assert not self.finished, self.number
-        new = progress.token_ids.tolist()
-        self.num_tokens += len(new)
-        self._token_ids += new
-        stop_string = self._detokenize(new, progress.finish) if self._detokenizer is not None else None
-        self.finished = progress.finish != FinishReason.NONE or stop_string is not None
+        going = [one for one in self.completions if not one.finished]
+        changed = []
+        for completion, one in zip(going, progress, strict=True):
+            self._progress[completion.index] = one
+            if completion.update(one):
+                changed.append(completion)
+            if completion.finished and one.finish == FinishReason.NONE:
+                self._stopped.append(completion.index)
+        self.finished = all(one.finished for one in self.completions)
         kind = self._params.output_kind
-        if not self.finished and (kind == RequestOutputKind.FINAL_ONLY or not new):
+        if not changed or (kind == RequestOutputKind.FINAL_ONLY and not self.finished):
             return None
-        completion = CompletionOutput(0, self._text(progress.finish), self._shown_tokens())
-        if stop_string is not None:
-            completion.finish_reason, completion.stop_reason = "stop", stop_string
-        elif self.finished:
-            completion.finish_reason, completion.stop_reason = _FINISH_REASONS[progress.finish], progress.stop_token
+        shown = changed if kind == RequestOutputKind.DELTA else self.completions
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt.text,
             prompt_token_ids=self._prompt.token_ids,
-            outputs=[completion],
+            outputs=[one.output() for one in shown],
             finished=self.finished,
-            metrics=self._metrics(progress),
-            num_cached_tokens=progress.num_cached_tokens,
+            metrics=self._metrics(),
+            prompt_logprobs=self._take_prompt_logprobs(),
+            num_cached_tokens=self._progress[changed[0].index].num_cached_tokens,
         )
 
-    def _detokenize(self, new: list[int], finish: FinishReason) -> str | None:
-        """Feed the detokenizer; the stop string that ends the request, whose tokens are cut after it."""
-        detokenizer = self._detokenizer
-        assert detokenizer is not None
-        detokenizer.update(new[:-1] if self._hides_last_token(finish) else new)
-        if finish != FinishReason.NONE:
-            detokenizer.finish()
-        if detokenizer.stop_string is not None:
-            del self._token_ids[detokenizer.num_tokens :]
-        return detokenizer.stop_string
+    def take_stopped(self) -> list[int]:
+        """Choices that a stop string has ended since the last call, of which the engine does not know."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
 
-    def _hides_last_token(self, finish: FinishReason) -> bool:
-        """EOS and stop tokens are part of token_ids; of the text only where the caller wants to see what stopped it."""
-        return finish == FinishReason.STOP and not self._params.include_stop_str_in_output
+    def _take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The first choice's task, complete from its first token on; with DELTA they are shown once."""
+        first = self._progress.get(0)
+        if self._params.prompt_logprobs is None or first is None or first.logprobs is None:
+            return None
+        if self._prompt_logprobs is not None:
+            return None if self._params.output_kind == RequestOutputKind.DELTA else self._prompt_logprobs
+        if self.completions[0].token_ids:
+            self._prompt_logprobs = [None, *logprob_dicts(first.logprobs.prompt, self._tokenizer)]
+        return self._prompt_logprobs
 
-    def _text(self, finish: FinishReason) -> str:
-        if self._detokenizer is not None:
-            delta = self._params.output_kind == RequestOutputKind.DELTA
-            return self._detokenizer.delta() if delta else self._detokenizer.text
-        if self._tokenizer is None:
-            return ""
-        ids = self._token_ids[:-1] if self._hides_last_token(finish) else self._token_ids
-        return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
-
-    def _shown_tokens(self) -> list[int]:
-        if self._params.output_kind != RequestOutputKind.DELTA:
-            return self._token_ids.copy()
-        new = self._token_ids[self._num_shown :]
-        self._num_shown = len(self._token_ids)
-        return new
-
-    def _metrics(self, progress: Progress) -> RequestMetrics:
+    def _metrics(self) -> RequestMetrics:
+        all_progress = self._progress.values()
+        first = [one.first_token_time for one in all_progress if one.first_token_time]
+        # A stop string ends a choice here, before the engine knows.
+        ends = [one.finished_time or one.last_token_time for one in all_progress]
         return RequestMetrics(
-            progress.arrival_time,
-            progress.first_token_time,
-            progress.last_token_time,
-            # A stop string ends the request here, before the engine knows.
-            progress.finished_time or (progress.last_token_time if self.finished else 0.0),
-            len(self._token_ids),
+            min(one.arrival_time for one in all_progress),
+            min(first, default=0.0),
+            max(one.last_token_time for one in all_progress),
+            max(ends) if self.finished else 0.0,
+            max(len(one.token_ids) for one in self.completions),
         )

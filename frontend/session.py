@@ -8,11 +8,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from frontend.bad_words import bad_words_token_ids
 from frontend.chat_template import render_chat
 from frontend.client import EngineClient
+from frontend.completion_state import needs_every_token
 from frontend.engine_process import EngineProcess
+from frontend.outputs import RequestOutput
 from frontend.prompts import Prompt, PromptInput, read_prompts
-from frontend.request_state import RequestState, needs_every_token
+from frontend.request_state import RequestState
 from frontend.tokenizer import Tokenizer
 from frontend.transport import ZmqTransport
 from ipc.config import EngineConfig, config_from_options
@@ -83,14 +86,15 @@ class Session:
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
         """Check and tokenize everything before anything is submitted. Errors: InvalidRequestError."""
+        all_params = self._read_params(params, len(prompts))
         read = read_prompts(
             prompts,
             self.tokenizer,
             vocab_size=self.client.welcome.vocab_size,
             max_model_len=self.client.welcome.limits.max_model_len,
             add_special_tokens=add_special_tokens,
+            truncation=[one.truncate_prompt_tokens for one in all_params],
         )
-        all_params = self._read_params(params, len(read))
         priorities = _read_priorities(priority, len(read))
         return [PreparedRequest(*parts) for parts in zip(read, all_params, priorities, strict=True)]
 
@@ -135,6 +139,18 @@ class Session:
         )
         name = str(number) if request_id is None else request_id
         return RequestState(name, number, prompt, params, self.tokenizer)
+
+    def advance(self, state: RequestState) -> RequestOutput | None:
+        """Take the news of a request; None where there is nothing to show. Errors: why the engine gave it up."""
+        progress = [self.client.read(state.number, start, choice) for choice, start in state.wanted]
+        for one in progress:
+            if one.error is not None:
+                raise one.error
+        output = state.update(*progress)
+        stopped = state.take_stopped()
+        if stopped and not state.finished:  # a finished one is stopped as a whole, when it is discarded
+            self.client.abort([state.number] * len(stopped), stopped)
+        return output
 
     def close(self, timeout: float = 5.0) -> None:
         """End the session, and within `timeout` seconds the engine this session started."""
@@ -210,11 +226,22 @@ class Session:
                 raise InvalidRequestError(
                     "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
                 )
+            if one.bad_words and self.tokenizer is None:
+                raise InvalidRequestError(
+                    "bad_words need a tokenizer, which this engine has not: use bad_words_token_ids"
+                )
         if isinstance(given, Sequence):
             if len(many) != count:
                 raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
-            return [msgspec.structs.replace(one) for one in many]
-        return [msgspec.structs.replace(given)] * count
+            return [self._for_engine(one) for one in many]
+        return [self._for_engine(given)] * count
+
+    def _for_engine(self, params: SamplingParams) -> SamplingParams:
+        """A copy, with what only the engine needs."""
+        words = params.bad_words
+        if not words or self.tokenizer is None:
+            return msgspec.structs.replace(params)
+        return msgspec.structs.replace(params, bad_words_token_ids=bad_words_token_ids(words, self.tokenizer))
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

@@ -125,6 +125,10 @@ class Tokenizer:
             return self.chat_templates.get(given, given)
         return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
 
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        """Text of each id alone, special ones included; bytes that are no whole character become U+FFFD."""
+        return self.hf.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
         return self._tables[skip_special_tokens]
 

@@ -15,7 +15,7 @@ from ipc.errors import MalformedMessageError
 from ipc.sampling_params import SamplingParams
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1  # 1: heartbeats and leases, reconnection, queue bounds, pause, resume, drain, shutdown
+PROTOCOL_MINOR = 1  # 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -80,6 +80,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Stop these requests; unknown and finished numbers are ignored. Each live one gets a last row with ABORT."""
 
     numbers: bytes  # uint32[n]
+    choices: bytes = b""  # uint16[n]: the choice of each that is to stop; empty = all of them
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -187,6 +188,18 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
     minor: int = PROTOCOL_MINOR
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at L positions, as columns; sparse beside Outputs. Idempotent by (number, choice, position)."""
+
+    numbers: bytes  # uint32[L]
+    positions: bytes  # uint32[L]: index in the request's tokens, the prompt's first
+    counts: bytes  # uint32[L]: entries of each; the first is the token at the position, the others the most likely ones
+    ranks: bytes  # uint32[L]: of the token at the position, from 1
+    token_ids: bytes  # int32[sum(counts)]
+    values: bytes  # float32[sum(counts)]: natural logarithms
+    choices: bytes = b""  # uint16[L]; empty = all 0
+
+
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     """What one step produced for one client, as columns of R rows.
 
@@ -203,6 +216,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     finish: bytes = b""  # uint8[R] FinishReason; empty = none finished
     stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
+    logprobs: Logprobs | None = None  # never later than the tokens they belong to
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -349,6 +363,11 @@ def pack_numbers(numbers: list[int]) -> bytes:
 def unpack_numbers(column: bytes) -> list[int]:
     """A uint32 column as request numbers; a torn last entry is left out."""
     return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]
+
+
+def unpack_choices(column: bytes) -> list[int]:
+    """A uint16 column as choices; a torn last entry is left out."""
+    return [int.from_bytes(column[at : at + 2], "little") for at in range(0, len(column) - 1, 2)]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,9 +6,16 @@ import msgspec
 
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 
+MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64
+#: Larger logit biases are cut to it, as in vLLM.
+MAX_LOGIT_BIAS = 100.0
 #: Temperatures in (0, MIN_TEMPERATURE) are raised to it, as in vLLM: 1/temperature must stay finite in float32.
 MIN_TEMPERATURE = 0.01
 
@@ -28,7 +35,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     UnsupportedParameterError for parameters that vLLM has and this version does not. Fields are only ever appended.
     """
 
-    n: int = 1
+    n: int = 1  # choices
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -42,8 +49,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # most likely tokens to report beside each output token; -1 = all
+    prompt_logprobs: int | None = None  # the same beside each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -54,14 +61,22 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     bad_words: list[str] | None = None
     structured_outputs: None = None
     extra_args: None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None  # keep the last so many of the prompt; -1 = as many as the model takes
     flat_logprobs: bool = False
+    bad_words_token_ids: list[list[int]] | None = None  # bad_words as the engine knows them; made by the frontend
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self)
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = _truncation(self.truncate_prompt_tokens)
+        self.n = _integer("n", self.n, 1, MAX_CHOICES)
+        for name, (low, high) in _PENALTIES.items():
+            setattr(self, name, _number(name, getattr(self, name), low, high))
         self.temperature = _number("temperature", self.temperature, 0.0, 1e4)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        if self.temperature == 0.0 and self.n > 1:
+            raise InvalidRequestError(f"n must be 1 for greedy decoding, which has one answer; got n={self.n}")
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be in (0, 1], got 0.0; for greedy decoding set temperature=0")
@@ -85,6 +100,12 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need text: use detokenize=True, or stop_token_ids")
         self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
+        self.logprobs = _num_logprobs("logprobs", self.logprobs)
+        self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        self.logit_bias = _logit_bias(self.logit_bias)
+        self.allowed_token_ids = _allowed_token_ids(self.allowed_token_ids)
+        self.bad_words = _bad_words(self.bad_words)
+        self.bad_words_token_ids = _bad_words_token_ids(self.bad_words_token_ids)
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -98,20 +119,16 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         return self.stop if isinstance(self.stop, list) else []
 
 
+_PENALTIES = {
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-4, 1e4),  # vLLM: above 0; beyond these bounds logits would leave float32
+}
+
 #: Known to vLLM, not to this version; every value but the default is refused by name.
 _UNSUPPORTED = {
-    "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
     "structured_outputs": None,
     "extra_args": None,
-    "truncate_prompt_tokens": None,
     "flat_logprobs": False,
     "spaces_between_special_tokens": True,
 }
@@ -170,3 +187,72 @@ def _stop_token_ids(ids: object) -> list[int]:
     if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     return [_integer("stop_token_ids", token, 0, 2**31 - 1) for token in ids]
+
+
+def _truncation(value: object) -> int:
+    count = _integer("truncate_prompt_tokens", value, -1, 2**31 - 1)
+    if count == 0:
+        raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1 for what the model takes, got 0")
+    return count
+
+
+def _num_logprobs(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    count = _integer(name, value, -1, 2**31 - 1)
+    if count > MAX_LOGPROBS:
+        raise InvalidRequestError(f"{name} must be at most {MAX_LOGPROBS}, or -1 for the whole vocabulary, got {count}")
+    return count
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None or bias == {}:
+        return None
+    if not isinstance(bias, dict):
+        raise InvalidRequestError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+    checked = {}
+    for token, value in bias.items():
+        key = int(token) if isinstance(token, str) and token.isdecimal() else token
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            raise InvalidRequestError(f"logit_bias of token {token!r:.80} must be a number, got {value!r:.80}")
+        checked[_integer("a token id in logit_bias", key, 0, 2**31 - 1)] = min(
+            max(float(value), -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS
+        )
+    return checked
+
+
+def _allowed_token_ids(ids: object) -> list[int] | None:
+    """Sorted, each once."""
+    if ids is None:
+        return None
+    if not isinstance(ids, (list, tuple)) or not ids:
+        raise InvalidRequestError(f"allowed_token_ids must be a list of at least one token id, got {ids!r:.80}")
+    return sorted({_integer("allowed_token_ids", token, 0, 2**31 - 1) for token in ids})
+
+
+def _bad_words(words: object) -> list[str] | None:
+    if words is None or words == []:
+        return None
+    if not isinstance(words, (list, tuple)) or len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings, got {words!r:.80}")
+    for word in words:
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise InvalidRequestError(
+                f"a bad word has 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces; got {word!r:.80}"
+            )
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            raise InvalidRequestError(f"a bad word must be valid Unicode; {word!r:.80} has a lone surrogate")
+    return list(words)
+
+
+def _bad_words_token_ids(sequences: object) -> list[list[int]] | None:
+    if sequences is None or sequences == []:
+        return None
+    if not isinstance(sequences, (list, tuple)) or len(sequences) > 2 * MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words_token_ids must be a list of at most {2 * MAX_BAD_WORDS} lists of token ids"
+        )
+    for ids in sequences:
+        if not isinstance(ids, (list, tuple)) or not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(f"a bad word has 1 to {MAX_BAD_WORD_TOKENS} tokens, got {ids!r:.80}")
+    return [[_integer("bad_words_token_ids", token, 0, 2**31 - 1) for token in ids] for ids in sequences]

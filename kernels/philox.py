@@ -28,15 +28,21 @@ def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint32]) -> NDArray[
 
 
 def uniform(
-    seed: NDArray[np.uint64], position: NDArray[np.integer], choice: int = 0, purpose: int = SAMPLE_TOKEN, lane: int = 0
+    seed: NDArray[np.uint64],
+    position: NDArray[np.integer],
+    choice: NDArray[np.integer] | int = 0,
+    purpose: int = SAMPLE_TOKEN,
+    lane: int = 0,
 ) -> NDArray[np.float64]:
-    """One number in (0, 1) per row: seed [R] uint64, position [R] index in the request's output -> [R] float64.
+    """One number in (0, 1) per row: seed [R] uint64, position [R] index in the request's output, choice [R] or one
+    for all -> [R] float64.
 
     52 random bits of the first two words, and half a step: neither 0 nor 1 can occur, and every value is exact.
     """
     counter = np.empty((len(seed), 4), np.uint32)
     counter[:, 0] = position
-    counter[:, 1:] = choice, purpose, lane
+    counter[:, 1] = choice
+    counter[:, 2:] = purpose, lane
     words = philox4x32(seed, counter).astype(np.uint64)
     bits = ((words[:, 0] << _32) | words[:, 1]) >> np.uint64(12)
     result: NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -26,7 +26,8 @@ from tools.summary import RequestSummary, RunSummary, print_summary, summarize_e
 from tools.terminal import Streams, streams_for
 
 _DEFAULT_MAX_TOKENS = 128
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *_PENALTIES)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--top-p", type=float, metavar="X")
     group.add_argument("--top-k", type=int, metavar="N")
     group.add_argument("--min-p", type=float, metavar="X")
+    for name in _PENALTIES:
+        group.add_argument("--" + name.replace("_", "-"), type=float, metavar="X")
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
     group.add_argument("--ignore-eos", action="store_true", help="go on until --max-tokens")

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from core.executor.interface import FinishedStep, ModelInfo, StepHandle
-from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
 from core.runner_table import RunnerTable
 from ipc.config import EngineConfig
+from ipc.paged_rows import Ints
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -35,6 +36,11 @@ def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_siz
     return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """What fake_tokens takes as the seed of one choice of a request."""
+    return seed ^ (choice * int(_GOLDEN)) % 2**64
+
+
 def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
     """What the fake executor answers, one request at a time: the oracle of tests."""
     ids = list(prompt)
@@ -47,6 +53,20 @@ def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -
 
 def _terms(token_ids: npt.NDArray[np.integer], positions: UInt64s) -> UInt64s:
     return mix((token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + mix(positions + np.uint64(1)))
+
+
+def fake_logprobs(tokens: Ints, positions: Ints, num_top: Ints, rows: Ints, vocab_size: int) -> TokenLogprobs:
+    """Made up of the token and its position: the token first, of rank 3, then token + 1, token + 2, ... ids."""
+    counts = 1 + np.minimum(num_top, vocab_size)
+    offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return TokenLogprobs(
+        rows=rows.astype(np.int32),
+        positions=positions.astype(np.int32),
+        counts=counts.astype(np.int32),
+        ranks=np.full(len(rows), 3, np.int32),
+        token_ids=((np.repeat(tokens, counts) + offsets) % vocab_size).astype(np.int32),
+        values=(-(np.repeat(positions % 64, counts) + offsets + 1) / 16).astype(np.float32),
+    )
 
 
 class FakeExecutor:
@@ -68,22 +88,41 @@ class FakeExecutor:
         self._table = RunnerTable(config.max_num_seqs, config.block_size)
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
+        self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         table = self._table
         table.apply(plan)
         for new in plan.added:
             self._checksum[new.row] = checksum(new.token_ids)
-            self._seed[new.row] = new.seed if new.params.temperature > 0 else 0
+            self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
+            wanted = (new.params.logprobs, new.params.prompt_logprobs if new.wants_prompt_logprobs else None)
+            self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
         samples = table.advance(plan)
         rows = plan.rows[samples]
         positions = table.num_tokens[rows].astype(np.uint64)
         sampled = next_token(self._checksum[rows], positions, self._seed[rows], self.info.vocab_size)
         self._checksum[rows] += _terms(sampled, positions)
         table.append_tokens(rows, sampled)
+        logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         token_ids[samples] = sampled
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids))
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs))
+
+    def _logprobs(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> TokenLogprobs | None:
+        """One row after the other, tokens already appended."""
+        table, parts = self._table, []
+        for index, row in enumerate(plan.rows.tolist()):
+            end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
+            positions = np.arange(end - int(plan.num_scheduled_tokens[index]), end) + 1  # of the tokens that follow
+            for wanted, kind in zip(self._num_logprobs[row].tolist(), ("output", "prompt"), strict=True):
+                is_kind = positions < num_prompt if kind == "prompt" else (positions == end) & samples[index]
+                at = positions[is_kind]
+                if wanted >= 0 and len(at):
+                    tokens = table.tokens.get(np.full(len(at), row), at)
+                    args = np.full(len(at), wanted), np.full(len(at), index), self.info.vocab_size
+                    parts.append(fake_logprobs(tokens, at, *args))
+        return concat_logprobs(sorted(parts, key=lambda part: int(part.positions[0])))
 
     def close(self) -> None:
         """Nothing is held."""

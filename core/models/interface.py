@@ -34,13 +34,15 @@ class Model(Protocol):
     ) -> tuple[AttentionMetadata, ...]:
         """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
 
-    def forward(
+    def hidden_states(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
         metadata: tuple[AttentionMetadata, ...],
         cache: KVCache,
-        logits_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """token_ids, positions, slots [T] int64; logits_rows [S] -> logits [S, vocab] float32."""
+        """token_ids, positions, slots [T] int64 -> the last layer's output [>= T, hidden]."""
+
+    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""

@@ -116,8 +116,21 @@ class Llama:
         cache: KVCache,
         logits_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """token_ids, positions [T] int64; slots [T] int64 (block * block_size + offset; -1 = do not store); logits_rows
-        [S] int64 indices of the tokens whose logits are wanted -> logits [S, vocab] float32."""
+        """As hidden_states(); logits_rows [S] int64 indices of the tokens whose logits are wanted -> logits [S, vocab]
+        float32."""
+        return self.compute_logits(self.hidden_states(token_ids, positions, slots, metadata, cache), logits_rows)
+
+    @torch.inference_mode()
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """token_ids, positions [T] int64; slots [T] int64 (block * block_size + offset; -1 = do not store) -> the last
+        layer's output [>= T, hidden] float32."""
         num_tokens, num_rows = len(token_ids), metadata[0].num_rows
         stored = torch.nonzero(slots >= 0).flatten()
         write_rows = cache.slot_rows(slots[stored])
@@ -133,4 +146,9 @@ class Llama:
                 layer.o(self._attention(q, cache, index, metadata[layer.slides], self._scale))
             )
             hidden += layer.mlp_out(layer.down(layer.activation(layer.gate_up(layer.mlp_norm(hidden)))))
-        return self._head(self._norm(hidden.index_select(0, logits_rows))).float()
+        return hidden
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
+        return self._head(self._norm(hidden.index_select(0, rows))).float()

@@ -64,6 +64,9 @@ class TransformersModel:
         self._model = _load(path, dtype)
         config = self._model.config.get_text_config()
         self._architecture = type(self._model).__name__
+        self._body = self._model.base_model
+        if self._body is self._model:
+            raise UnsupportedModelError(f"{self._architecture}: its layers and its head are not apart")
         self.vocab_size = int(config.vocab_size)
         self.max_model_len = int(getattr(config, "max_position_embeddings", 0) or 2048)
         self.eos_token_ids = _eos_token_ids(self._model)
@@ -99,24 +102,35 @@ class TransformersModel:
         )
 
     @torch.inference_mode()
-    def forward(
+    def hidden_states(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
         metadata: tuple[AttentionMetadata, ...],
         cache: KVCache,
-        logits_rows: torch.Tensor,
     ) -> torch.Tensor:
         stored = torch.nonzero(slots >= 0).flatten()
         by_window = dict(zip(self._windows, metadata, strict=True))
         token = _step.set(_Step(cache, by_window, cache.slot_rows(slots[stored]), stored))
         try:
-            output = self._model(
-                token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logits_rows
-            )
+            output = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         finally:
             _step.reset(token)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The model's own code makes the logits, scalings and all: it is called with a body that is done already."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        picked = hidden.index_select(0, rows)[None]
+        self._body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=picked)
+        try:
+            output = self._model(input_ids=rows[None], use_cache=False)
+        finally:
+            del self._body.forward  # the class's own shows again
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
@@ -163,14 +177,14 @@ class TransformersModel:
         tables = np.arange(1, len(prompts) + 1)[:, None]
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = np.repeat(tables[:, 0] * 16, lengths) + positions
-        return self.forward(
+        hidden = self.hidden_states(
             torch.from_numpy(np.concatenate(prompts)),
             torch.from_numpy(positions),
             torch.from_numpy(slots),
             self.attention_metadata(lengths, lengths, tables, cache),
             cache,
-            torch.from_numpy(np.cumsum(lengths) - 1),
         )
+        return self.compute_logits(hidden, torch.from_numpy(np.cumsum(lengths) - 1))
 
 
 def _attend(

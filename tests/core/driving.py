@@ -7,12 +7,13 @@ given away too early, shared wrongly or named wrongly is seen at once; the plain
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from core.engine import EngineCore, EngineInput, EngineReply
-from core.executor.fake import FakeExecutor, UInt64s, fake_tokens, mix, next_token
+from core.executor.fake import FakeExecutor, UInt64s, choice_seed, fake_tokens, mix, next_token
 from core.outputs import Addressed
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
 from core.prefix_cache import extend_digests
@@ -65,6 +66,7 @@ def add_message(
     salt: str = "",
     deadline_ms: int = 0,
     delivered: Sequence[int] | None = None,
+    **options: Any,
 ) -> AddRequest:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -72,6 +74,7 @@ def add_message(
         stop_token_ids=stop_token_ids,
         min_tokens=min_tokens,
         temperature=temperature,
+        **options,
     )
     column = [] if delivered is None else [np.array(delivered, "<i4").tobytes()]
     prompt_ids = np.array(prompt, "<i4").tobytes()
@@ -195,7 +198,7 @@ class PagedExecutor:
         table = self._table
         table.apply(plan)
         for new in plan.added:
-            self._seed[new.row] = new.seed if new.params.temperature > 0 else 0
+            self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
         starts = table.num_computed_tokens[plan.rows]
         samples = table.advance(plan)
         rows = plan.rows.tolist()
@@ -321,7 +324,7 @@ class ByHand:
         entry = self.inbox.expect(client, message)
         request = request_from_message(message, client, self._serial, self._max_model_len)
         self._serial += 1
-        self.scheduler.add_request(request, deadline_ns)
+        self.scheduler.add_request([request], deadline_ns)
         return entry
 
     def schedule(self, now_ns: int = 0) -> SchedulerOutput:

@@ -175,7 +175,7 @@ def test_what_is_kept_of_finished_requests_is_bounded() -> None:
 
 def test_empty_queue_and_index() -> None:
     assert (len(WaitingQueue()), WaitingQueue().head(), len(RequestIndex())) == (0, None, 0)
-    assert RequestIndex().get(0, 0) is None
+    assert RequestIndex().get(0, 0) == []
     assert RequestIndex().of_client(0) == []
 
 

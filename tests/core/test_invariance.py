@@ -3,8 +3,8 @@
 The same run under --numerics L0 (torch's attention) must fail: otherwise this suite could not see a difference.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -116,8 +116,10 @@ class Run(NamedTuple):
     num_cached_tokens: int
 
 
-def request(number: int, prompt: Sequence[int], max_tokens: int, temperature: float) -> tuple[int, AddRequest]:
-    params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens, ignore_eos=True)
+def request(
+    number: int, prompt: Sequence[int], max_tokens: int, temperature: float, **options: Any
+) -> tuple[int, AddRequest]:
+    params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=max_tokens, ignore_eos=True, **options)
     return 0, AddRequest(number, np.array(prompt, "<i4").tobytes(), params, seed=number)
 
 
@@ -131,6 +133,7 @@ def run(
     num_blocks: int = 400,
     max_tokens: int = 24,
     temperature: float = 0.8,
+    params: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run `first` to its end, then the target among its neighbours, which were submitted before it."""
     config = EngineConfig(
@@ -143,7 +146,7 @@ def run(
     engine = EngineCore(config, RecordingExecutor(recorder))
     drain(engine, list(first))
     cached = engine.scheduler.stats.prefix_cache_hits
-    tokens = drain(engine, [*neighbours, request(TARGET, prompt, max_tokens, temperature)])[TARGET]
+    tokens = drain(engine, [*neighbours, request(TARGET, prompt, max_tokens, temperature, **(params or {}))])[TARGET]
     logits = torch.stack([recorder.logits[TARGET, position] for position in range(len(tokens))])
     stats = engine.scheduler.stats
     return Run(tokens, logits, stats.num_preemptions, stats.prefix_cache_hits - cached)
@@ -303,3 +306,40 @@ def test_the_local_executor_says_what_it_runs() -> None:
     assert executor.info.vocab_size == 49_152
     per_block = 2 * 30 * 16 * 3 * 64 * 2  # K and V, layers, tokens, KV heads, head size, bytes
     assert executor.determine_num_available_blocks(100 * per_block + 5, 16) == 100
+
+
+EDITS: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.6,
+    "logit_bias": {7: 3.0, 11: 2.5, 13: -100.0},
+    "bad_words_token_ids": [[7, 7], [11, 7], [42]],
+    "min_tokens": 1,
+}
+
+
+def test_a_request_with_penalties_is_its_own_too() -> None:
+    """Its counts follow it through neighbours with and without options, chunks, preemption and the prefix cache."""
+    model = tiny_model(torch.float32)
+
+    def options(number: int) -> dict[str, Any]:
+        return EDITS if number % 2 == 0 else {}
+
+    def edited(messages: list[tuple[int, AddRequest]]) -> list[tuple[int, AddRequest]]:
+        return [
+            (client, msgspec.structs.replace(m, params=msgspec.structs.replace(m.params, **options(m.number))))
+            for client, m in messages
+        ]
+
+    target: dict[str, Any] = {"params": EDITS, "max_tokens": 40}
+    alone = run(model, PROMPT, **target)
+    plain = run(model, PROMPT, max_tokens=40)
+    assert alone.tokens != plain.tokens
+    crowd = run(model, PROMPT, neighbours=edited(neighbours(16, 1, 200, 40)), **target)
+    squeezed = run(model, PROMPT, neighbours=edited(neighbours(9, 3, 30, 90)), num_blocks=36, budget=60, **target)
+    assert squeezed.num_preemptions > 0
+    chunked = run(model, PROMPT, budget=37, **target)
+    cached = run(model, PROMPT, first=edited([request(2, PROMPT[:290], 3, 0.0)]), **target)
+    assert cached.num_cached_tokens > 200
+    for got in (crowd, squeezed, chunked, cached):
+        assert got.tokens == alone.tokens

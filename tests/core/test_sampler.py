@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.logit_edits import LogitEdits
 from core.sampler import NOT_A_TOKEN, SamplingInputs, sample
 from kernels.philox import uniform
 
@@ -19,8 +20,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, forbidden=()):
+def inputs(
+    num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, choice=0, forbidden=()
+):
     rows, tokens = zip(*forbidden, strict=True) if forbidden else ((), ())
+    edits = LogitEdits(forbidden_row=np.array(rows, np.int64), forbidden_token=np.array(tokens, np.int64))
     return SamplingInputs(
         temperature=np.broadcast_to(np.float32(temperature), num_rows).copy(),
         top_k=np.broadcast_to(np.int64(top_k), num_rows).copy(),
@@ -28,21 +32,21 @@ def inputs(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=Non
         min_p=np.broadcast_to(np.float32(min_p), num_rows).copy(),
         seed=np.arange(num_rows, dtype=np.uint64) if seed is None else np.asarray(seed, np.uint64),
         position=np.zeros(num_rows, np.int64) if position is None else np.asarray(position, np.int64),
-        forbidden_row=np.array(rows, np.int64),
-        forbidden_token=np.array(tokens, np.int64),
+        choice=np.broadcast_to(np.int64(choice), num_rows).copy(),
+        edits=edits,
     )
 
 
 def take(columns, rows):
-    """The inputs of some rows; columns must have no forbidden tokens."""
-    return SamplingInputs(*(column[rows] for column in columns[:6]), columns.forbidden_row, columns.forbidden_token)
+    """The inputs of some rows; columns must have no edits."""
+    return SamplingInputs(*(column[rows] for column in columns[:7]))
 
 
 def reference(logits, columns, row):
     """One row, plainly: sort everything, then apply each filter as its definition says."""
     logits = logits[row].astype(np.float32)
-    for forbidden_row, token in zip(columns.forbidden_row, columns.forbidden_token, strict=True):
-        if forbidden_row == row:
+    for forbidden_row, token in zip(columns.edits.forbidden_row, columns.edits.forbidden_token, strict=True):
+        if forbidden_row == row and token < len(logits):
             logits[token] = -np.inf
     if columns.temperature[row] == 0:
         return int(np.argmax(logits))
@@ -61,7 +65,7 @@ def reference(logits, columns, row):
         cumulative = np.cumsum(weights[order])
         order = order[cumulative - weights[order] < top_p * cumulative[-1]]
     cumulative = np.cumsum(weights[order])
-    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1])[0]
+    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1], columns.choice[row : row + 1])[0]
     return int(order[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
 
 
@@ -95,10 +99,6 @@ def test_token_equals_sort_based_reference(case, vocab_size):
     logits = rng.normal(0, 2.5, (40, vocab_size)).astype(np.float32)
     columns = inputs(40, position=np.arange(40) * 7, forbidden=[(3, 5), (3, 1), (9, 0), (9, vocab_size + 3)], **case)
     got = sample(torch.from_numpy(logits.copy()), columns)
-    known = columns.forbidden_token < vocab_size
-    columns = columns._replace(
-        forbidden_row=columns.forbidden_row[known], forbidden_token=columns.forbidden_token[known]
-    )
     assert got.dtype == np.int32
     assert got.tolist() == [reference(logits, columns, row) for row in range(40)]
 
@@ -159,11 +159,12 @@ def test_distribution_chi_square(case):
     assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 4  # about four standard deviations; the seed is fixed
 
 
-def test_positions_and_seeds_give_independent_draws():
+def test_positions_seeds_and_choices_give_independent_draws():
     logits = torch.zeros(1000, 97)
+    by_choice = sample(logits.clone(), inputs(1000, seed=np.zeros(1000), choice=np.arange(1000)))
     by_position = sample(logits.clone(), inputs(1000, seed=np.zeros(1000), position=np.arange(1000)))
     by_seed = sample(logits.clone(), inputs(1000, seed=np.arange(1000), position=np.zeros(1000)))
-    for drawn, other in itertools.permutations((by_position, by_seed)):
+    for drawn, other in itertools.permutations((by_position, by_seed, by_choice), 2):
         assert len(np.unique(drawn)) == 97
         assert np.mean(drawn == other) < 0.05
         assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.1

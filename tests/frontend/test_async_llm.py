@@ -189,6 +189,8 @@ def test_wrong_requests(llm, played_connection, run):
                 await collect(llm.generate(prompt, params()))
         with pytest.raises(InvalidRequestError, match="stop strings need a tokenizer"):
             await collect(llm.generate(IDS, params(stop="x")))
+        with pytest.raises(InvalidRequestError, match="bad_words need a tokenizer"):
+            await collect(llm.generate(IDS, params(bad_words=["x"])))
 
     run(scenario())
     assert played_connection.sent(AddRequest) == []

@@ -11,17 +11,16 @@ from ipc.errors import MalformedMessageError, RequestFailedError
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.sampling_params import SamplingParams
 
-PARAMS = SamplingParams()
 
-
-def add(journal: Journal, number: int, *, streaming: bool = True, now: float = 1.0) -> int:
+def add(journal: Journal, number: int, *, streaming: bool = True, now: float = 1.0, n: int = 1) -> int:
     prompt = np.arange(3, dtype="<i4").tobytes()
-    return journal.add(AddRequest(number, prompt, PARAMS, 0), streaming=streaming, now=now)
+    return journal.add(AddRequest(number, prompt, SamplingParams(n=n), 0), streaming=streaming, now=now)
 
 
 def outputs(
     rows: list[tuple[int, int, list[int], int]],
     *,
+    choices: list[int] | None = None,
     stop_tokens: list[tuple[int, int]] | None = None,
     started: list[tuple[int, int]] | None = None,
 ) -> Outputs:
@@ -34,6 +33,7 @@ def outputs(
         counts=np.array([len(row[2]) for row in rows], "<u2").tobytes(),
         tokens=np.array([token for row in rows for token in row[2]], "<i4").tobytes(),
         finish=bytes(row[3] for row in rows) if any(row[3] for row in rows) else b"",
+        choices=b"" if choices is None else np.array(choices, "<u2").tobytes(),
         stop_tokens=stop_tokens or [],
         started=np.array(started or [], "<u4").tobytes(),
     )
@@ -53,7 +53,7 @@ def test_a_request_from_its_start_to_its_end():
     assert progress.token_ids.tolist() == [11, 12, 13]
     assert journal.read(0, 2).token_ids.tolist() == [13]
     assert (progress.finish, progress.stop_token, progress.num_cached_tokens) == (FinishReason.STOP, 13, 2)
-    assert progress[4:] == (1.0, 2.0, 3.0, 3.0, None)
+    assert progress[4:] == (1.0, 2.0, 3.0, 3.0, None, None)
 
 
 def test_duplicates_and_overlaps_are_dropped():
@@ -134,7 +134,7 @@ def test_rows_are_reused_and_clean():
     assert add(journal, 1, streaming=False, now=9.0) == first
     assert journal.apply(outputs([(0, 200, [1], 0)]), 3.0).tolist() == []
     progress = journal.read(1)
-    assert progress[1:] == (FinishReason.NONE, None, 0, 9.0, 0.0, 0.0, 0.0, None)
+    assert progress[1:] == (FinishReason.NONE, None, 0, 9.0, 0.0, 0.0, 0.0, None, None)
     assert len(progress.token_ids) == 0
     assert journal.take_ready().tolist() == []
     assert journal.unfinished().tolist() == [1]
@@ -239,3 +239,41 @@ def test_applying_costs_no_python_per_row():
         return calls
 
     assert calls_for(1000) == calls_for(10)
+
+
+def test_choices_are_rows_of_their_own():
+    journal = Journal()
+    add(journal, 0)
+    add(journal, 1, n=70)  # more than there are rows
+    rows = [(1, 0, [5], 0), (0, 0, [6], 0), (1, 0, [7, 8], FinishReason.STOP)]
+    touched = journal.apply(outputs(rows, choices=[0, 0, 69], stop_tokens=[(2, 8)], started=[(1, 2)]), 2.0)
+    assert len(touched) == 3
+    assert [journal.read(1, 0, choice).token_ids.tolist() for choice in (0, 1, 69)] == [[5], [], [7, 8]]
+    assert [journal.read(1, 0, choice).stop_token for choice in (0, 69)] == [None, 8]
+    assert [journal.read(1, 0, choice).num_cached_tokens for choice in (0, 69)] == [2, 2]
+    assert journal.take_ready().tolist() == [0, 1]
+    assert journal.unfinished().tolist() == [0, 1]
+    assert (journal.num_live, len(journal._free)) == (2, 128 - 71)
+    with pytest.raises(MalformedMessageError, match="of a choice that its request has not"):
+        journal.apply(outputs([(1, 0, [5], 0)], choices=[70]), 3.0)
+    with pytest.raises(MalformedMessageError, match="a choice has two rows"):
+        journal.apply(outputs([(1, 0, [5], 0), (1, 0, [5], 0)], choices=[3, 3]), 3.0)
+    journal.apply(outputs([(1, 0, [7, 8, 9], 0), (1, 0, [5, 6], 0)], choices=[69, 0]), 3.0)
+    assert [journal.read(1, 0, choice).token_ids.tolist() for choice in (0, 69)] == [[5, 6], [7, 8]]
+    assert journal.remove(1)
+    assert (journal.num_live, len(journal._free)) == (1, 127)
+    assert journal.apply(outputs([(1, 2, [5], 0)], choices=[1]), 4.0).tolist() == []
+    assert journal.read(0).token_ids.tolist() == [6]
+
+
+def test_failed_choices():
+    journal = Journal()
+    add(journal, 0, n=2, streaming=False)
+    assert not journal.any_ready(journal.apply(outputs([(0, 0, [5], 0)], choices=[1]), 2.0))
+    journal.apply(outputs([(0, 1, [], FinishReason.STOP)], choices=[1]), 2.0)
+    assert journal.take_ready().tolist() == [0]
+    assert journal.fail(0, RequestFailedError("no blocks"), 3.0)
+    assert [journal.read(0, 0, choice).error is None for choice in range(2)] == [False, True]
+    assert journal.take_ready().tolist() == [0]
+    assert not journal.fail(0, RequestFailedError("again"), 4.0)
+    assert not journal.remove(0)

@@ -102,3 +102,9 @@ def test_an_empty_text_without_special_tokens_is_empty(tokenizer):
 def test_what_vllm_takes_and_this_does_not():
     with pytest.raises(UnsupportedParameterError, match="'prompt_embeds' is not supported"):
         read({"prompt_embeds": object()})
+
+
+def test_truncation_keeps_the_end(tokenizer):
+    prompts = ("a b", [1, 2, 3], list(range(9)), [1])
+    read_back = read(*prompts, tokenizer=tokenizer, truncation=[2, None, -1, 5])
+    assert [prompt.token_ids for prompt in read_back] == [[1, 2], [1, 2, 3], [2, 3, 4, 5, 6, 7, 8], [1]]

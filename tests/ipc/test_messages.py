@@ -26,6 +26,7 @@ from ipc.messages import (
     Heartbeat,
     Hello,
     Limits,
+    Logprobs,
     ModelInformation,
     Outputs,
     OwnerMessage,
@@ -64,12 +65,19 @@ PARAMS = SamplingParams(
     max_tokens=None,
     min_tokens=3,
     output_kind=RequestOutputKind.DELTA,
+    presence_penalty=0.5,
+    repetition_penalty=1.25,
+    logit_bias={7: -3.5},
+    allowed_token_ids=[1, 7],
+    bad_words=["bad"],
+    bad_words_token_ids=[[3], [5, 6]],
 )
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     Hello(1, 0, "näme"),
     AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"]),
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
+    Abort(pack_numbers([7]), b"\1\0"),
     Goodbye(),
     GetTokenizer(1),
     GetStatistics(2),
@@ -86,6 +94,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),
+    Outputs(0, 1, b"", b"", b"", b"", logprobs=Logprobs(b"n", b"p", b"c", b"r", b"t", b"v", b"h")),
     RequestFailed(9, ErrorCode.INTERNAL, "why"),
     TokenizerFiles(1, "hash", {"tokenizer.json": b"{}", "": b""}),
     Statistics(1, *range(16)),
@@ -143,19 +152,29 @@ def test_pipe_messages_round_trip(message: msgspec.Struct) -> None:
 def test_a_message_is_one_array_that_begins_with_its_tag() -> None:
     """The wire's fixed points; a change of one of these is another protocol major."""
     assert encode(Goodbye()) == b"\x91\x04"
-    assert encode(Abort(pack_numbers([258]))) == b"\x92\x03\xc4\x04\x02\x01\x00\x00"
+    assert encode(Abort(pack_numbers([258]))) == b"\x93\x03\xc4\x04\x02\x01\x00\x00\xc4\x00"
     assert encode(CallDone(5)) == b"\x92\x52\x05"
     assert encode(Hello(1, 0, "x")) == b"\x96\x01\x01\x00\xa1x\xc4\x00\xc4\x00"
     assert decode_client_message(b"\x94\x01\x01\x00\xa1x") == Hello(1, 0, "x")
 
 
 def test_fields_of_a_later_minor_are_ignored_and_missing_optional_ones_filled() -> None:
-    raw = msgspec.msgpack.decode(encode(Outputs(0, 1, b"", b"", b"", b"", b"c", b"f", [(0, 1)], b"s")))
+    raw = msgspec.msgpack.decode(encode(Outputs(0, 1, b"", b"", b"", b"", b"c", b"f", [(0, 1)], b"s", None)))
     later = msgspec.msgpack.encode([*raw, "new field", {"a": [1]}])
     assert decode_server_message(later) == msgspec.msgpack.decode(later, type=Outputs)
     assert decode_server_message(msgspec.msgpack.encode(raw[:7])) == Outputs(0, 1, b"", b"", b"", b"")
     with pytest.raises(MalformedMessageError, match="length"):
         decode_server_message(msgspec.msgpack.encode(raw[:6]))
+
+
+def test_parameters_of_minor_0_are_a_prefix_of_ours() -> None:
+    """A client of minor 0 sends SamplingParams without the fields appended since."""
+    raw = msgspec.msgpack.decode(encode(CLIENT_MESSAGES[1]))
+    assert SamplingParams.__struct_fields__[28:] == ("bad_words_token_ids",)
+    raw[3] = raw[3][:28]
+    decoded = decode_client_message(msgspec.msgpack.encode(raw))
+    assert isinstance(decoded, AddRequest)
+    assert decoded.params == msgspec.structs.replace(PARAMS, bad_words_token_ids=None)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +219,18 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("seed", 0.5, "Expected `int"),
         ("stop", ["x"] * 17, "at most 16 stop strings"),
         ("stop_token_ids", [-1], "stop_token_ids must be"),
-        ("n", 2, "n=2 is not supported"),
-        ("logprobs", 1, "logprobs=1 is not supported"),
-        ("logit_bias", {1: 0.5}, "logit_bias=.* is not supported"),
-        ("bad_words", ["x"], "bad_words=.* is not supported"),
+        ("n", 129, "n must be in"),
+        ("n", 1.5, "Expected `int`"),
+        ("logprobs", 21, "logprobs must be at most 20"),
+        ("prompt_logprobs", -2, "prompt_logprobs must be in"),
+        ("logit_bias", {-1: 0.5}, "a token id in logit_bias must be in"),
+        ("logit_bias", {1: "x"}, "Expected `float`"),
+        ("allowed_token_ids", [], "at least one token id"),
+        ("bad_words", [""], "a bad word has 1 to"),
+        ("bad_words_token_ids", [[]], "a bad word has 1 to"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be in"),
+        ("presence_penalty", 2.5, "presence_penalty must be in"),
+        ("extra_args", 1, "Expected `null`"),
         ("output_kind", 9, "Invalid enum value 9"),
     ],
 )

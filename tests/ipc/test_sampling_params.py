@@ -18,8 +18,17 @@ from ipc.sampling_params import (
 )
 
 NAN, INFINITY = math.nan, math.inf
-FLOATS = {"temperature": (0.0, 1e4), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+FLOATS = {
+    "temperature": (0.0, 1e4),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-4, 1e4),
+}
+TOKEN_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 INTEGERS = {
+    "n": (1, 128),
     "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (1, 2**31 - 1),
@@ -37,7 +46,19 @@ def wire(params: SamplingParams) -> SamplingParams:
 
 
 def test_every_parameter_is_checked_by_some_rule() -> None:
-    checked = {*FLOATS, *INTEGERS, *SWITCHES, *_UNSUPPORTED, "stop", "stop_token_ids", "output_kind"}
+    checked = {
+        "logprobs",
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+        *FLOATS,
+        *INTEGERS,
+        *SWITCHES,
+        *_UNSUPPORTED,
+        *TOKEN_OPTIONS,
+        "stop",
+        "stop_token_ids",
+        "output_kind",
+    }
     assert checked == set(SamplingParams.__struct_fields__)
 
 
@@ -47,7 +68,7 @@ def test_floats(name: str) -> None:
     for value in (high, (low + high) / 2, 1):
         assert getattr(make(**{name: value}), name) == value
         assert type(getattr(make(**{name: value}), name)) is float
-    for value in (NAN, INFINITY, -INFINITY, low - 1e-9, high + 1e-3, -1, 10**400):
+    for value in (NAN, INFINITY, -INFINITY, low - 1e-9, high + 1e-3, low - 1, 10**400):
         with pytest.raises(InvalidRequestError, match=f"^{name} must be in \\[{low:g}, {high:g}\\], got "):
             make(**{name: value})
     for wrong in ("0.5", None, True, [0.5], 0.5j, b"1"):
@@ -164,15 +185,18 @@ def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
 
 def test_the_error_is_a_value_error_of_ours() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        make(n=2)
+        make(n=129)
     assert isinstance(caught.value, (EngineCoreError, ValueError))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 1.0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0},
-        {"logprobs": [], "bad_words": {}, "logit_bias": [], "allowed_token_ids": [], "extra_args": {}},
+        {"n": 3, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0},
+        {"bad_words": [], "logit_bias": {}, "bad_words_token_ids": [], "extra_args": {}},
+        {"logit_bias": {"7": 3, 8: -1e9}, "allowed_token_ids": (5, 3, 5), "bad_words": ("x",)},
+        {"bad_words_token_ids": ((1, 2), [3]), "presence_penalty": -2, "repetition_penalty": 2},
+        {"logprobs": -1, "prompt_logprobs": 20},
         {"temperature": 0, "top_p": 1, "min_p": 0, "top_k": -1, "seed": -1},
         {"stop": "x", "stop_token_ids": (), "output_kind": 1, "max_tokens": 2**31 - 1},
         {},
@@ -183,3 +207,75 @@ def test_whatever_is_accepted_survives_the_wire(options: dict[str, Any]) -> None
     params = make(**options)
     assert wire(params) == params
     assert wire(wire(params)) == params
+
+
+def test_logit_bias() -> None:
+    wrong: Any
+    assert make(logit_bias={"7": 3, 8: -1e9, 9: 0.5}).logit_bias == {7: 3.0, 8: -100.0, 9: 0.5}
+    assert make(logit_bias={}).logit_bias is None
+    for wrong in ([], 3, "x", [(1, 2)]):
+        with pytest.raises(InvalidRequestError, match="logit_bias must map token ids to numbers, got "):
+            make(logit_bias=wrong)
+    for wrong in (NAN, None, "1", True):
+        with pytest.raises(InvalidRequestError, match="logit_bias of token 7 must be a number, got "):
+            make(logit_bias={7: wrong})
+    for wrong in (-1, 2**31, 1.5, True, "x", "-1"):
+        with pytest.raises(InvalidRequestError, match="a token id in logit_bias must be "):
+            make(logit_bias={wrong: 1.0})
+
+
+def test_allowed_token_ids() -> None:
+    wrong: Any
+    assert make(allowed_token_ids=(5, 3, 5)).allowed_token_ids == [3, 5]
+    for wrong in ([], {}, 3, "x", {3}):
+        with pytest.raises(InvalidRequestError, match="allowed_token_ids must be a list of at least one token id"):
+            make(allowed_token_ids=wrong)
+    for wrong in ([-1], [2**31], [1.0], [None]):
+        with pytest.raises(InvalidRequestError, match="allowed_token_ids must be "):
+            make(allowed_token_ids=wrong)
+
+
+def test_bad_words() -> None:
+    wrong: Any
+    assert make(bad_words=("a", " b")).bad_words == ["a", " b"]
+    for wrong in ("word", 3, {"a"}, ["a"] * 257):
+        with pytest.raises(InvalidRequestError, match="bad_words must be a list of at most 256 strings"):
+            make(bad_words=wrong)
+    for wrong in ("", " ", 3, None, "x" * 257):
+        with pytest.raises(InvalidRequestError, match="a bad word has 1 to 256 characters, not all of them spaces"):
+            make(bad_words=[wrong])
+    with pytest.raises(InvalidRequestError, match="valid Unicode"):
+        make(bad_words=["\ud800"])
+    for wrong in ([[]], [[1] * 65], [3]):
+        with pytest.raises(InvalidRequestError, match="a bad word has 1 to 64 tokens"):
+            make(bad_words_token_ids=wrong)
+    for wrong in (3, "x", [[1]] * 513):
+        with pytest.raises(InvalidRequestError, match="at most 512 lists of token ids"):
+            make(bad_words_token_ids=wrong)
+    with pytest.raises(InvalidRequestError, match="bad_words_token_ids must be in"):
+        make(bad_words_token_ids=[[1, -1]])
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_numbers_of_logprobs(name: str) -> None:
+    for value in (None, -1, 0, 20):
+        assert getattr(make(**{name: value}), name) == value
+    with pytest.raises(InvalidRequestError, match=f"{name} must be at most 20, or -1 for the whole vocabulary, got 21"):
+        make(**{name: 21})
+    for wrong in (-2, True, 1.0, "1", []):
+        with pytest.raises(InvalidRequestError, match=f"{name} must be "):
+            make(**{name: wrong})
+
+
+def test_several_greedy_choices_would_be_one() -> None:
+    assert make(n=2, temperature=0.5).n == 2
+    with pytest.raises(InvalidRequestError, match="n must be 1 for greedy decoding, which has one answer; got n=2"):
+        make(n=2, temperature=0)
+
+
+def test_truncation() -> None:
+    for value in (None, -1, 1, 2**31 - 1):
+        assert make(truncate_prompt_tokens=value).truncate_prompt_tokens == value
+    for wrong in (0, -2, 1.0, True, "1"):
+        with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens must be "):
+            make(truncate_prompt_tokens=wrong)
