@@ -36,7 +36,7 @@ def unchanged(x: torch.Tensor) -> torch.Tensor:
 class Layer:
     """hidden += attention_out(o(attention(heads(qkv(input_norm(hidden)))))), and the same with the MLP."""
 
-    slides: bool
+    kind: int  # 0: sees everything, -1: slides. Index into what a step has for each kind, or once for both
     input_norm: Norm
     qkv: PackedLinear
     heads: Operation  # of Q and K, before they are rotated; float32
@@ -67,7 +67,7 @@ def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torc
 
     qkv_names = [f"{attention}{name}_proj" for name in "qkv"]
     return Layer(
-        slides=index in config.sliding_layers,
+        kind=-1 if index in config.sliding_layers else 0,
         input_norm=norm("input_layernorm"),
         qkv=_linear(parts, qkv_names, config.qkv_bias),
         heads=_head_norm(parts, attention, config) if config.qk_norm else torch.Tensor.float,

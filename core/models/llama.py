@@ -36,8 +36,8 @@ class Llama:
         dtype: torch.dtype,
         numerics: Numerics = "L2",
     ) -> None:
-        """weights: (Hugging Face name, tensor in dtype) pairs in any order; each is packed as soon as its parts are
-        there and not kept. Errors: ModelFileError naming tensors that are missing."""
+        """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
+        as soon as its parts are there and not kept. Errors: ModelFileError naming tensors that are missing."""
         self.config = config
         self.dtype = dtype
         self._attention = ATTENTION[numerics]
@@ -51,15 +51,14 @@ class Llama:
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item()
         self._rotary = rotary_embeddings(config)
-        # Of layers that see everything and of sliding ones: sliding ones may use the others' rotary embedding.
-        self._windows = (None, config.sliding_window) if config.sliding_layers else (None,)
+        self._windows = _windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
             self._embedding = parts.take("model.embed_tokens.weight")
-            head = self._embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
-            self._head = PackedLinear(head, max_rows=_HEAD_ROWS)
             self._layers = [build_layer(parts, config, index, dtype) for index in range(config.num_hidden_layers)]
             self._norm = build_norm(parts, "model.norm.weight", config, dtype)
+            head = self._embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
+            self._head = PackedLinear(head, max_rows=_HEAD_ROWS)
         # The fewest rows that some product of the model can run: batches are padded once, not before each product.
         row_counts = [product.chosen.row_counts for layer in self._layers for product in layer.products.values()]
         self._row_counts = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
@@ -93,8 +92,7 @@ class Llama:
         block_tables: AnyInts,
         cache: KVCache,
     ) -> tuple[AttentionMetadata, ...]:
-        """As kernels.attention_metadata, with this model's heads and padding: for the layers that see everything, and
-        for the sliding ones if there are any."""
+        """As kernels.attention_metadata, with this model's heads and padding; one for each kind of layer there is."""
         num_rows = padded_rows(int(num_tokens.sum()), self._row_counts)
         shape = self._attention_variant.shape
         return tuple(
@@ -122,11 +120,16 @@ class Llama:
         tables = [rotary_tables(torch.cat((positions, padding)), *rotary) for rotary in self._rotary]
         hidden = self._embedding.index_select(0, torch.cat((token_ids, padding))).float().mul_(self._embedding_scale)
         for index, layer in enumerate(self._layers):
-            cos, sin = tables[layer.slides and len(tables) - 1]
+            cos, sin = tables[layer.kind]
             qkv = layer.qkv(layer.input_norm(hidden))
             q = rope_kv_write(qkv, cos, sin, cache, index, write_rows, write_tokens, layer.heads)
-            hidden += layer.attention_out(
-                layer.o(self._attention(q, cache, index, metadata[layer.slides], self._scale))
-            )
+            hidden += layer.attention_out(layer.o(self._attention(q, cache, index, metadata[layer.kind], self._scale)))
             hidden += layer.mlp_out(layer.down(layer.activation(layer.gate_up(layer.mlp_norm(hidden)))))
         return self._head(self._norm(hidden.index_select(0, logits_rows))).float()
+
+
+def _windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """Those of the layers that see everything and of those that slide, as far as there are such layers."""
+    num_sliding = len(config.sliding_layers)
+    kinds = ((None, config.num_hidden_layers - num_sliding), (config.sliding_window, num_sliding))
+    return tuple(window for window, num_layers in kinds if num_layers)
