@@ -17,7 +17,9 @@ import torch
 from kernels.attention_metadata import KV_TILE, AttentionMetadata, TileShape, WorkGroup
 from kernels.kv_cache import KVCache
 from kernels.linear import probe_inputs
-from kernels.whole_vectors import in_whole_vectors
+from kernels.whole_vectors import in_whole_vectors, is_position_independent
+
+EXP2_ = torch.exp2_
 
 #: exp(x) = 2 ** (x * log2(e)); the factor is folded into the scale.
 _LOG2_E = math.log2(math.e)
@@ -74,7 +76,7 @@ def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale
     maximum = item_maximum[:n]
     _for_each_distance(group, item_maximum, torch.maximum)
     by_item.sub_(maximum if num_items == n else maximum.index_select(0, group.item_query))
-    weights = in_whole_vectors(torch.exp2_, scores)
+    weights = in_whole_vectors(EXP2_, scores)
     total = by_item.sum(-1, keepdim=True)
     _for_each_distance(group, total, torch.add)
     out = scratch.get("out", (products, rows, head_dim), torch.float32)
@@ -131,7 +133,7 @@ def _choose(num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int) 
         signatures = {
             probe_products(shape.rows(size), head_dim, batch) for size in query_tiles for batch in _PROBE_BATCHES
         }
-        if len(signatures) == 1 and None not in signatures:
+        if len(signatures) == 1 and None not in signatures and is_position_independent(EXP2_):
             return AttentionVariant(shape, True, str(signatures.pop()))
     return AttentionVariant(shape, False, "unproven")
 

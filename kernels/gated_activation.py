@@ -6,6 +6,10 @@ import torch
 
 from kernels.whole_vectors import LANES, in_whole_vectors
 
+#: What the two rest on.
+SILU_ = torch._C._nn.silu_
+SIGMOID_ = torch.sigmoid_
+
 #: Numbers worked on at once, so that float32 intermediates stay in a core's cache and need no fresh memory.
 _BLOCK = 1 << 18
 
@@ -14,7 +18,7 @@ _SQRT_8_OVER_PI = 1.5957691216057308
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 * I] -> [T, I], the same dtype; float32 inside, rounded once."""
-    return _gated(gate_up, lambda gate: in_whole_vectors(torch._C._nn.silu_, gate))
+    return _gated(gate_up, lambda gate: in_whole_vectors(SILU_, gate))
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -26,7 +30,7 @@ def _gelu_tanh_(gate: torch.Tensor) -> torch.Tensor:
     """x * (1 + tanh(u)) / 2 = x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 * x**3): torch's own gelu divides its
     work among threads in another way, and sigmoid keeps the small results of large negative numbers."""
     twice_u = gate.square().mul_(0.044715).add_(1.0).mul_(gate).mul_(_SQRT_8_OVER_PI)
-    return gate.mul_(in_whole_vectors(torch.sigmoid_, twice_u))
+    return gate.mul_(in_whole_vectors(SIGMOID_, twice_u))
 
 
 def _gated(gate_up: torch.Tensor, activation_: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

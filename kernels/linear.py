@@ -71,9 +71,12 @@ class PackedLinear:
         parts = []
         for first in range(0, num_rows, largest):
             part = x[first : first + largest]
-            padded = x.new_zeros(padded_rows(part.shape[0], self.chosen.row_counts), self.in_features)
-            padded[: part.shape[0]] = part
-            parts.append(self._operation(padded)[: part.shape[0]])
+            count = part.shape[0]
+            if count not in self._row_counts:
+                padded = x.new_zeros(padded_rows(count, self.chosen.row_counts), self.in_features)
+                padded[:count] = part
+                part = padded
+            parts.append(self._operation(part)[:count])
         return torch.cat(parts) if parts else x.new_empty(0, self.out_features)
 
 

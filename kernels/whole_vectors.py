@@ -7,8 +7,11 @@ of two registers.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
+
+ElementwiseInPlace = Callable[[torch.Tensor], torch.Tensor]
 
 #: float32 numbers in two of the largest vector registers; those of smaller ones divide it.
 LANES = 32
@@ -18,7 +21,7 @@ LANES = 32
 _GRAIN = 32_768
 
 
-def in_whole_vectors(function_: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def in_whole_vectors(function_: ElementwiseInPlace, x: torch.Tensor) -> torch.Tensor:
     """Apply an in-place elementwise function to x: float32, contiguous, a multiple of LANES numbers."""
     numbers = x.view(-1)
     count = len(numbers)
@@ -32,3 +35,17 @@ def in_whole_vectors(function_: Callable[[torch.Tensor], torch.Tensor], x: torch
     for first in range(parallel, count, _GRAIN):
         function_(numbers[first : first + _GRAIN])
     return x
+
+
+def is_position_independent(function_: ElementwiseInPlace) -> bool:
+    """Probe: whether in_whole_vectors gives equal numbers equal bits at any place, in this build, on these threads."""
+    return _probe(function_, torch.get_num_threads())
+
+
+@lru_cache(maxsize=16)
+def _probe(function_: ElementwiseInPlace, num_threads: int) -> bool:
+    period = torch.linspace(-20.0, 5.0, 63 * LANES)  # runs against every power of two
+    repeats = _GRAIN * (num_threads + 2) // len(period)
+    result = in_whole_vectors(function_, period.repeat(repeats)).view(repeats, -1)
+    alone = torch.cat([in_whole_vectors(function_, part.clone()) for part in torch.split(period, LANES)])
+    return bool((result == alone).all())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from core.models.config import ModelConfig
-from core.models.layer import build_layer, build_norm
+from core.models.layer import GATES, build_layer, build_norm
 from core.models.rotary import rotary_embeddings
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
@@ -17,6 +17,7 @@ from kernels.attention_reference import sdpa_attention
 from kernels.kv_cache import KVCache, bytes_per_block
 from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
 from kernels.rope import rope_kv_write, rotary_tables
+from kernels.whole_vectors import is_position_independent
 
 Attention = Callable[[torch.Tensor, KVCache, int, AttentionMetadata, float], torch.Tensor]
 
@@ -44,8 +45,8 @@ class Llama:
         self._attention_variant = attention_variant(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )
-        is_exact = numerics == "L2" and self._attention_variant.row_invariant
-        self.numerics: Numerics = "L2" if is_exact else "L0"
+        is_exact = self._attention_variant.row_invariant and is_position_independent(GATES[config.hidden_act].function_)
+        self.numerics: Numerics = "L2" if numerics == "L2" and is_exact else "L0"
         self._scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
@@ -54,7 +55,7 @@ class Llama:
         self._windows = _windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
-            self._embedding = parts.take("model.embed_tokens.weight")
+            self._embedding = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
             self._layers = [build_layer(parts, config, index, dtype) for index in range(config.num_hidden_layers)]
             self._norm = build_norm(parts, "model.norm.weight", config, dtype)
             head = self._embedding if config.tie_word_embeddings else parts.take("lm_head.weight")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.whole_vectors import LANES, in_whole_vectors
+from kernels.whole_vectors import LANES, in_whole_vectors, is_position_independent
 
 
 @pytest.mark.parametrize("function_", [torch.exp2_, torch._C._nn.silu_, torch.sigmoid_], ids=lambda f: f.__name__)
@@ -34,3 +34,15 @@ def test_function_is_applied_once_and_in_place():
 def test_a_tail_is_refused():
     with pytest.raises(AssertionError, match="17 numbers are no multiple of 32"):
         in_whole_vectors(torch.exp2_, torch.zeros(17))
+
+
+def test_probe(threads):
+    def marks_the_last(numbers):
+        numbers[-1:] += 1
+        return numbers
+
+    for num_threads in (1, 2):
+        threads(num_threads)
+        assert is_position_independent(torch.exp2_)
+        assert is_position_independent(torch._C._nn.silu_)
+        assert not is_position_independent(marks_the_last)
