@@ -2,18 +2,31 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.weight_parts import WeightParts
-from kernels.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
 from kernels.linear import PackedLinear
 from kernels.rms_norm import rms_norm
+from kernels.whole_vectors import ElementwiseInPlace
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
-_ACTIVATIONS: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+class Gate(NamedTuple):
+    """A gated activation, and the elementwise function it rests on, which is probed."""
+
+    operation: Operation
+    function_: ElementwiseInPlace
+
+
+GATES: dict[Activation, Gate] = {
+    "silu": Gate(silu_mul, SILU_),
+    "gelu_pytorch_tanh": Gate(gelu_tanh_mul, SIGMOID_),
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ def unchanged(x: torch.Tensor) -> torch.Tensor:
 class Layer:
     """hidden += attention_out(o(attention(heads(qkv(input_norm(hidden)))))), and the same with the MLP."""
 
-    slides: bool
+    kind: int  # 0: sees everything, -1: slides. Index into what a step has for each kind, or once for both
     input_norm: Norm
     qkv: PackedLinear
     heads: Operation  # of Q and K, before they are rotated; float32
@@ -67,7 +80,7 @@ def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torc
 
     qkv_names = [f"{attention}{name}_proj" for name in "qkv"]
     return Layer(
-        slides=index in config.sliding_layers,
+        kind=-1 if index in config.sliding_layers else 0,
         input_norm=norm("input_layernorm"),
         qkv=_linear(parts, qkv_names, config.qkv_bias),
         heads=_head_norm(parts, attention, config) if config.qk_norm else torch.Tensor.float,
@@ -75,7 +88,7 @@ def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torc
         attention_out=norm("post_attention_layernorm", torch.float32) if config.post_norms else unchanged,
         mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
         gate_up=_linear(parts, [f"{mlp}gate_proj", f"{mlp}up_proj"], False),
-        activation=_ACTIVATIONS[config.hidden_act],
+        activation=GATES[config.hidden_act].operation,
         down=_linear(parts, [f"{mlp}down_proj"], False),
         mlp_out=norm("post_feedforward_layernorm", torch.float32) if config.post_norms else unchanged,
     )
@@ -83,7 +96,10 @@ def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torc
 
 def _linear(parts: WeightParts, names: list[str], has_bias: bool) -> PackedLinear:
     weight = parts.take(*(f"{name}.weight" for name in names))
-    return PackedLinear(weight, parts.take(*(f"{name}.bias" for name in names)).float() if has_bias else None)
+    if not has_bias:
+        return PackedLinear(weight)
+    bias = parts.take(*(f"{name}.bias" for name in names))
+    return PackedLinear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
 
 
 def _head_norm(parts: WeightParts, attention: str, config: ModelConfig) -> Norm:

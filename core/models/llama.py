@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 import torch
 
 from core.models.config import ModelConfig
-from core.models.layer import build_layer, build_norm
+from core.models.layer import GATES, build_layer, build_norm
 from core.models.rotary import rotary_embeddings
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
 from kernels.attention import attention_variant, paged_attention
 from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
 from kernels.attention_reference import sdpa_attention
-from kernels.gated_activation import activations_are_exact
 from kernels.kv_cache import KVCache, bytes_per_block
 from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
 from kernels.rope import rope_kv_write, rotary_tables
+from kernels.whole_vectors import is_position_independent
 
 Attention = Callable[[torch.Tensor, KVCache, int, AttentionMetadata, float], torch.Tensor]
 
@@ -37,8 +37,8 @@ class Llama:
         dtype: torch.dtype,
         numerics: Numerics = "L2",
     ) -> None:
-        """weights: (Hugging Face name, tensor in dtype) pairs in any order; each is packed as soon as its parts are
-        there and not kept. Errors: ModelFileError naming tensors that are missing."""
+        """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
+        as soon as its parts are there and not kept. Errors: ModelFileError naming tensors that are missing."""
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
@@ -48,22 +48,21 @@ class Llama:
         self._attention_variant = attention_variant(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )
-        is_exact = numerics == "L2" and self._attention_variant.row_invariant and activations_are_exact()
-        self.numerics: Numerics = "L2" if is_exact else "L0"
+        is_exact = self._attention_variant.row_invariant and is_position_independent(GATES[config.hidden_act].function_)
+        self.numerics: Numerics = "L2" if numerics == "L2" and is_exact else "L0"
         self._scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item()
         self._rotary = rotary_embeddings(config)
-        # Of layers that see everything and of sliding ones: sliding ones may use the others' rotary embedding.
-        self._windows = (None, config.sliding_window) if config.sliding_layers else (None,)
+        self._windows = _windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
-            embedding = parts.take("model.embed_tokens.weight")
-            head = embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
-            self._embedding, self._head = embedding.clone(), PackedLinear(head, max_rows=_HEAD_ROWS)  # no mapped file
+            self._embedding = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
             self._layers = [build_layer(parts, config, index, dtype) for index in range(config.num_hidden_layers)]
             self._norm = build_norm(parts, "model.norm.weight", config, dtype)
+            head = self._embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
+            self._head = PackedLinear(head, max_rows=_HEAD_ROWS)
         # The fewest rows that some product of the model can run: batches are padded once, not before each product.
         row_counts = [product.chosen.row_counts for layer in self._layers for product in layer.products.values()]
         self._row_counts = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
@@ -97,8 +96,7 @@ class Llama:
         block_tables: AnyInts,
         cache: KVCache,
     ) -> tuple[AttentionMetadata, ...]:
-        """As kernels.attention_metadata, with this model's heads and padding: for the layers that see everything, and
-        for the sliding ones if there are any."""
+        """As kernels.attention_metadata, with this model's heads and padding; one for each kind of layer there is."""
         num_rows = padded_rows(int(num_tokens.sum()), self._row_counts)
         shape = self._attention_variant.shape
         return tuple(
@@ -139,12 +137,10 @@ class Llama:
         tables = [rotary_tables(torch.cat((positions, padding)), *rotary) for rotary in self._rotary]
         hidden = self._embedding.index_select(0, torch.cat((token_ids, padding))).float().mul_(self._embedding_scale)
         for index, layer in enumerate(self._layers):
-            cos, sin = tables[layer.slides and len(tables) - 1]
+            cos, sin = tables[layer.kind]
             qkv = layer.qkv(layer.input_norm(hidden))
             q = rope_kv_write(qkv, cos, sin, cache, index, write_rows, write_tokens, layer.heads)
-            hidden += layer.attention_out(
-                layer.o(self._attention(q, cache, index, metadata[layer.slides], self._scale))
-            )
+            hidden += layer.attention_out(layer.o(self._attention(q, cache, index, metadata[layer.kind], self._scale)))
             hidden += layer.mlp_out(layer.down(layer.activation(layer.gate_up(layer.mlp_norm(hidden)))))
         return hidden
 
@@ -152,3 +148,10 @@ class Llama:
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
         return self._head(self._norm(hidden.index_select(0, rows))).float()
+
+
+def _windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """Those of the layers that see everything and of those that slide, as far as there are such layers."""
+    num_sliding = len(config.sliding_layers)
+    kinds = ((None, config.num_hidden_layers - num_sliding), (config.sliding_window, num_sliding))
+    return tuple(window for window, num_layers in kinds if num_layers)

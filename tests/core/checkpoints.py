@@ -49,23 +49,23 @@ GEMMA_ROPE = {
 
 #: Name -> transformers' model_type and settings beside SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama 2": ("llama", {"tie_word_embeddings": False}),
-    "llama 3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 16, "tie_word_embeddings": True}),
-    "llama, biased, linear": (
+    "llama2": ("llama", {"tie_word_embeddings": False}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama-biased-linear": (
         "llama",
         {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
     ),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 20}),
-    "mistral, sliding": ("mistral", {"sliding_window": 131}),
-    "qwen 2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
-    "qwen 2, sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1}),
-    "qwen 3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
-    "qwen 3, biased": (
+    "mistral-sliding": ("mistral", {"sliding_window": 131}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-biased": (
         "qwen3",
         {"head_dim": 8, "attention_bias": True, "rope_parameters": {**YARN, "attention_factor": 0.9, "beta_fast": 16}},
     ),
-    "gemma 3": ("gemma3_text", {"head_dim": 16, "sliding_window": 100, "query_pre_attn_scalar": 20}),
-    "gemma 3, scaled": (
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 100, "query_pre_attn_scalar": 20}),
+    "gemma3-scaled": (
         "gemma3_text",
         {
             "head_dim": 16,

@@ -38,20 +38,20 @@ def test_safetensors_give_what_transformers_gives(case: str, tmp_path: Path) -> 
 
 #: Case -> a field of its config and a wrong value: each must be seen, else the comparison above proves nothing of it.
 WRONG: list[tuple[str, str, Any]] = [
-    ("llama 3", "rope_scaling", None),
-    ("llama, biased, linear", "rope_scaling", None),
-    ("mistral, sliding", "sliding_window", 130),
-    ("mistral, sliding", "sliding_window", 132),
-    ("mistral, sliding", "sliding_layers", (0, 1)),
-    ("qwen 2", "rope_scaling", None),
-    ("qwen 2, sliding", "sliding_layers", (1,)),
-    ("gemma 3", "sliding_window", 101),
-    ("gemma 3", "query_pre_attn_scalar", None),
-    ("gemma 3", "hidden_act", "silu"),
-    ("gemma 3", "scale_embeddings", False),
-    ("gemma 3", "norm_offset", 0.0),
-    ("gemma 3, scaled", "rope_scaling", None),
-    ("gemma 3, scaled", "sliding_rope_theta", None),
+    ("llama3", "rope_scaling", None),
+    ("llama-biased-linear", "rope_scaling", None),
+    ("mistral-sliding", "sliding_window", 130),
+    ("mistral-sliding", "sliding_window", 132),
+    ("mistral-sliding", "sliding_layers", (0, 1)),
+    ("qwen2", "rope_scaling", None),
+    ("qwen2-sliding", "sliding_layers", (1,)),
+    ("gemma3", "sliding_window", 101),
+    ("gemma3", "query_pre_attn_scalar", None),
+    ("gemma3", "hidden_act", "silu"),
+    ("gemma3", "scale_embeddings", False),
+    ("gemma3", "norm_offset", 0.0),
+    ("gemma3-scaled", "rope_scaling", None),
+    ("gemma3-scaled", "sliding_rope_theta", None),
 ]
 
 

@@ -1,10 +1,11 @@
-"""RMS norm, rotary embedding and the gated activation: right, and each row the same bits wherever it stands."""
+"""RMS norm, rotary embedding and the gated activations: right, and each row the same bits wherever it stands."""
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.gated_activation import silu_mul
+from kernels import rope_scaling
+from kernels.gated_activation import gelu_tanh_mul, silu_mul
 from kernels.kv_cache import KVCache
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_kv_write, rotary_frequencies, rotary_tables, rotate
@@ -49,6 +50,70 @@ def test_silu_mul(width, dtype, threads):
         got.double(), gate * gate.sigmoid() * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
     )
     check_rows(silu_mul, x, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 33, 100, 1536])
+def test_gelu_tanh_mul(width, dtype, threads):
+    x = (torch.randn(300, 2 * width, generator=torch.Generator().manual_seed(width)) * 4).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0] = -300.0, 300.0, -9.0
+    gate, up = x.double().chunk(2, -1)
+    got = gelu_tanh_mul(x)
+    assert got.dtype == dtype
+    exact = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert torch.allclose(got.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 2e-6, atol=1e-6)
+    check_rows(gelu_tanh_mul, x, threads)
+
+
+@pytest.mark.parametrize("head_dim", [4, 24, 64, 256])
+def test_rms_norm_of_heads(head_dim, threads):
+    """Each head by itself, with a weight of its own, in a view of wider rows."""
+    x = torch.randn(300, 7 * head_dim, generator=torch.Generator().manual_seed(head_dim))
+    weight = torch.randn(5, head_dim, generator=torch.Generator().manual_seed(1))
+
+    def heads(part):
+        return rms_norm(part[:, : 5 * head_dim].view(-1, 5, head_dim), weight, 1e-6, torch.float32)
+
+    whole = heads(x)
+    for index in range(5):
+        alone = rms_norm(x[:, index * head_dim : (index + 1) * head_dim], weight[index], 1e-6, torch.float32)
+        assert torch.allclose(whole[:, index], alone, rtol=1e-6, atol=1e-7)
+    check_rows(heads, x, threads)
+
+
+def test_scaled_frequencies():
+    """Against the formulas in float64, frequency by frequency; each of their three cases occurs."""
+    plain = rotary_frequencies(64, 10_000.0)
+    assert torch.equal(rope_scaling.linear(plain, 4.0), plain / 4)
+
+    llama3, yarn = [], []
+    begin, end = (64 * np.log(2048 / (turns * 2 * np.pi)) / (2 * np.log(10_000)) for turns in (32, 1))
+    for index in range(32):
+        frequency = 10_000.0 ** (-index / 32)
+        turns = 256 * frequency / (2 * np.pi)  # within the original length
+        share = np.clip((turns - 1) / (4 - 1), 0, 1)
+        llama3.append(frequency * (share + (1 - share) / 8))
+        share = 1 - np.clip((index - np.floor(begin)) / (np.ceil(end) - np.floor(begin)), 0, 1)
+        yarn.append(frequency * (share + (1 - share) / 8))
+    for got, expected in (
+        (rope_scaling.llama3(plain, 8.0, 1.0, 4.0, 256.0), np.array(llama3)),
+        (rope_scaling.yarn(64, 10_000.0, 8.0, 2048.0, 32.0, 1.0, True), np.array(yarn)),
+    ):
+        assert np.allclose(got.double().numpy(), expected, rtol=1e-5, atol=0)
+        ratio = got / plain
+        assert float(ratio[0]) == 1
+        assert float(ratio[-1]) == pytest.approx(1 / 8)
+        assert ((ratio > 0.13) & (ratio < 0.99)).any()
+    whole, parts = (rope_scaling.yarn(64, 10_000.0, 8.0, 2048.0, 32.0, 1.0, truncate) for truncate in (True, False))
+    assert not torch.equal(whole, parts)
+
+
+def test_tables_are_multiplied_by_the_attention_factor():
+    positions, frequencies = torch.arange(9), rotary_frequencies(8, 100.0)
+    for plain, scaled in zip(
+        rotary_tables(positions, frequencies), rotary_tables(positions, frequencies, 1.25), strict=True
+    ):
+        assert torch.equal(scaled, plain * 1.25)
 
 
 @pytest.mark.parametrize("head_dim", [2, 10, 64, 80])

@@ -140,3 +140,15 @@ def test_probe_inputs_are_exact_and_cancel():
         products = row.double() * weight.double()  # exact in float64
         assert [math.fsum(terms) for terms in products.tolist()] == [0.0] * 70
         assert (row != 0).sum() == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_is_added_to_every_row_and_changes_no_order(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator)
+    plain, biased = PackedLinear(weight), PackedLinear(weight, bias)
+    assert plain.variant == biased.variant
+    for count in (1, 5, 30, 600):
+        x = torch.randn(count, 24, generator=generator).to(dtype)
+        assert torch.equal(biased(x), (plain(x).float() + bias).to(dtype))
