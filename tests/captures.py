@@ -1,20 +1,24 @@
-"""Captures to test with: a workload with aborts, preemptions and prefix hits, and files with one thing changed."""
+"""Captures to test with: a workload with aborts, preemptions and prefix hits, files with one thing changed, replays."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from core.capture import CapturedEngine, start_capture
-from core.capture_records import Record, decode_record, encode_record
+from core.capture_records import TAGS, Input, Record, Step, decode_record, encode_record
 from core.engine import EngineInput
 from core.executor.interface import load_executor
 from ipc.config import EngineConfig
 from ipc.log_frames import Frame, pack_frame, read_frames
 from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache, pack_numbers
 from ipc.sampling_params import SamplingParams
+from tools.cli import main
 
 VOCAB = 1000
 NUM_REQUESTS = 50
@@ -87,3 +91,33 @@ def change(path: Path, place: int, alter: Callable[[Record], Record]) -> None:
 
 def replaced(**fields: object) -> Callable[[Record], Record]:
     return lambda record: msgspec.structs.replace(record, **fields)
+
+
+def replay(capfd: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """(exit status, the --json record)."""
+    capfd.readouterr()
+    status = main(["replay", str(path), "--json", *options])
+    out = capfd.readouterr().out
+    return status, json.loads(out) if out else {}
+
+
+def error(capfd: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, str]:
+    """(exit status, the one line of the error)."""
+    capfd.readouterr()
+    status = main(["replay", str(path), *options])
+    (line,) = capfd.readouterr().err.splitlines()
+    return status, line
+
+
+def find(path: Path, kind: type[Step] | type[Input], accept: Callable[[Any], bool], skip: int = 0) -> int:
+    """Place of a frame."""
+    for place, frame in enumerate(frames_of(path)):
+        if frame.tag == TAGS[kind] and accept(decode_record(frame.tag, frame.payload)):
+            if not skip:
+                return place
+            skip -= 1
+    raise AssertionError("no such record")
+
+
+def step_index(path: Path, place: int) -> int:
+    return sum(frame.tag == TAGS[Step] for frame in frames_of(path)[:place])

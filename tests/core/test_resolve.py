@@ -23,7 +23,7 @@ def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> Engine
 
 def test_nothing_is_left_open() -> None:
     config = resolved()
-    assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == ["model"]
+    assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == ["model", "capture"]
     assert (config.max_model_len, config.threads) == (2048, 4)
     assert config.kv_cache_memory_bytes == 4 * GIB
 

@@ -1,11 +1,7 @@
 """`engine-core replay`: zero differences for what an engine really did; whatever else is located exactly."""
 
-import json
 import random
-import resource
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,84 +10,27 @@ import numpy as np
 import pytest
 
 from core.capture_file import CaptureFile
-from core.capture_records import TAGS, Gap, Header, Input, Step, decode_record, encode_record
+from core.capture_records import Input, Step, decode_record
 from core.executor.fake import fake_tokens
 from frontend.engine_process import EngineProcess
-from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, Goodbye, pack_numbers
 from tests.captures import (
     CONFIG,
     NUM_REQUESTS,
     VOCAB,
-    capture_in_process,
     change,
+    find,
     frames_of,
     make_request,
     replaced,
+    replay,
+    step_index,
     write_frames,
 )
 from tests.raw_client import RawClient
 from tests.test_house import loaded_by
-from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
 from tools.cli import main
 from tools.replay.differences import unpack
-
-LONG = 40_000  # tokens: more than any test waits for
-
-
-@pytest.fixture(scope="module")
-def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The workload of tests/captures.py on the fake executor, at both depths, and on a tiny real model."""
-    folder = tmp_path_factory.mktemp("captures")
-    write_tiny_model(folder / "model")
-    configs = {
-        "fake": CONFIG,
-        "deep": msgspec.structs.replace(CONFIG, async_scheduling=True),
-        "real": msgspec.structs.replace(
-            CONFIG, executor="local", model=str(folder / "model"), dtype="float32", threads=1
-        ),
-    }
-    for name, config in configs.items():
-        capture_in_process(folder / name, config)
-    return {"model": folder / "model", **{name: folder / name for name in configs}}
-
-
-@pytest.fixture
-def copy(captures: dict[str, Path], tmp_path: Path) -> Path:
-    path = tmp_path / "copy.cap"
-    path.write_bytes(captures["fake"].read_bytes())
-    return path
-
-
-def replay(capfd: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """(exit status, the --json record)."""
-    capfd.readouterr()
-    status = main(["replay", str(path), "--json", *options])
-    out = capfd.readouterr().out
-    return status, json.loads(out) if out else {}
-
-
-def error(capfd: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, str]:
-    """(exit status, the one line of the error)."""
-    capfd.readouterr()
-    status = main(["replay", str(path), *options])
-    (line,) = capfd.readouterr().err.splitlines()
-    return status, line
-
-
-def find(path: Path, kind: type[Step] | type[Input], accept: Callable[[Any], bool], skip: int = 0) -> int:
-    """Place of a frame."""
-    for place, frame in enumerate(frames_of(path)):
-        if frame.tag == TAGS[kind] and accept(decode_record(frame.tag, frame.payload)):
-            if not skip:
-                return place
-            skip -= 1
-    raise AssertionError("no such record")
-
-
-def step_index(path: Path, place: int) -> int:
-    return sum(frame.tag == TAGS[Step] for frame in frames_of(path)[:place])
-
 
 # --- nothing differs ---------------------------------------------------------------------------------------------
 
@@ -253,222 +192,3 @@ def test_the_captured_engines_failure_is_told(copy: Path, capfd: pytest.CaptureF
     assert f"the captured engine failed in step {step_index(copy, place)}: MemoryError: no room" in out
     status, report = replay(capfd, copy, "--mode", "full")
     assert (status, report["run"]["difference"]["kind"]) == (3, "error"), "the model did not fail again"
-
-
-# --- damaged, incomplete, other model --------------------------------------------------------------------------------
-
-
-def test_a_torn_tail_is_replayed_as_far_as_it_goes(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data, frames = copy.read_bytes(), frames_of(copy)
-    copy.write_bytes(data[: frames[-3].end - 1])
-    status, report = replay(capfd, copy)
-    assert (status, report["has_close"], report["run"]["difference"]) == (0, False, None)
-    assert report["num_dropped_bytes"] == frames[-3].end - 1 - frames[-3].offset
-
-
-def test_what_cannot_be_replayed_is_one_line_and_status_4(
-    copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data, frames = copy.read_bytes(), frames_of(copy)
-    damaged = bytearray(data)
-    damaged[frames[20].end - 1] ^= 1
-    for content, text in (
-        (b"", "empty"),
-        (data[: frames[0].end], "no whole step"),
-        (data[: frames[0].end - 1], "not a capture"),
-        (bytes(damaged), f"damaged at byte {frames[20].offset}"),
-    ):
-        copy.write_bytes(content)
-        for mode in ("resched", "full"):
-            status, line = error(capfd, copy, "--mode", mode)
-            assert status == 4
-            assert line.startswith("engine-core: error: ")
-            assert text in line
-    assert error(capfd, tmp_path / "none")[0] == 4
-    gap = frames[10]._replace(sequence=12, tag=TAGS[Gap], payload=encode_record(Gap(10, 2)))
-    write_frames(copy, [*frames[:10], gap])
-    status, line = error(capfd, copy)
-    assert (status, "2 records are missing" in line) == (4, True)
-
-
-def test_a_request_no_engine_took_in_is_damage(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    place = find(copy, Input, lambda record: isinstance(record.message, AddRequest), skip=3)
-
-    def alter(record: Any) -> Input:
-        prompt = np.array([VOCAB], "<i4").tobytes()
-        return Input(record.client, msgspec.structs.replace(record.message, prompt_token_ids=prompt))
-
-    change(copy, place, alter)
-    status, line = error(capfd, copy)
-    assert (status, "token 1000 at index 0" in line) == (4, True)
-
-
-def test_changed_bytes_under_right_checksums_never_end_in_a_traceback(
-    copy: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rng, good = random.Random(1), frames_of(copy)
-    seen = set()
-    for _ in range(50):
-        frames = list(good)
-        place = rng.randrange(1, len(frames))
-        payload = bytearray(frames[place].payload)
-        for _ in range(rng.choice((1, 1, 5))):
-            payload[rng.randrange(len(payload))] = rng.randrange(256)
-        frames[place] = frames[place]._replace(payload=bytes(payload[: rng.choice((len(payload), 5))]))
-        write_frames(copy, frames)
-        status = main(["replay", str(copy)])
-        seen.add(status)
-        assert len(capfd.readouterr().err.splitlines()) == (status in (4, 5))
-    assert seen <= {0, 3, 4, 5}
-    assert {3, 4} <= seen
-
-
-def test_another_model_or_other_options_are_status_5(
-    captures: dict[str, Path], copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    header = CaptureFile(copy).header
-    change(copy, 0, replaced(model=msgspec.structs.replace(header.model, fingerprint="other")))
-    status, line = error(capfd, copy, "--mode", "full")
-    assert (status, "with fingerprint other" in line) == (5, True)
-    assert replay(capfd, copy)[0] == 0, "the scheduler does not ask for the model"
-
-    other = tmp_path / "other"
-    write_tiny_model(other)
-    weights = bytearray((other / "model.safetensors").read_bytes())
-    weights[-2] ^= 1
-    (other / "model.safetensors").write_bytes(weights)
-    assert error(capfd, captures["real"], "--mode", "full", "--model", str(other))[0] == 5
-    assert error(capfd, captures["real"], "--mode", "full", "--model", str(tmp_path / "none"))[0] == 5
-
-    options = msgspec.msgpack.decode(header.config)
-    change(copy, 0, replaced(config=msgspec.Raw(msgspec.msgpack.encode({**options, "later_option": 1}))))
-    status, line = error(capfd, copy)
-    assert (status, "later_option" in line) == (5, True)
-
-
-def test_the_model_may_have_moved(captures: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "copy.cap"
-    path.write_bytes(captures["real"].read_bytes())
-    options = msgspec.msgpack.decode(CaptureFile(path).header.config)
-    gone = msgspec.Raw(msgspec.msgpack.encode({**options, "model": str(tmp_path / "gone")}))
-
-    def alter(record: Any) -> Header:
-        moved: Header = msgspec.structs.replace(record, config=gone)
-        return moved
-
-    change(path, 0, alter)
-    assert error(capfd, path, "--mode", "full")[0] == 5
-    assert replay(capfd, path, "--mode", "full", "--model", str(captures["model"]))[0] == 0
-    assert VOCAB_SIZE > VOCAB
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--mode", "live"],
-        ["--asap"],
-        ["--mode", "full", "--connect", "ipc:///a"],
-        ["--model", "m"],
-        ["--mode", "live", "--connect", "ipc:///a", "--speed", "0"],
-        ["--mode", "live", "--connect", "ipc:///a", "--speed", "nan"],
-        ["--mode", "live", "--connect", "ipc:///a", "--speed", "2", "--asap"],
-        ["--mode", "nonsense"],
-    ],
-)
-def test_options_that_do_not_go_together(options: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["replay", "x.cap", *options])
-    assert caught.value.code == 2
-    assert "error: " in capfd.readouterr().err
-
-
-# --- engines that end otherwise --------------------------------------------------------------------------------------
-
-
-def long_config(path: Path) -> EngineConfig:
-    return EngineConfig(executor="fake", fake_vocab_size=VOCAB, max_model_len=2 * LONG, capture=str(path))
-
-
-def test_an_engine_killed_in_mid_run_leaves_a_readable_capture(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.cap"
-    engine = EngineProcess(long_config(path))
-    with engine, RawClient(engine.address) as client:
-        for number in range(4):
-            client.add(number, [3, 4, number], LONG)
-        end = time.monotonic() + 10
-        while path.stat().st_size < 20_000 and time.monotonic() < end:
-            client.receive_any()
-        engine._live().process.send_signal(signal.SIGKILL)
-        engine.wait(10)
-    for mode in ("resched", "full"):
-        status, report = replay(capfd, path, "--mode", mode)
-        assert (status, report["has_close"], report["run"]["difference"]) == (0, False, None)
-        assert report["num_steps"] > 100
-
-
-def test_serving_goes_on_when_the_disk_is_full(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of the process's files stands for the disk."""
-    path = tmp_path / "run.cap"
-    with EngineProcess(long_config(path)) as engine, RawClient(engine.address) as client:
-        resource.prlimit(engine.pid, resource.RLIMIT_FSIZE, (5000, 5000))
-        for number in range(4):
-            client.add(number, [3, 4, number], 2000)
-            assert client.finish(number) == [fake_tokens([3, 4, number], 2000, VOCAB)]
-    (warning,) = [line for line in capfd.readouterr().err.splitlines() if "stopped" in line]
-    assert "run.cap stopped: File too large; it ends after" in warning
-    status, report = replay(capfd, path)
-    assert (status, report["has_close"], report["num_dropped_bytes"]) == (0, False, 0)
-
-
-# --- live ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with EngineProcess(CONFIG) as engine:
-        yield engine.address
-
-
-@pytest.mark.parametrize("timing", [["--asap"], ["--speed", "2"], []])
-def test_live(captures: dict[str, Path], server: str, timing: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    status, report = replay(capfd, captures["fake"], "--mode", "live", "--connect", server, *timing)
-    assert (status, report["differences"], report["failures"]) == (0, [], [])
-    assert report["num_requests"] == NUM_REQUESTS
-    assert report["num_aborted"] > 0
-    assert report["speed"] == {"--asap": None, "--speed": 2.0, "": 1.0}[(timing or [""])[0]]
-    recorded, replayed = report["recorded"], report["replayed"]
-    assert recorded["e2e_ms"]["count"] == replayed["e2e_ms"]["count"] > NUM_REQUESTS / 2
-    assert recorded["ttft_ms"]["mean"] > 0 < replayed["tpot_ms"]["p50"]
-    assert report["lateness_ms"]["count"] == NUM_REQUESTS
-    span = 0.0 if timing == ["--asap"] else last_arrival(captures["fake"]) / report["speed"]
-    assert report["seconds"] >= span - 0.001
-
-
-def last_arrival(path: Path) -> float:
-    """Seconds after the first step."""
-    turns = list(CaptureFile(path).turns())
-    times = [turn.step.now_ns for turn in turns if any(isinstance(one[1], AddRequest) for one in turn.inbox)]
-    return (times[-1] - turns[0].step.now_ns) / 1e9
-
-
-def test_live_finds_a_token(copy: Path, server: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a request that was neither aborted nor preempted, so that the scheduler does not see it."""
-    place = find(copy, Step, lambda step: len(step.tokens) == 4 and unpack(step.tokens)[0] > 7)
-    frame = frames_of(copy)[place]
-    step = decode_record(frame.tag, frame.payload)
-    assert isinstance(step, Step)
-    right = unpack(step.tokens)[0]
-    change(copy, place, replaced(tokens=np.array([right ^ 1], "<i4").tobytes()))
-    status, report = replay(capfd, copy, "--mode", "live", "--connect", server, "--asap")
-    (found,) = report["differences"]
-    assert (status, found["expected"], found["got"]) == (3, right ^ 1, right)
-    assert main(["replay", str(copy), "--mode", "live", "--connect", server, "--asap"]) == 3
-    out = capfd.readouterr().out
-    assert f"position {found['position']}: expected token {right ^ 1}, got {right}\n1 differences, 0 failures" in out
-    assert "TTFT recorded" in out
-
-
-def test_live_refuses_another_model(captures: dict[str, Path], server: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert error(capfd, captures["real"], "--mode", "live", "--connect", server)[0] == 5

@@ -1,0 +1,36 @@
+"""Captures of the same workload on three engines, made once."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.captures import (
+    CONFIG,
+    capture_in_process,
+)
+from tools.bench.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The workload of tests/captures.py on the fake executor, at both depths, and on a tiny real model."""
+    folder = tmp_path_factory.mktemp("captures")
+    write_tiny_model(folder / "model")
+    configs = {
+        "fake": CONFIG,
+        "deep": msgspec.structs.replace(CONFIG, async_scheduling=True),
+        "real": msgspec.structs.replace(
+            CONFIG, executor="local", model=str(folder / "model"), dtype="float32", threads=1
+        ),
+    }
+    for name, config in configs.items():
+        capture_in_process(folder / name, config)
+    return {"model": folder / "model", **{name: folder / name for name in configs}}
+
+
+@pytest.fixture
+def copy(captures: dict[str, Path], tmp_path: Path) -> Path:
+    path = tmp_path / "copy.cap"
+    path.write_bytes(captures["fake"].read_bytes())
+    return path
