@@ -15,6 +15,7 @@ HELP = {
     "model": "folder with config.json and *.safetensors, .gguf file, or Hugging Face name; default: the demo model",
     "executor": "'fake' answers with made-up tokens and needs no model",
     "load_format": "format of the weights; 'dummy' makes them up, for benchmarks of a config",
+    "model_impl": "whose code runs the model; auto = ours where it knows the architecture, else transformers'",
     "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU has it, else float32",
     "device": "where the model runs",
     "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's own attention",

@@ -123,10 +123,10 @@ class TransformersModel:
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The model's own code makes the logits, scalings and all: it is called with a body that is done already."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         picked = hidden.index_select(0, rows)[None]
-        self._body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=picked)
+        self._body.forward = lambda *_, **__: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=picked)
         try:
             output = self._model(input_ids=rows[None], use_cache=False)
         finally:

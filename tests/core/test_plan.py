@@ -64,7 +64,7 @@ def test_an_empty_plan() -> None:
 def test_a_plan_is_frozen_and_holds_int32_only() -> None:
     with pytest.raises(AttributeError):
         PLAN.step = 1  # type: ignore[misc]
-    with pytest.raises(NotImplementedError, match="int32 columns, not ndarray"):
+    with pytest.raises(TypeError, match="int32 columns, not ndarray"):
         encode_plan(msgspec.structs.replace(PLAN, rows=np.array([1])))
 
 

@@ -19,8 +19,8 @@ def finish(*numbers: int, running: tuple[int, ...] = ()) -> Outputs:
 def test_standing() -> None:
     ledger = RequestLedger()
     assert ledger.standing(5, b"a") is Standing.NEW
-    ledger.add(5, b"a")
-    ledger.add(6, b"bcd")
+    ledger.add(5, b"a", 1)
+    ledger.add(6, b"bcd", 1)
     assert ledger.num_bytes == 4
     assert ledger.standing(5, memoryview(b"a")) is Standing.SAME
     assert ledger.standing(5, b"other") is Standing.IN_USE
@@ -36,7 +36,7 @@ def test_finished_numbers_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(request_ledger, "MAX_FINISHED", 3)
     ledger = RequestLedger()
     for number in range(5):
-        ledger.add(number, b"x")
+        ledger.add(number, b"x", 1)
     ledger.note(finish(4, 3, 2, 1))
     standing = [ledger.standing(number, b"") for number in range(5)]
     assert standing == [Standing.IN_USE, Standing.FINISHED, Standing.FINISHED, Standing.FINISHED, Standing.NEW]

@@ -229,7 +229,7 @@ def test_what_is_submitted_again(played_engine: PlayedEngine) -> None:
     assert [type(one) for one in again] == [AddRequest, AddRequest]
     requests = {one.number: one for one in again if isinstance(one, AddRequest)}
     assert requests.keys() == {fresh, begun}
-    assert requests[fresh].delivered == []
+    assert requests[fresh].delivered == [b""]
     assert requests[begun].delivered == [np.array([8, 9], "<i4").tobytes()]
     assert all(0 < one.deadline_ms <= 60_000 and one.seed == one.number for one in requests.values())
     assert client.read(stopped).finish == FinishReason.ABORT
