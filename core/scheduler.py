@@ -79,8 +79,9 @@ class Scheduler:
             self.outputs.add_failed(client, number, ErrorCode.ALREADY_EXISTS, text)
             return
         for request in choices:
-            if request.num_tokens >= request.max_total_tokens:  # the client has all of its tokens already
-                self.outputs.add_finish(request, request.num_output_tokens, FinishReason.LENGTH)
+            finish = self._stop_check.of_delivered(request)
+            if finish:  # the client has all of its tokens already
+                self.outputs.add_finish(request, request.num_output_tokens, finish)
             else:
                 self._requests.add(request, deadline_ns)
                 self.waiting.append(request)

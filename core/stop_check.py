@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.batch_table import BatchTable
+from core.request import Request
 from ipc.messages import FinishReason
 from ipc.paged_rows import Int32s, Ints
 
@@ -26,6 +27,15 @@ class StopCheck:
 
     def remove(self, row: int) -> None:
         self._keys = self._keys[self._keys >> 32 != row]
+
+    def of_delivered(self, request: Request) -> FinishReason:
+        """How the tokens that a request arrives with have ended it; NONE where it goes on."""
+        params, num_output_tokens = request.params, request.num_output_tokens
+        if num_output_tokens and num_output_tokens >= params.min_tokens:
+            last = int(request.token_ids[-1])
+            if (last in self._eos and not params.ignore_eos) or last in (params.stop_token_ids or ()):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE
 
     def __call__(self, rows: Ints, tokens: Int32s) -> tuple[npt.NDArray[np.uint8], Bools]:
         """FinishReason of each row after its new token, and whether that token is one of its stop_token_ids.

@@ -17,7 +17,7 @@ from ipc.messages import (
     Statistics,
     pack_numbers,
 )
-from tests.core.driving import Driver, Received, add_message, expected_tokens, small_config
+from tests.core.driving import EOS, Driver, Received, add_message, expected_tokens, small_config
 
 MS = 1_000_000  # ns
 POISON = 999
@@ -251,6 +251,25 @@ def test_delivered_tokens_that_reach_the_limit_finish_at_once(depth: int, extra:
     entry = driver.inbox.received[0, 1]
     assert (len(replies), entry.finish, len(entry.tokens)) == (1, FinishReason.LENGTH, 4 + extra)
     assert not driver.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "finish"),
+    [
+        ({"ignore_eos": False}, FinishReason.STOP),
+        ({"ignore_eos": True}, FinishReason.NONE),
+        ({"ignore_eos": False, "min_tokens": 3}, FinishReason.NONE),
+        ({"stop_token_ids": [EOS]}, FinishReason.STOP),
+    ],
+)
+def test_delivered_tokens_that_end_the_request_finish_at_once(
+    depth: int, options: dict[str, Any], finish: FinishReason
+) -> None:
+    driver = Driver(small_config(depth=depth))
+    driver.step([(0, add_message(1, [5] * 6, 12, delivered=[9, EOS], **options))])
+    if finish:
+        assert driver.inbox.received[0, 1].finish == finish
+    assert driver.engine.has_work == (finish == FinishReason.NONE)
 
 
 def test_an_empty_delivery_is_a_new_request(depth: int) -> None:
