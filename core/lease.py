@@ -39,12 +39,16 @@ class Lease:
         self._io: IOThread | None = None
         self._num_stops = 0
         self.start = self._read_start()
-        self._remove_files: Callable[[], None] = lambda: remove_private_address(self.start.address)
+        self._remove_files = self._remove_private_directory
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def on_exit(self, remove_files: Callable[[], None]) -> None:
         """What to call, in its thread, before this lease ends the process. Until then: remove a private directory."""
         self._remove_files = remove_files
+
+    def _remove_private_directory(self) -> None:
+        if self.start.is_private:
+            remove_private_address(self.start.address)
 
     def serve(self, io: IOThread) -> None:
         """From now on there may be work to finish."""

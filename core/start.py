@@ -41,7 +41,7 @@ def bind(start: Start) -> tuple[Context, BoundRouter]:
     """First of all: a bad or busy address is known before minutes go into loading. Errors: AddressError."""
     context: Context = zmq.Context()
     try:
-        return context, bind_router(context, start.address)
+        return context, bind_router(context, start.address, is_private=start.is_private)
     except BaseException:
         context.term()
         raise

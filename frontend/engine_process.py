@@ -72,7 +72,8 @@ class EngineProcess:
         self._deadline = time.monotonic() + self._start_timeout
         private = private_ipc_address() if self._listen is None else None
         try:
-            self._child = spawn_engine(Start(self.config, self._listen or private or "", self.epoch), private)
+            start = Start(self.config, self._listen or private or "", self.epoch, is_private=private is not None)
+            self._child = spawn_engine(start, private)
         except BaseException:
             if private is not None:
                 remove_private_address(private)

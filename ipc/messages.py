@@ -223,6 +223,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     config: EngineConfig
     address: str
     epoch: int = 0  # counts the engine's restarts under one owner
+    is_private: bool = False  # the address was made for this engine alone: its directory goes with it
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):

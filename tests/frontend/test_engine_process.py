@@ -144,6 +144,19 @@ def test_address_in_use_by_a_live_engine() -> None:
         client.finish(1)  # the first one has lost nothing
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_users_directory_stays(is_early: bool) -> None:
+    folder = Path(os.environ["TMPDIR"]) / "engine-core-mine"
+    folder.mkdir()
+    engine = EngineProcess(FAKE, listen=f"ipc://{folder}/s")
+    engine.start()
+    if not is_early:
+        engine.wait_ready()
+    engine.close()
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
 def test_bad_address_is_known_before_anything_starts() -> None:
     with pytest.raises(AddressError, match="no authentication"):
         EngineProcess(FAKE, listen="tcp://0.0.0.0:5000")
