@@ -133,7 +133,10 @@ class EngineProcess:
         return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
 
     def drain(self) -> None:
-        """Tell the engine to take no more requests, finish the running ones and exit; does not wait."""
+        """Tell the engine to take no more requests, finish the running ones and exit; does not wait.
+
+        The second time: to tell its clients and exit at once, with code 143.
+        """
         child = self._child
         if child is not None and child.lease_fd >= 0:
             with contextlib.suppress(BrokenPipeError):

@@ -227,7 +227,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
-    """Take no more requests, finish the running ones, exit 0."""
+    """Take no more requests, finish the running ones, exit 0. A second one: tell the clients and exit at once, 143."""
 
 
 class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):

@@ -337,10 +337,10 @@ def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
         while "draining" not in server.stderr.readline():
             pass
         server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert server.wait(20) == 143
         running.join(20)
         llm.close()
-        assert len(errors) == 1
+        assert "the engine was told to stop at once" in str(errors)
 
 
 def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
@@ -354,7 +354,8 @@ def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
         assert "Traceback" not in error
 
 
-def test_a_signal_while_starting_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["spawned", "phase"])
+def test_a_signal_while_starting_ends_the_server(moment: str, tmp_path: Path) -> None:
     server = subprocess.Popen(
         command("serve", "--executor", "fake", "--listen", f"ipc://{tmp_path}/s"),
         env=environment(),
@@ -363,7 +364,12 @@ def test_a_signal_while_starting_ends_the_server(tmp_path: Path) -> None:
         text=True,
     )
     assert server.stderr is not None
-    select.select([server.stderr], [], [], 20)  # the first phase: the engine has begun to start
+    if moment == "phase":
+        select.select([server.stderr], [], [], 20)  # the engine has begun to start
+    else:  # the child exists
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        while not children.read_text():
+            time.sleep(0.001)
     server.send_signal(signal.SIGTERM)
     _, error = server.communicate(timeout=20)
     assert server.returncode == 0
