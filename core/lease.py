@@ -3,8 +3,8 @@
 One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
 the pipe means that the owner is gone or wants no more: the process exits at once. The first Drain and the first SIGTERM
 let running requests finish; a second of its kind does not. The kinds are counted apart, because a service manager
-sends SIGTERM to the owner, which sends Drain, and to this process: that is once. SIGINT is ignored, because a terminal's Ctrl-C goes to the whole
-process group and it is the owner's to decide.
+sends SIGTERM to the owner, which sends Drain, and to this process: that is once. SIGINT is ignored, because a
+terminal's Ctrl-C goes to the whole process group and it is the owner's to decide.
 """
 
 import os

@@ -245,7 +245,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
-    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug (a traceback)."""
+    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug."""
 
     error: str
     message: str

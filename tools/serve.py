@@ -7,7 +7,6 @@ the clients and stops it at once, exit status 143.
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 

@@ -40,7 +40,7 @@ class OutputConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True  # what is shown on the way out would fail again
-        raise  # noqa: PLE0704 - called where the error is handled
+        raise
 
 
 def streams_for(console: Console, titles: Sequence[str]) -> Streams:

@@ -76,7 +76,7 @@ def wait_for_running(llm: LLM, count: int) -> None:
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", ["costs $5?", "it's \"$HOME\" `x` $(shell y)", "-v"])
+@pytest.mark.parametrize("prompt", ["costs $5?", 'it\'s "$HOME" `x` $(shell y)', "-v"])
 def test_make_run_passes_the_prompt_as_it_stands(prompt: str, tmp_path: Path) -> None:
     program = tmp_path / "engine-core"
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
