@@ -16,8 +16,10 @@ STAMP := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -
 DEV_STAMP := $(STAMP)-dev
 
 ifeq ($(origin PROMPT),command line)
-# Make exports it to the recipe's shell; so it needs no quoting here.
-ASK := -- "$$PROMPT"
+# The recipe's shell gets it as a variable, so no quoting is needed; $(value ...) so that make leaves a $ as it is.
+unexport PROMPT
+run: export ENGINE_PROMPT := $(value PROMPT)
+ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run

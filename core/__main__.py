@@ -4,6 +4,7 @@ LEASE_FD: Start, later Drain; its end ends the process. REPORT_FD: StartPhase ..
 """
 
 import contextlib
+import errno
 import faulthandler
 import importlib.util
 import os
@@ -16,7 +17,7 @@ from core import log
 from core.lease import Lease
 from core.process import run
 from core.start import StartedEngine, bind, start_engine
-from ipc.errors import EngineCoreError, EngineStartError
+from ipc.errors import EngineCoreError, EngineStartError, OutOfMemoryError
 from ipc.messages import Ready, StartFailed, StartPhase, StartReport
 from ipc.pipes import write_frame
 
@@ -44,6 +45,22 @@ def seconds_since_start() -> float:
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in ticks since boot
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+
+
+def describe_failure(error: BaseException) -> StartFailed:
+    """One line for the owner. The traceback of an error nobody foresaw goes to standard error."""
+    if isinstance(error, EngineCoreError):
+        return StartFailed(type(error).__name__, str(error))
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        detail = f" ({error})" if str(error) else ""
+        return StartFailed(
+            OutOfMemoryError.__name__,
+            f"the system gave the engine no more memory while it started{detail}: lower kv_cache_memory_bytes, take a "
+            "smaller model or raise the limit (ulimit -v, the container's)",
+        )
+    traceback.print_exception(error)
+    last = traceback.format_exception_only(error)[-1].splitlines()[0]
+    return StartFailed("", f"{last} (see its standard error)")
 
 
 def main(arguments: list[str]) -> int:
@@ -88,11 +105,8 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
         started.io.start()
         lease.serve(started.io)
         report(Ready(router.address, seconds_since_start()))
-    except EngineCoreError as error:
-        report(StartFailed(type(error).__name__, str(error)))
-        return None
-    except BaseException:
-        report(StartFailed("", traceback.format_exc()))
+    except BaseException as error:
+        report(describe_failure(error))
         return None
     os.close(report_fd)
     return started

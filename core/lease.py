@@ -1,9 +1,10 @@
 """The engine process's lease on life: the pipe from its owner, and the signals that end it.
 
 One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
-the pipe means that the owner is gone or wants no more: the process exits at once. Drain and the first SIGTERM let
-running requests finish; a second SIGTERM does not. SIGINT is ignored, because a terminal's Ctrl-C goes to the whole
-process group and it is the owner's to decide.
+the pipe means that the owner is gone or wants no more: the process exits at once. The first Drain and the first SIGTERM
+let running requests finish; a second of its kind does not. The kinds are counted apart, because a service manager
+sends SIGTERM to the owner, which sends Drain, and to this process: that is once. SIGINT is ignored, because a
+terminal's Ctrl-C goes to the whole process group and it is the owner's to decide.
 """
 
 import os
@@ -38,14 +39,19 @@ class Lease:
         self.making_files = threading.Lock()  # held by who makes files, so that an exit removes all of them or none
         self._lock = threading.Lock()
         self._io: IOThread | None = None
-        self._num_stops = 0
+        self._num_told: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
+        self._unread: list[bytes] = []  # frames that came together with Start
         self.start = self._read_start()
-        self._at_exit: list[Callable[[], None]] = [lambda: remove_private_address(self.start.address)]
+        self._at_exit: list[Callable[[], None]] = [self._remove_private_directory]
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def on_exit(self, do: Callable[[], None]) -> None:
         """What to call, in its thread, before this lease ends the process; the first is to remove a private address."""
         self._at_exit.append(do)
+
+    def _remove_private_directory(self) -> None:
+        if self.start.is_private:
+            remove_private_address(self.start.address)
 
     def serve(self, io: IOThread) -> None:
         """From now on there may be work to finish."""
@@ -57,12 +63,14 @@ class Lease:
             data = os.read(self._fd, 65_536)
             if not data:
                 raise EOFError("the owner closed its pipe before it said what to start")
-            for frame in self._reader.feed(data):
-                message = decode_owner_message(frame)
+            if frames := self._reader.feed(data):
+                self._unread = frames[1:]
+                message = decode_owner_message(frames[0])
                 assert isinstance(message, Start), message
                 return message
 
     def _watch(self) -> None:
+        self._take(self._unread)
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         poller.register(self._signals, select.POLLIN)
@@ -71,17 +79,20 @@ class Lease:
                 if fd == self._signals:
                     for number in os.read(self._signals, 64):
                         if number == signal.SIGTERM:
-                            self._stop_or_drain()
+                            self._drain_or_stop(signal.SIGTERM)
                 elif data := os.read(self._fd, 65_536):
-                    for frame in self._reader.feed(data):
-                        if isinstance(decode_owner_message(frame), Drain):
-                            self._drain()
+                    self._take(self._reader.feed(data))
                 else:
                     self._exit(0)
 
-    def _stop_or_drain(self) -> None:
-        self._num_stops += 1
-        if self._num_stops == 1:
+    def _take(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            if isinstance(decode_owner_message(frame), Drain):
+                self._drain_or_stop(Drain)
+
+    def _drain_or_stop(self, kind: object) -> None:
+        self._num_told[kind] += 1
+        if self._num_told[kind] == 1:
             self._drain()
             return
         if self._io is not None:

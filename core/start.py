@@ -50,7 +50,7 @@ def bind(start: Start) -> tuple[Context, BoundRouter]:
     context: Context = zmq.Context()
     try:
         start_zap(context)
-        return context, bind_router(context, start.address)
+        return context, bind_router(context, start.address, is_private=start.is_private)
     except BaseException:
         context.term()
         raise

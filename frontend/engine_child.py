@@ -1,5 +1,6 @@
 """EngineChild: the operating system's side of an engine process - spawning it, its pipes, its pidfd, its end."""
 
+import fcntl
 import os
 import select
 import signal
@@ -79,16 +80,18 @@ def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
     """Start the process and return at once. Errors: EngineStartError."""
     if not sys.executable:
         raise EngineStartError("sys.executable is empty: the engine needs a Python interpreter to be started with")
-    lease_read, lease_write = os.pipe()
-    report_read, report_write = os.pipe()
+    lease_read, lease_write = _pipe()
+    report_read, report_write = _pipe()
     try:
-        write_frame(lease_write, start)  # far below a pipe's capacity
+        _write_start(lease_write, start)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited until the child ignores it
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "core", str(lease_read), str(report_write)],
                 pass_fds=(lease_read, report_write),
                 stdin=subprocess.DEVNULL,
+                stdout=None if _is_inherited(1) else subprocess.DEVNULL,
+                stderr=None if _is_inherited(2) else subprocess.DEVNULL,
                 env=_environment(start.config),
             )
         finally:
@@ -105,6 +108,35 @@ def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
     child = EngineChild(process, os.pidfd_open(process.pid), lease_write, report_read, private_address, os.getpid())
     _children.add(child)
     return child
+
+
+def _pipe() -> tuple[int, int]:
+    """(read end, write end) above the standard streams: where one of those is closed, a pipe would take its number and
+    the child's stream would overwrite it."""
+    low = os.pipe()
+    try:
+        return fcntl.fcntl(low[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(low[1], fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(low[0])
+        os.close(low[1])
+
+
+def _is_inherited(fd: int) -> bool:
+    """False for a closed standard stream, also where a file of ours has taken its number since."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
+
+
+def _write_start(fd: int, start: Start) -> None:
+    """Nobody reads the pipe yet, so what it cannot hold must not be waited for. Errors: EngineStartError."""
+    os.set_blocking(fd, False)
+    try:
+        write_frame(fd, start)
+    except BlockingIOError:
+        raise EngineStartError("the engine's config and address are too long for a pipe: shorten them") from None
+    os.set_blocking(fd, True)
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

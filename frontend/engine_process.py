@@ -79,9 +79,9 @@ class EngineProcess:
         self._deadline = time.monotonic() + self._start_timeout
         private = private_ipc_address() if self._listen is None else None
         try:
-            self._child = spawn_engine(
-                Start(self.config, self._listen or private or "", self.epoch, self.owner_token), private
-            )
+            address = self._listen or private or ""
+            start = Start(self.config, address, self.epoch, self.owner_token, is_private=private is not None)
+            self._child = spawn_engine(start, private)
         except BaseException:
             if private is not None:
                 remove_private_address(private)
@@ -141,7 +141,10 @@ class EngineProcess:
         return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
 
     def drain(self) -> None:
-        """Tell the engine to take no more requests, finish the running ones and exit; does not wait."""
+        """Tell the engine to take no more requests, finish the running ones and exit; does not wait.
+
+        The second time: to tell its clients and exit at once, with code 143.
+        """
         child = self._child
         if child is not None and child.lease_fd >= 0:
             with contextlib.suppress(BrokenPipeError):

@@ -7,7 +7,7 @@ EngineCoreError
 ├── RequestFailedError                  the engine accepted the request and could not finish it
 ├── ModelFileError                      a model file is missing, truncated or corrupt
 │   └── UnsupportedModelError           the file is sound but names an architecture or format we do not run
-├── OutOfMemoryError                    the KV cache does not fit the memory it was given
+├── OutOfMemoryError                    the model or the KV cache does not fit the memory there is
 ├── EngineStartError                    the engine process did not come up
 ├── EngineDeadError                     the engine process is gone; requests in flight are lost
 ├── HandshakeError                      the engine refused this client (version, limits)

@@ -324,10 +324,11 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     address: str
     epoch: int = 0  # counts the engine's restarts under one owner
     owner_token: bytes = b""  # who sends it in Hello is the owner; empty = nobody
+    is_private: bool = False  # the address was made for this engine alone: its directory goes with it
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
-    """Take no more requests, finish the running ones, exit 0."""
+    """Take no more requests, finish the running ones, exit 0. A second one: tell the clients and exit at once, 143."""
 
 
 class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):
@@ -345,7 +346,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
-    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug (a traceback)."""
+    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug."""
 
     error: str
     message: str

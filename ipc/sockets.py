@@ -41,6 +41,7 @@ class BoundRouter:
     socket: Socket
     address: str  # the real one: port 0 is replaced by the port that was given
     lock_fd: int | None = field(default=None, repr=False)  # flock on PATH.lock for ipc; None for tcp
+    is_private: bool = False  # of `private_ipc_address`: its directory goes with it
 
     def close(self, linger_ms: int = ROUTER_LINGER_MS) -> None:
         self.socket.close(linger_ms)
@@ -53,11 +54,14 @@ class BoundRouter:
         """Remove the socket file, its lock and, if it was made for this socket alone, their directory."""
         if self.lock_fd is not None:
             _remove_files(ipc_path(self.address))
+            if self.is_private:
+                _remove_directory(self.address)
 
 
-def bind_router(context: Context, address: str) -> BoundRouter:
+def bind_router(context: Context, address: str, *, is_private: bool = False) -> BoundRouter:
     """A ROUTER bound to `ipc:///absolute/path` or `tcp://127.0.0.1:port` (port 0 = any free one).
 
+    is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it.
     Errors: AddressError when the address is malformed, too long, open to the network, or in use by a live process.
     """
     check_address(address, binding=True)
@@ -84,7 +88,7 @@ def bind_router(context: Context, address: str) -> BoundRouter:
             os.close(lock_fd)
         raise
     real = address if lock_fd is not None else socket.get_string(zmq.LAST_ENDPOINT)
-    return BoundRouter(socket, real, lock_fd)
+    return BoundRouter(socket, real, lock_fd, is_private)
 
 
 def connect_dealer(context: Context, address: str) -> Socket:
@@ -154,9 +158,9 @@ def private_ipc_address() -> str:
 
 
 def remove_private_address(address: str) -> None:
-    """Remove what `private_ipc_address` made and an engine may have left in it; other addresses are not touched."""
-    if address.startswith("ipc://") and _is_private(ipc_path(address)):
-        _remove_files(ipc_path(address))
+    """Remove what `private_ipc_address` made and an engine may have left in it. Only for an address made by it."""
+    _remove_files(ipc_path(address))
+    _remove_directory(address)
 
 
 def _check_ipc_path(address: str) -> None:
@@ -288,14 +292,12 @@ def _clean_stale_socket(address: str) -> None:
     raise AddressError(f"{address} is in use by another live process: stop it or choose another path")
 
 
-def _is_private(path: str) -> bool:
-    return os.path.basename(os.path.dirname(path)).startswith(PRIVATE_PREFIX)
-
-
 def _remove_files(path: str) -> None:
     for name in (path, path + ".lock"):
         with contextlib.suppress(OSError):
             os.unlink(name)
-    if _is_private(path):
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(path))
+
+
+def _remove_directory(address: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(ipc_path(address)))

@@ -1,7 +1,9 @@
 """The console script `engine-core`. A subcommand's module is imported only when it is called."""
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,11 +23,34 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status. Errors of ipc.errors become one message, never a traceback."""
+    _make_streams_usable()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run(words)
+        sys.stdout.flush()
+    except EngineCoreError as error:
+        print_error(str(error))
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _discard_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        _discard_output()
+        print_error(f"cannot write the output: {error.strerror}")
+        return EXIT_ERROR
+    return status
+
+
+def _run(words: list[str]) -> int:
     if words[:1] in (["version"], ["--version"]):
         print(f"engine-core {version()}")
         return 0
@@ -34,19 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stdout if words else sys.stderr)
         return 0 if words else EXIT_USAGE
     command = parser.parse_args(words[:1]).command
-    try:
-        status = importlib.import_module(COMMANDS[command][0]).main(words[1:])
-        sys.stdout.flush()
-    except EngineCoreError as error:
-        print_error(str(error))
-        return EXIT_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end, which would fail again, loudly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    return int(status)
+    return int(importlib.import_module(COMMANDS[command][0]).main(words[1:]))
+
+
+def _make_streams_usable() -> None:
+    """A stream that the caller closed takes and drops everything; a character that stdout cannot encode is escaped."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """The interpreter flushes stdout once more at its end, which would fail again, loudly."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> ArgumentParser:

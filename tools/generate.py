@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-from rich.console import Console
 
 from frontend.async_llm import AsyncLLM
 from frontend.engine_process import EngineProcess
@@ -23,7 +22,7 @@ from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.prompts import DEMO_SAMPLING, Question, read_questions
 from tools.start import started_engine
 from tools.summary import RequestSummary, RunSummary, print_summary, summarize_engine, summarize_request
-from tools.terminal import Streams, streams_for
+from tools.terminal import OutputConsole, Streams, streams_for
 
 _DEFAULT_MAX_TOKENS = 128
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -93,7 +92,7 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         )
         params = _sampling_params(parsed, tokenizer.default_sampling if tokenizer is not None else {})
-        console = Console(highlight=False)
+        console = OutputConsole()
         titles = [question.title.replace("\n", " ") for question in questions]
         before = await llm.statistics()
         begin = time.monotonic()

@@ -1,11 +1,12 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-SIGTERM or SIGINT drains it: no new requests, the running ones finish, exit status 0. A second one stops it at once.
+SIGTERM or SIGINT drains it: no new requests, the running ones finish, exit status 0. A second one tells
+the clients and stops it at once, exit status 143.
 """
 
 import asyncio
+import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 
@@ -15,10 +16,11 @@ from frontend.client import EngineClient
 from frontend.engine_process import EngineProcess
 from frontend.transport import ZmqTransport
 from ipc.config import config_from_options
-from ipc.errors import EngineDeadError
+from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
+EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STOP_S = 5.0  # seconds an engine that was told twice gets before it is killed
 
@@ -37,35 +39,63 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     config = config_from_options(**engine_options(parsed))
     process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
+    stop = _Stop(process)
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: stop.tell())
     try:
-        begin = time.monotonic()
-        _start(process)
-        print(
-            f"engine-core: ready at {process.address} ({_describe(process)}, {time.monotonic() - begin:.2f} s)",
-            flush=True,
-        )
-        return uvloop.run(_watch(process))
-    except _Stopped:
-        return 0
+        return _serve(process, stop)
     finally:
         process.close()
 
 
 class _Stopped(BaseException):
-    """A signal came before the engine was ready. Like KeyboardInterrupt no error that a library may catch."""
+    """A signal came while the model was being found or fetched. Like KeyboardInterrupt no error for a library."""
 
 
-def _start(process: EngineProcess) -> None:
-    def stop(number: int, frame: object) -> None:
-        raise _Stopped
+class _Stop:
+    """What the signals have asked for so far; they are heard from before the engine starts until it has ended."""
 
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self.count = 0
+        self.is_fetching = False  # there is no engine yet that could be told
+
+    def tell(self) -> None:
+        self.count += 1
+        if self.is_fetching:
+            raise _Stopped
+        if self.count == 1:
+            os.write(2, b"engine-core: draining\n")  # sys.stderr may be in the middle of a line that this interrupts
+        if self.count <= 2:
+            self._process.drain()
+
+    @property
+    def status(self) -> int:
+        return EXIT_STOPPED if self.count > 1 else 0
+
+
+def _serve(process: EngineProcess, stop: _Stop) -> int:
+    begin = time.monotonic()
     try:
+        stop.is_fetching = True
         process.start()
+        stop.is_fetching = False
+        if stop.count:
+            process.drain()  # the signal may have found nobody to tell
         process.wait_ready()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    except _Stopped:
+        return stop.status
+    except EngineStartError:
+        if stop.count:
+            return stop.status
+        raise
+    try:
+        took_s = time.monotonic() - begin
+        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s)", flush=True)
+    except EngineCoreError:
+        if not stop.count:  # else it refuses new clients, as it should
+            raise
+    return uvloop.run(_watch(process, stop))
 
 
 def _describe(process: EngineProcess) -> str:
@@ -77,29 +107,26 @@ def _describe(process: EngineProcess) -> str:
         client.close()
 
 
-async def _watch(process: EngineProcess) -> int:
+async def _watch(process: EngineProcess, stop: _Stop) -> int:
     """Until the engine process has ended; the exit status. Errors: EngineDeadError if nobody asked it to."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    num_signals = 0
+
+    def limit() -> None:
+        if stop.count > 1:
+            loop.call_later(_STOP_S, ended.set)
 
     def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
-            print("engine-core: draining", file=sys.stderr, flush=True)
-            process.drain()
-        else:
-            ended.set()
+        stop.tell()
+        limit()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    limit()  # for signals before
     loop.add_reader(process.pidfd, ended.set)
     await ended.wait()
     loop.remove_reader(process.pidfd)
-    if num_signals > 1:
-        process.stop(_STOP_S)
-        return 0
-    if not num_signals:
+    process.stop(0)
+    if not stop.count:
         raise EngineDeadError(process.describe_exit())
-    return 0
+    return stop.status

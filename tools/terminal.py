@@ -32,6 +32,17 @@ class Streams(Protocol):
     ) -> None: ...
 
 
+class OutputConsole(Console):
+    """Standard output. A reader that has gone is a BrokenPipeError, as everywhere, and not rich's SystemExit."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # what is shown on the way out would fail again
+        raise
+
+
 def streams_for(console: Console, titles: Sequence[str]) -> Streams:
     """Panels side by side in time where the console is a terminal, else whole lines with the request's number."""
     return LiveStreams(console, titles) if console.is_terminal else LineStreams(console, titles)
@@ -131,7 +142,7 @@ class LineStreams:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             for index, title in enumerate(self._titles):
                 heading = f"{index + 1} {title}" + (f" ({self._notes[index]})" if self._notes[index] else "")
                 self._print(f"\n=== {heading}\n{self._texts[index]}")

@@ -1,5 +1,7 @@
 """EngineCore over an executor that checks the cache: aborts, deadlines, failures, resumption, at depth 1 and 2."""
 
+from typing import Any
+
 import pytest
 
 from core.request_index import RequestIndex

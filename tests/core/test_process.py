@@ -18,6 +18,7 @@ from core.io_thread import IOThread
 from core.reception import Served
 from frontend.engine_process import EngineProcess
 from ipc.config import EngineConfig
+from ipc.errors import EngineStartError
 from ipc.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -259,6 +260,28 @@ def test_second_sigterm_stops_at_once() -> None:
         assert client.receive(EngineStopping).error == "the engine was told to stop at once"
         assert engine.wait(PATIENCE_S)
         assert engine.describe_exit().endswith(f"exited with code {128 + signal.SIGTERM}")
+
+
+def test_sigterm_to_owner_and_engine_is_once_and_a_second_drain_stops() -> None:
+    with EngineProcess(CONFIG) as engine, RawClient(engine.address) as client:
+        client.add(1, [1, 2], max_tokens=LONG)
+        client.receive(Outputs)
+        engine.drain()
+        os.kill(engine.pid, signal.SIGTERM)
+        wait_until_draining(client)
+        assert not engine.wait(0.1)
+        engine.drain()
+        assert client.receive(EngineStopping).error == "the engine was told to stop at once"
+        assert engine.wait(PATIENCE_S)
+        assert engine.describe_exit().endswith(f"exited with code {128 + signal.SIGTERM}")
+
+
+def test_drain_that_comes_with_start_is_heard() -> None:
+    engine = EngineProcess(CONFIG)
+    engine.start()
+    engine.drain()
+    with pytest.raises(EngineStartError, match="exited with code 0"):
+        engine.wait_ready()
 
 
 def wait_until_draining(client: RawClient) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from frontend.engine_child import spawn_engine
 from frontend.engine_process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileError, OutOfMemoryError
-from ipc.messages import EngineStopping, Outputs
+from ipc.messages import EngineStopping, Outputs, Start
 from tests.raw_client import PATIENCE_S, RawClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +142,19 @@ def test_address_in_use_by_a_live_engine() -> None:
             second.wait_ready()
         client.add(1, [1])
         client.finish(1)  # the first one has lost nothing
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_users_directory_stays(is_early: bool) -> None:
+    folder = Path(os.environ["TMPDIR"]) / "engine-core-mine"
+    folder.mkdir()
+    engine = EngineProcess(FAKE, listen=f"ipc://{folder}/s")
+    engine.start()
+    if not is_early:
+        engine.wait_ready()
+    engine.close()
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
 
 
 def test_bad_address_is_known_before_anything_starts() -> None:
@@ -289,6 +303,30 @@ def test_environment_of_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
         entries = Path(f"/proc/{engine.pid}/environ").read_bytes().decode().split("\0")
     for entry in ("GOMP_SPINCOUNT=77", "OMP_NUM_THREADS=3", "THP_MEM_ALLOC_ENABLE=1", f"PYTHONPATH={ROOT}:/elsewhere"):
         assert entry in entries
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0, 1, 2"])
+def test_owner_with_closed_standard_streams(closed: str) -> None:
+    code = f"""
+import os
+from frontend.engine_process import EngineProcess
+from ipc.config import EngineConfig
+for fd in ({closed},):
+    os.close(fd)
+with EngineProcess(EngineConfig(executor="fake")) as engine:
+    assert engine.is_alive
+    engine.drain()
+    engine.wait()
+    os._exit(0 if engine.describe_exit().endswith("code 0") else 3)
+"""
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def test_start_that_no_pipe_can_hold_is_refused_at_once() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(EngineStartError, match="too long for a pipe: shorten them"):
+        spawn_engine(Start(FAKE, "ipc:///" + "a" * 100_000), None)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def run_python(code: str, *path: Path) -> str:

@@ -90,7 +90,7 @@ def test_ipc_socket_is_private_and_leaves_nothing(context: Context, address: str
     path = Path(address.removeprefix("ipc://"))
     umask = os.umask(0o022)
     try:
-        router = bind_router(context, address)
+        router = bind_router(context, address, is_private=True)
         assert os.umask(0o022) == 0o022  # put back
     finally:
         os.umask(umask)
@@ -173,7 +173,7 @@ def test_lock_is_no_way_through_a_link(context: Context, address: str) -> None:
     os.unlink(path + ".lock")
 
 
-def test_private_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_private_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     short = Path(private_ipc_address().removeprefix("ipc://")).parent
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     inner = private_ipc_address()
@@ -185,10 +185,14 @@ def test_private_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         check_address(address, binding=True)
         remove_private_address(address)
         assert not os.path.exists(os.path.dirname(address.removeprefix("ipc://")))
-    public = tmp_path / "engine.sock"
-    public.touch()
-    remove_private_address(f"ipc://{public}")
-    assert public.exists()
+
+
+def test_a_users_directory_stays_whatever_its_name(context: Context) -> None:
+    folder = Path(os.environ["TMPDIR"]) / "engine-core-mine"
+    folder.mkdir()
+    bind_router(context, f"ipc://{folder}/s.sock").close()
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
 
 
 def test_bounds_of_the_router(context: Context, address: str) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -73,6 +74,18 @@ def wait_for_running(llm: LLM, count: int) -> None:
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["costs $5?", 'it\'s "$HOME" `x` $(shell y)', "-v"])
+def test_make_run_passes_the_prompt_as_it_stands(prompt: str, tmp_path: Path) -> None:
+    program = tmp_path / "engine-core"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    stamp = tmp_path / "stamp"
+    stamp.touch()
+    words = ["make", "--silent", "run", f"BIN={tmp_path}", f"STAMP={stamp}", f"PROMPT={prompt}"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["generate", "--", prompt]
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +250,36 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("redirection", "status", "text"),
+    [
+        ("| head -c 1 > /dev/null; exit ${PIPESTATUS[0]}", 141, ""),
+        (">&-", 0, ""),
+        ("> /dev/full", 1, "engine-core: error: cannot write the output: No space left on device"),
+    ],
+)
+def test_an_output_that_fails_is_one_line_at_most(redirection: str, status: int, text: str) -> None:
+    words = command("generate", "--executor", "fake", "--max-tokens", "3000", "--ignore-eos", "5", "6")
+    script = f"{shlex.join(words)} {redirection}"
+    result = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True)
+    assert result.returncode == status, result.stderr
+    assert [line for line in result.stderr.splitlines() if " s  " not in line][-1:] == ([text] if text else [])
+
+
+def test_a_full_disk_is_one_line_for_every_command() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command("version"), env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "engine-core: error: cannot write the output: No space left on device\n"
+
+
+def test_what_stdout_cannot_encode_is_escaped() -> None:
+    code = "import sys; from tools import cli; cli._make_streams_usable(); print('caf\xe9')"
+    narrow = {**environment(), "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", code], env=narrow, capture_output=True, text=True, check=True)
+    assert result.stdout == "caf\\xe9\n"
+
+
 # --- serve ----------------------------------------------------------------------------------------------------------
 
 
@@ -294,10 +337,10 @@ def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
         while "draining" not in server.stderr.readline():
             pass
         server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert server.wait(20) == 143
         running.join(20)
         llm.close()
-        assert len(errors) == 1
+        assert "the engine was told to stop at once" in str(errors)
 
 
 def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
@@ -311,7 +354,8 @@ def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
         assert "Traceback" not in error
 
 
-def test_a_signal_while_starting_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["spawned", "phase"])
+def test_a_signal_while_starting_ends_the_server(moment: str, tmp_path: Path) -> None:
     server = subprocess.Popen(
         command("serve", "--executor", "fake", "--listen", f"ipc://{tmp_path}/s"),
         env=environment(),
@@ -320,7 +364,12 @@ def test_a_signal_while_starting_ends_the_server(tmp_path: Path) -> None:
         text=True,
     )
     assert server.stderr is not None
-    select.select([server.stderr], [], [], 20)  # the first phase: the engine has begun to start
+    if moment == "phase":
+        select.select([server.stderr], [], [], 20)  # the engine has begun to start
+    else:  # the child exists
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        while not children.read_text():
+            time.sleep(0.001)
     server.send_signal(signal.SIGTERM)
     _, error = server.communicate(timeout=20)
     assert server.returncode == 0
