@@ -12,7 +12,7 @@ from frontend.client import EngineClient
 from frontend.outputs import RequestOutput
 from frontend.prompts import PromptInput, split_prompts
 from frontend.request_state import RequestState
-from frontend.session import Message, PreparedRequest, Session
+from frontend.session import Message, PreparedRequest, Session, check_neutral
 from frontend.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
@@ -34,7 +34,7 @@ class AsyncLLM:
         model: str | os.PathLike[str] | None = None,
         *,
         connect: str | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
@@ -67,6 +67,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as sampling_params.output_kind asks for them; the last one is finished.
@@ -75,6 +77,7 @@ class AsyncLLM:
         request. Errors, when it is first asked for an output: InvalidRequestError, also for a request_id that is live;
         RequestFailedError; EngineDeadError.
         """
+        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._generate(prompt, sampling_params, request_id, priority, add_special_tokens=True)
 
     def chat(
@@ -84,12 +87,20 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As generate(), for one conversation: a list of {"role", "content"}."""
+        check_neutral(
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            continue_final_message=continue_final_message,
+        )
         (prompt,) = self._session.render_chats(
             [messages],
             chat_template=chat_template,
@@ -104,6 +115,10 @@ class AsyncLLM:
         names = [request_id] if isinstance(request_id, str) else request_id
         numbers = [self._numbers.get(name) for name in names]
         self._session.client.abort([number for number in numbers if number is not None])
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """As LLM's."""
+        return self._session.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
         """Errors: InvalidRequestError where there is none."""

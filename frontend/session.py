@@ -1,5 +1,6 @@
 """Session: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,20 @@ from frontend.request_state import RequestState, needs_every_token
 from frontend.tokenizer import Tokenizer
 from frontend.transport import ZmqTransport
 from ipc.config import EngineConfig, config_from_options
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 
 Message: TypeAlias = dict[str, Any]
 
 _MAX_PRIORITY = 2**31 - 1
+#: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
+_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "tokenization_kwargs": (None, {}),
+    "chat_template_content_format": ("auto",),
+    "continue_final_message": (False,),
+}
 
 
 class PreparedRequest(NamedTuple):
@@ -37,9 +45,10 @@ class Session:
     """An open session; close() ends it, and the engine with it where the session started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
-    address of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the
-    text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
-    options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
+    address of a running engine, instead of a model. seed: of the requests that bring none; None = 0. tokenizer: path to
+    read the text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout:
+    seconds. options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError,
+    HandshakeError.
     """
 
     def __init__(
@@ -47,16 +56,16 @@ class Session:
         model: str | os.PathLike[str] | None,
         *,
         connect: str | None,
-        seed: int,
+        seed: int | None,
         tokenizer: str | os.PathLike[str] | None,
         skip_tokenizer: bool,
         start_timeout: float,
         connect_timeout: float,
         options: Mapping[str, Any],
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not isinstance(seed, (int, type(None))):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
-        self._seed = seed
+        self._seed = seed or 0
         self._process: EngineProcess | None = None
         self._owner = os.getpid()
         self._text_source = None if tokenizer is None else os.fspath(tokenizer)
@@ -121,6 +130,16 @@ class Session:
             )
             for messages in conversations
         ]
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Those the model's generation_config.json recommends, as far as this version has them."""
+        recommended = {} if self.tokenizer is None else self.tokenizer.default_sampling
+        supported: dict[str, Any] = {}
+        for name, value in recommended.items():
+            with contextlib.suppress(UnsupportedParameterError):
+                SamplingParams(**{name: value})
+                supported[name] = value
+        return SamplingParams(**supported)
 
     def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
         """Submit; request_id None = the request's number. Errors: those of EngineClient.submit."""
@@ -215,6 +234,16 @@ class Session:
                 raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
             return [msgspec.structs.replace(one) for one in many]
         return [msgspec.structs.replace(given)] * count
+
+
+def check_neutral(**arguments: object) -> None:
+    """Errors: UnsupportedParameterError for an argument of vLLM's that asks for what this version does not do."""
+    for name, value in arguments.items():
+        if value not in _NEUTRAL_ARGUMENTS[name]:
+            allowed = _NEUTRAL_ARGUMENTS[name][0]
+            raise UnsupportedParameterError(
+                f"{name}={value!r:.80} is not supported by this version; leave it at its default ({allowed!r})"
+            )
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

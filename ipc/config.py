@@ -87,31 +87,64 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (True, False),  # nothing remote is ever run
     "enforce_eager": (True, False),
     "quantization": (None,),
     "disable_log_stats": (True, False),
     "enable_chunked_prefill": (True, None),
     "swap_space": (0, None),
+    "tokenizer_mode": ("auto",),
+    "revision": (None,),
+    "kv_cache_dtype": ("auto",),
+    "distributed_executor_backend": (None, "uni", "mp"),
+    "enable_lora": (False,),
+    "cpu_offload_gb": (0,),
+    "disable_custom_all_reduce": (True, False),
+    "generation_config": ("auto", "vllm", None),
+    "hf_token": (None,),
+    "served_model_name": (None,),
+    "attention_backend": (None, "auto"),
 }
+#: The same for numbers: (above, up to).
+_NEUTRAL_NUMBERS: dict[str, tuple[float, float]] = {
+    "gpu_memory_utilization": (0, 1),
+    "max_seq_len_to_capture": (0, 2**24),
+}
+#: vLLM's names of our options, and of our options' values.
+_ALIASES = {"num_gpu_blocks_override": "num_blocks_override"}
+_DTYPE_ALIASES = {"float": "float32"}
 
 
 def config_from_options(**options: Any) -> EngineConfig:
     """The EngineConfig of these options. Errors: ConfigError for a bad value or an unknown option."""
     fields = EngineConfig.__struct_fields__
-    accepted = {}
-    for name, value in options.items():
+    accepted: dict[str, Any] = {}
+    for given, value in options.items():
+        name = _ALIASES.get(given, given)
+        if name in accepted:
+            raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
         if name in fields:
             accepted[name] = value
-        elif name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])
-                raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
+        elif name in _NEUTRAL or name in _NEUTRAL_NUMBERS:
+            _check_neutral(name, value)
         else:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(fields)}")
+    if isinstance(dtype := accepted.get("dtype"), str):
+        accepted["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
     return EngineConfig(**accepted)
+
+
+def _check_neutral(name: str, value: object) -> None:
+    if name in _NEUTRAL:
+        if value not in _NEUTRAL[name]:
+            allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])
+            raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
+        return
+    low, high = _NEUTRAL_NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
+        raise ConfigError(f"{name} must be a number above {low} and up to {high}; got {value!r}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool) -> None:

@@ -20,7 +20,14 @@ from core.executor.fake import fake_tokens
 from frontend.engine_process import EngineProcess
 from frontend.llm import LLM
 from ipc.config import EngineConfig
-from ipc.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelFileError, RequestFailedError
+from ipc.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelFileError,
+    RequestFailedError,
+    UnsupportedParameterError,
+)
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 
@@ -260,6 +267,54 @@ def test_a_script_without_main_guard_and_what_it_imports(tmp_path):
     assert imported == "[]"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+#: A script as vLLM's users write them; only the import is changed.
+VLLM_SCRIPT = """
+from engine_core import LLM, SamplingParams, TokensPrompt
+
+llm = LLM(model=None, executor="fake", tokenizer_mode="auto", trust_remote_code=True, tensor_parallel_size=1,
+          dtype="float", seed=None, gpu_memory_utilization=0.9, swap_space=0, cpu_offload_gb=0, enforce_eager=True,
+          max_seq_len_to_capture=8192, disable_custom_all_reduce=False, kv_cache_dtype="auto", revision=None,
+          generation_config="auto", num_gpu_blocks_override=64, distributed_executor_backend="mp", enable_lora=False,
+          hf_token=None, served_model_name=None, attention_backend=None, skip_tokenizer_init=True)
+params = llm.get_default_sampling_params()
+params.max_tokens = 4
+prompts = [TokensPrompt(prompt_token_ids=[1, 2]), TokensPrompt(prompt_token_ids=[3])]
+for output in llm.generate(prompts, params, use_tqdm=False, lora_request=None, tokenization_kwargs=None):
+    assert output.encoder_prompt is output.encoder_prompt_token_ids is output.kv_transfer_params is None
+    print(output.prompt_token_ids, len(output.outputs[0].token_ids))
+"""
+
+
+def test_a_whole_script_of_vllms_users(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", VLLM_SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2] 4\n[3] 4\n", "")
+
+
+def test_arguments_of_vllms_that_would_change_something(llm):
+    chat = [{"role": "user", "content": "w7 w8"}]
+    assert llm.chat(chat, greedy(), False, None, "w1", "auto", True, False, None, {})[0].prompt_token_ids == [1]
+    for name, value in (("lora_request", "l"), ("tokenization_kwargs", {"truncation": True})):
+        with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
+            llm.generate([1], greedy(), **{name: value})
+    for name, value in (("chat_template_content_format", "openai"), ("continue_final_message", True)):
+        with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
+            llm.chat(chat, greedy(), **{name: value})
+
+
+def test_recommended_sampling(text_side, played_connection):
+    (text_side / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3, "logprobs": 1}')
+    with LLM(connect="ipc:///played", tokenizer=text_side) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3)
+    (text_side / "generation_config.json").unlink()
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,22 @@ def test_options_of_vllm_are_accepted_where_they_change_nothing(name: str) -> No
         config_from_options(**{name: 7})
 
 
+def test_numbers_of_vllm_that_change_nothing() -> None:
+    assert config_from_options(gpu_memory_utilization=0.9, max_seq_len_to_capture=8192) == EngineConfig()
+    for value in (0, 1.5, float("nan"), True, "0.9"):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization must be a number above 0 and up to 1; got"):
+            config_from_options(gpu_memory_utilization=value)
+
+
+def test_other_names() -> None:
+    config = config_from_options(dtype="float", num_gpu_blocks_override=9)
+    assert (config.dtype, config.num_blocks_override) == ("float32", 9)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override is another name of an option"):
+        config_from_options(num_blocks_override=9, num_gpu_blocks_override=9)
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half'"):
+        config_from_options(dtype="half")
+
+
 def test_a_config_is_a_message() -> None:
     configs = (
         EngineConfig(),
