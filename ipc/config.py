@@ -51,8 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         for name in ("enable_prefix_caching", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
-        if self.model is not None and not (isinstance(self.model, str) and self.model):
-            raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {self.model!r}")
+        _check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.async_scheduling and self.executor == "local":
@@ -80,6 +79,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "fake_eos_token_id": (0, 2**24),
     "fake_max_model_len": (2, 2**24),
 }
+_MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 _OPTIONAL = frozenset(("threads", "max_model_len", "kv_cache_memory_bytes", "num_blocks_override"))
 
 #: Options of vLLM's LLM() that mean nothing here; accepted at the values under which they change nothing.
@@ -145,6 +145,17 @@ def _check_neutral(name: str, value: object) -> None:
     low, high = _NEUTRAL_NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
         raise ConfigError(f"{name} must be a number above {low} and up to {high}; got {value!r}")
+
+
+def _check_model(model: object) -> None:
+    if model is None:
+        return
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {model!r:.80}")
+    if any("\ud800" <= character <= "\udfff" for character in model) or "\0" in model:
+        raise ConfigError(f"model must be valid UTF-8 without NUL; got {model!r:.80}")
+    if (size := len(model.encode())) > _MAX_MODEL_BYTES:
+        raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool) -> None:

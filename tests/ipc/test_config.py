@@ -79,6 +79,15 @@ def test_model(value: object) -> None:
         config_from_options(model=value)
 
 
+def test_the_length_and_the_characters_of_a_model_are_bounded() -> None:
+    assert config_from_options(model="\u00e4" * 2048).model == "\u00e4" * 2048
+    with pytest.raises(ConfigError, match="model must be at most 4096 bytes long; got 4098, beginning"):
+        config_from_options(model="\u00e4" * 2049)
+    for value in ("\udcff", "a\0"):
+        with pytest.raises(ConfigError, match="model must be valid UTF-8 without NUL; got"):
+            config_from_options(model=value)
+
+
 def test_async_scheduling_needs_an_executor_that_overlaps() -> None:
     with pytest.raises(ConfigError, match="async_scheduling=true needs an executor that overlaps"):
         config_from_options(async_scheduling=True)
