@@ -126,6 +126,11 @@ class AsyncLLM:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._session.tokenizer
 
+    @property
+    def numerics(self) -> str:
+        """As LLM's."""
+        return self._session.client.welcome.numerics
+
     async def check_health(self, timeout: float = 10.0) -> None:
         """Returns if the engine answers, between two steps, within `timeout` seconds: a live process that does not
         step is not healthy. Errors: EngineDeadError, CallFailedError."""

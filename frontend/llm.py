@@ -28,9 +28,10 @@ class LLM:
     """An engine and a synchronous way to use it; the interface is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
-    running engine, instead of a model. seed: of requests without one of their own; None = 0. tokenizer: path to take the
-    text side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up;
-    connect_timeout: for it to answer. options: those of EngineConfig. Ends with close(), as a context manager, or when it is collected.
+    running engine, instead of a model. seed: of requests without one of their own; None = 0. tokenizer: path to take
+    the text side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up;
+    connect_timeout: for it to answer. options: those of EngineConfig. Ends with close(), as a context manager, or when
+    it is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -71,7 +72,8 @@ class LLM:
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
         sampling_params: one for all, or one per prompt; None is SamplingParams(), not the model's recommendation: that
-        is get_default_sampling_params(). priority: smaller is sooner. use_tqdm: show progress (or the class that does).
+        is get_default_sampling_params(). priority: smaller is sooner, under a scheduling policy that looks at it (fcfs
+        does not). use_tqdm: show progress (or the class that does).
         lora_request, tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
         RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
         """
@@ -117,6 +119,11 @@ class LLM:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._session.tokenizer
 
+    @property
+    def numerics(self) -> str:
+        """The level the engine runs at: "L2", or what this machine and model allow."""
+        return self._session.client.welcome.numerics
+
     def statistics(self) -> Statistics:
         """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
         return self._session.client.statistics()
@@ -138,9 +145,11 @@ class LLM:
         self.close()
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise InvalidRequestError(f"use_tqdm must be True, False or a class such as tqdm; got {use_tqdm!r:.80}")
         client = self._session.client
         window = max(_MIN_WINDOW, 4 * client.welcome.limits.max_num_seqs)
-        waiting = deque(sorted(range(len(prepared)), key=lambda index: prepared[index].priority))
+        waiting = deque(range(len(prepared)))
         running: dict[int, tuple[int, RequestState]] = {}  # number -> (index of the prompt, state)
         outputs: dict[int, RequestOutput] = {}
         errors: dict[int, EngineCoreError] = {}

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -310,6 +311,40 @@ def test_arguments_of_vllms_that_would_change_something(llm):
             llm.chat(chat, greedy(), **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"chat_template": 3}, "chat_template must be a str, got int"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict with str keys"),
+        ({"chat_template_kwargs": {"template": "w1", "messages": []}}, "must not name template, messages"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "continue_final_message=True is not supported"),
+        ({"use_tqdm": 3}, "use_tqdm must be True, False or a class such as tqdm; got 3"),
+    ],
+)
+def test_wrong_arguments_of_a_chat(llm, arguments, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.chat([{"role": "user", "content": "w7"}], greedy(), **arguments)
+
+
+def test_template_arguments_replace_those_of_chat(llm):
+    kwargs = {"add_generation_prompt": False, "continue_final_message": False, "tools": None}
+    (output,) = llm.chat([{"role": "user", "content": "w7"}], greedy(), use_tqdm=False, chat_template_kwargs=kwargs)
+    assert output.prompt_token_ids == [7]
+
+
+def test_a_lower_numerics_level_is_told_once(played_engine, monkeypatch, caplog):
+    played_engine.welcome = msgspec.structs.replace(played_engine.welcome, numerics="L0")
+    monkeypatch.setattr("frontend.session.ZmqTransport", lambda address, **_: played_engine)
+    for options, count in (({}, 1), ({"numerics": "L0"}, 0)):
+        caplog.clear()
+        with LLM(executor="fake", **options) as llm:
+            assert llm.numerics == "L0"
+        found = [record.getMessage() for record in caplog.records if record.name == "engine_core"]
+        assert len(found) == count
+        assert all("runs at numerics level L0, not L2" in message for message in found)
+
+
 def test_recommended_sampling(text_side, played_connection):
     (text_side / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3, "logprobs": 1}')
     with LLM(connect="ipc:///played", tokenizer=text_side) as llm:
@@ -322,6 +357,13 @@ def test_recommended_sampling(text_side, played_connection):
     [
         ({"executor": "fake", "max_models_len": 5}, "unknown option 'max_models_len'"),
         ({"executor": "fake", "seed": "x"}, "seed must be an integer"),
+        ({"executor": "fake", "model": 123}, "model must be a path or a name, .*; got 123"),
+        ({"executor": "fake", "model": "\udcff"}, "model must be valid UTF-8"),
+        ({"executor": "fake", "tokenizer": b"t"}, "tokenizer must be a path or a name"),
+        ({"executor": "fake", "start_timeout": float("nan")}, "start_timeout must be a finite number of seconds"),
+        ({"executor": "fake", "start_timeout": "5"}, "start_timeout must be a finite number of seconds"),
+        ({"connect": "ipc:///x", "connect_timeout": -1}, "connect_timeout must be a finite number of seconds"),
+        ({"connect": "ipc:///x", "connect_timeout": float("inf")}, "connect_timeout must be a finite number"),
         ({"connect": "ipc:///x", "seed": True}, "seed must be an integer"),
         ({"connect": "ipc:///x", "model": "m", "dtype": "auto"}, "leave out model, dtype"),
     ],
@@ -399,8 +441,8 @@ def test_what_the_engine_is_sent(played_llm, played_connection):
     shared = greedy()
     played_llm.generate([[1], [2], [3]], shared, use_tqdm=False, priority=[5, -1, 5])
     requests = played_connection.sent(AddRequest)
-    assert played_connection.prompts() == [[2], [1], [3]]
-    assert [request.priority for request in requests] == [-1, 5, 5]
+    assert played_connection.prompts() == [[1], [2], [3]], "the order is the engine's policy's to change"
+    assert [request.priority for request in requests] == [5, -1, 5]
     assert {request.params.output_kind for request in requests} == {RequestOutputKind.FINAL_ONLY}
     assert shared.output_kind == RequestOutputKind.CUMULATIVE
     assert len({request.seed for request in requests}) == 3
