@@ -140,7 +140,7 @@ class Session:
 
     def default_sampling_params(self) -> SamplingParams:
         """Those the model's generation_config.json recommends, as far as this version has them."""
-        recommended = {} if self.tokenizer is None else self.tokenizer.default_sampling
+        recommended: dict[str, Any] = {} if self.tokenizer is None else self.tokenizer.default_sampling
         supported: dict[str, Any] = {}
         for name, value in recommended.items():
             with contextlib.suppress(UnsupportedParameterError):
