@@ -17,6 +17,7 @@ HELP = {
     "load_format": "format of the weights; 'dummy' makes them up, for benchmarks of a config",
     "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU has it, else float32",
     "device": "where the model runs",
+    "model_impl": "whose model code; auto = ours where there is some for the architecture, else transformers'",
     "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's own attention",
     "threads": "compute threads; default: the CPUs this process may use",
     "max_model_len": "tokens of prompt and output together; default: the model's",
