@@ -3,6 +3,7 @@
 from frontend.async_llm import AsyncLLM
 from frontend.llm import LLM
 from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from frontend.prompts import TextPrompt, TokensPrompt
 from ipc.errors import (
     AddressError,
     CallFailedError,
@@ -41,6 +42,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UnsupportedModelError",
     "UnsupportedParameterError",
 ]

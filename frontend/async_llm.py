@@ -11,7 +11,7 @@ from typing import Any, Self
 from frontend.client import EngineClient
 from frontend.outputs import RequestOutput
 from frontend.prompts import PromptInput, split_prompts
-from frontend.session import Message, PreparedRequest, Session
+from frontend.session import Message, PreparedRequest, Session, check_neutral
 from frontend.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
@@ -33,7 +33,7 @@ class AsyncLLM:
         model: str | os.PathLike[str] | None = None,
         *,
         connect: str | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
@@ -66,6 +66,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as sampling_params.output_kind asks for them; the last one is finished.
@@ -74,6 +76,7 @@ class AsyncLLM:
         request. Errors, when it is first asked for an output: InvalidRequestError, also for a request_id that is live;
         RequestFailedError; EngineDeadError.
         """
+        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._generate(prompt, sampling_params, request_id, priority, add_special_tokens=True)
 
     def chat(
@@ -83,12 +86,20 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As generate(), for one conversation: a list of {"role", "content"}."""
+        check_neutral(
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            continue_final_message=continue_final_message,
+        )
         (prompt,) = self._session.render_chats(
             [messages],
             chat_template=chat_template,
@@ -104,11 +115,20 @@ class AsyncLLM:
         numbers = [self._numbers.get(name) for name in names]
         self._session.client.abort([number for number in numbers if number is not None])
 
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """As LLM's."""
+        return self._session.default_sampling_params()
+
     def get_tokenizer(self) -> Tokenizer:
         """Errors: InvalidRequestError where there is none."""
         if self._session.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._session.tokenizer
+
+    @property
+    def numerics(self) -> str:
+        """As LLM's."""
+        return self._session.client.welcome.numerics
 
     async def check_health(self, timeout: float = 10.0) -> None:
         """Returns if the engine answers, between two steps, within `timeout` seconds: a live process that does not

@@ -14,14 +14,12 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import msgspec
 
+from frontend.template_sandbox import MAX_PROMPT_CHARS, TemplateSandbox, check_size
 from ipc.errors import InvalidRequestError
 
-#: Longest rendered prompt, characters. The largest frame the engine takes holds about two million tokens.
-MAX_PROMPT_CHARS = 16 << 20
-_MAX_POWER_BITS = 4096
+_MAX_JSON_INDENT = 64  # columns
 
 #: What a template's own expressions raise on messages they were not written for, besides Jinja's errors.
 _TEMPLATE_ERRORS = (
@@ -55,12 +53,11 @@ def render_chat(
     if template is None:
         raise InvalidRequestError("this model has no chat template; write the prompt yourself and call generate()")
     compiled, takes_parts = _compile(template)
-    variables = _plain(kwargs, "chat template arguments")
+    variables = _plain(kwargs | {"add_generation_prompt": add_generation_prompt}, "chat template arguments")
     variables.setdefault("documents", None)
     variables |= {
         "messages": _check_messages(messages, keep_parts=takes_parts),
         "tools": _plain(tools, "tools"),
-        "add_generation_prompt": add_generation_prompt,
     }
     # A token the model does not have stays undefined, which templates print as nothing; None would be printed.
     variables |= {
@@ -81,25 +78,6 @@ def render_chat(
     return "".join(pieces)
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with repetition bounded: it limits range() but not "x" * 10**12."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            size = left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
-        else:
-            text, count = (right, left) if isinstance(left, int) else (left, right)
-            size = len(text) * count if isinstance(text, (str, list, tuple)) and isinstance(count, int) else 0
-        limit = _MAX_POWER_BITS if operator == "**" else MAX_PROMPT_CHARS
-        if size > limit:
-            raise jinja2.TemplateRuntimeError(
-                f"the result of {operator} would have size {size}; in a template {limit} is allowed"
-            )
-        return super().call_binop(context, operator, left, right)
-
-
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for training; for a prompt it is its content."""
 
@@ -110,8 +88,8 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _make_environment() -> _Environment:
-    environment = _Environment(
+def _make_environment() -> TemplateSandbox:
+    environment = TemplateSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -123,10 +101,11 @@ def _make_environment() -> _Environment:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    check_size("tojson's indent", len(indent) if isinstance(indent, str) else indent or 0, _MAX_JSON_INDENT)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

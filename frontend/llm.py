@@ -14,7 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from frontend.outputs import RequestOutput
 from frontend.prompts import PromptInput, split_prompts
 from frontend.request_state import RequestState
-from frontend.session import Message, PreparedRequest, Session, final_only
+from frontend.session import Message, PreparedRequest, Session, check_neutral, final_only
 from frontend.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError, RequestFailedError
 from ipc.messages import Statistics
@@ -28,9 +28,10 @@ class LLM:
     """An engine and a synchronous way to use it; the interface is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
-    running engine, instead of a model. seed: of requests without one of their own. tokenizer: path to take the text
-    side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up; connect_timeout:
-    for it to answer. options: those of EngineConfig. Ends with close(), as a context manager, or when it is collected.
+    running engine, instead of a model. seed: of requests without one of their own; None = 0. tokenizer: path to take
+    the text side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up;
+    connect_timeout: for it to answer. options: those of EngineConfig. Ends with close(), as a context manager, or when
+    it is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -39,7 +40,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         connect: str | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
@@ -63,15 +64,20 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs are in the prompts' order.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
-        sampling_params: one for all, or one per prompt; None = SamplingParams(). priority: smaller is sooner. use_tqdm:
-        show progress (or the class that does). Errors: InvalidRequestError before anything is submitted;
+        sampling_params: one for all, or one per prompt; None is SamplingParams(), not the model's recommendation: that
+        is get_default_sampling_params(). priority: smaller is sooner, under a scheduling policy that looks at it (fcfs
+        does not). use_tqdm: show progress (or the class that does).
+        lora_request, tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
         RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
         """
+        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._run(self._session.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
 
     def chat(
@@ -79,12 +85,20 @@ class LLM:
         messages: list[Message] | Sequence[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one conversation or many, each a list of {"role", "content"}. Errors: as generate()."""
+        check_neutral(
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            continue_final_message=continue_final_message,
+        )
         conversations = split_conversations(messages)
         rendered = self._session.render_chats(
             conversations,
@@ -95,11 +109,20 @@ class LLM:
         )
         return self._run(self._session.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; SamplingParams() where it recommends nothing."""
+        return self._session.default_sampling_params()
+
     def get_tokenizer(self) -> Tokenizer:
         """Errors: InvalidRequestError where there is none."""
         if self._session.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._session.tokenizer
+
+    @property
+    def numerics(self) -> str:
+        """The level the engine runs at: "L2", or what this machine and model allow."""
+        return self._session.client.welcome.numerics
 
     def statistics(self) -> Statistics:
         """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
@@ -122,9 +145,11 @@ class LLM:
         self.close()
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise InvalidRequestError(f"use_tqdm must be True, False or a class such as tqdm; got {use_tqdm!r:.80}")
         client = self._session.client
         window = max(_MIN_WINDOW, 4 * client.welcome.limits.max_num_seqs)
-        waiting = deque(sorted(range(len(prepared)), key=lambda index: prepared[index].priority))
+        waiting = deque(range(len(prepared)))
         running: dict[int, tuple[int, RequestState]] = {}  # number -> (index of the prompt, state)
         outputs: dict[int, RequestOutput] = {}
         errors: dict[int, EngineCoreError] = {}

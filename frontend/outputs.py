@@ -70,3 +70,6 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing predicts
     lora_request: None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values the engine already had
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None

@@ -23,6 +23,7 @@ class TokensPrompt(TypedDict, total=False):
 
 PromptInput: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 
+_MAX_CACHE_SALT_CHARS = 1024
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 #: Keys of vLLM's prompts that this version cannot serve.
 _UNSUPPORTED_KEYS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
@@ -73,7 +74,8 @@ def read_prompts(
     read = []
     for index, (text, token_ids, cache_salt) in enumerate(forms):
         name = _name(index, len(prompts))
-        ids = next(encoded) if token_ids is None else _read_token_ids(token_ids, name, vocab_size)
+        ids = next(encoded) if token_ids is None else _read_token_ids(token_ids, name)
+        _check_vocabulary(ids, name, vocab_size)
         keep = truncation[index] if truncation is not None else None
         if keep is not None:
             ids = ids[-(keep if keep > 0 else max_model_len - 1) :]
@@ -109,10 +111,20 @@ def _read_form(prompt: PromptInput, name: str) -> tuple[str | None, Any, str]:
             raise InvalidRequestError(f"{name}: {key!r} must be a str, got {type(value).__name__}")
     if text is None and token_ids is None:
         raise InvalidRequestError(f"{name}: 'prompt' or 'prompt_token_ids' is missing; a prompt is {_FORMS}")
+    _check_cache_salt(cache_salt or "", name)  # type: ignore[arg-type]
     return text, token_ids, cache_salt or ""  # type: ignore[return-value]
 
 
-def _read_token_ids(token_ids: object, name: str, vocab_size: int) -> list[int]:
+def _check_cache_salt(salt: str, name: str) -> None:
+    if len(salt) > _MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"{name}: 'cache_salt' has {len(salt)} characters; {_MAX_CACHE_SALT_CHARS} are allowed"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in salt):
+        raise InvalidRequestError(f"{name}: 'cache_salt' must be valid Unicode; {salt!r:.80} has a lone surrogate")
+
+
+def _read_token_ids(token_ids: object, name: str) -> list[int]:
     if isinstance(token_ids, np.ndarray) and token_ids.ndim == 1 and token_ids.dtype.kind in "iu":
         ids: list[int] = token_ids.tolist()
     elif isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes, bytearray)):
@@ -126,12 +138,16 @@ def _read_token_ids(token_ids: object, name: str, vocab_size: int) -> list[int]:
             index = next(index for index, token in enumerate(ids) if type(token) in wrong)
             raise InvalidRequestError(f"{name}: token ids must be ints; at index {index} is {ids[index]!r:.80}")
         ids = [int(token) for token in ids]
+    return ids
+
+
+def _check_vocabulary(ids: list[int], name: str, vocab_size: int) -> None:
+    """Errors: InvalidRequestError, also for a text: a tokenizer may know more tokens than the model."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise InvalidRequestError(
             f"{name}: token id {ids[index]} at index {index} is out of range; known are 0 to {vocab_size - 1}"
         )
-    return ids
 
 
 def _name(index: int, count: int) -> str:

@@ -1,6 +1,8 @@
 """Session: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
 
+import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +21,23 @@ from frontend.request_state import RequestState
 from frontend.tokenizer import Tokenizer
 from frontend.transport import ZmqTransport
 from ipc.config import EngineConfig, config_from_options
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 
 Message: TypeAlias = dict[str, Any]
 
 _MAX_PRIORITY = 2**31 - 1
+_MAX_TIMEOUT_S = 1e6  # poll() counts milliseconds in 31 bits
+#: What chat_template_kwargs may not replace; add_generation_prompt and tools they may, as in vLLM.
+_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token")
+#: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
+_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "tokenization_kwargs": (None, {}),
+    "chat_template_content_format": ("auto",),
+    "continue_final_message": (False,),
+}
 
 
 class PreparedRequest(NamedTuple):
@@ -40,9 +52,10 @@ class Session:
     """An open session; close() ends it, and the engine with it where the session started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
-    address of a running engine, instead of a model. seed: of the requests that bring none. tokenizer: path to read the
-    text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout: seconds.
-    options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
+    address of a running engine, instead of a model. seed: of the requests that bring none; None = 0. tokenizer: path to
+    read the text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout:
+    seconds. options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError,
+    HandshakeError.
     """
 
     def __init__(
@@ -50,23 +63,25 @@ class Session:
         model: str | os.PathLike[str] | None,
         *,
         connect: str | None,
-        seed: int,
+        seed: int | None,
         tokenizer: str | os.PathLike[str] | None,
         skip_tokenizer: bool,
         start_timeout: float,
         connect_timeout: float,
         options: Mapping[str, Any],
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not isinstance(seed, (int, type(None))):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
-        self._seed = seed
+        self._seed = seed or 0
         self._process: EngineProcess | None = None
         self._owner = os.getpid()
-        self._text_source = None if tokenizer is None else os.fspath(tokenizer)
+        _check_timeout("start_timeout", start_timeout)
+        _check_timeout("connect_timeout", connect_timeout)
+        self._text_source = _read_path("tokenizer", tokenizer)
         self._skip_tokenizer = skip_tokenizer
         self.tokenizer: Tokenizer | None = None
         if connect is None:
-            config = config_from_options(model=None if model is None else os.fspath(model), **options)
+            config = config_from_options(model=_read_path("model", model), **options)
             self._start(config, start_timeout, connect_timeout)
         else:
             if model is not None or options:
@@ -113,18 +128,29 @@ class Session:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so no chat template: use generate() with token ids"
             )
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise InvalidRequestError(f"chat_template must be a str, got {type(chat_template).__name__}")
+        arguments = {"add_generation_prompt": add_generation_prompt, "tools": tools} | _read_template_kwargs(kwargs)
         return [
             render_chat(
-                self.tokenizer.choose_chat_template(chat_template, with_tools=bool(tools)),
+                self.tokenizer.choose_chat_template(chat_template, with_tools=bool(arguments["tools"])),
                 messages,
-                add_generation_prompt=add_generation_prompt,
                 bos_token=self.tokenizer.bos_token,
                 eos_token=self.tokenizer.eos_token,
-                tools=tools,
-                **(kwargs or {}),
+                **arguments,
             )
             for messages in conversations
         ]
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Those the model's generation_config.json recommends, as far as this version has them."""
+        recommended: dict[str, Any] = {} if self.tokenizer is None else self.tokenizer.default_sampling
+        supported: dict[str, Any] = {}
+        for name, value in recommended.items():
+            with contextlib.suppress(UnsupportedParameterError):
+                SamplingParams(**{name: value})
+                supported[name] = value
+        return SamplingParams(**supported)
 
     def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
         """Submit; request_id None = the request's number. Errors: those of EngineClient.submit."""
@@ -173,6 +199,12 @@ class Session:
             process.close()
             raise
         self._process = process
+        if (numerics := self.client.welcome.numerics) < config.numerics:
+            logging.getLogger("engine_core").warning(
+                "the engine runs at numerics level %s, not %s: a request's tokens may depend on its neighbours",
+                numerics,
+                config.numerics,
+            )
         if files and self._text_source is None:
             self._check_hash(files)
 
@@ -244,9 +276,46 @@ class Session:
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words_token_ids(words, self.tokenizer))
 
 
+def check_neutral(**arguments: object) -> None:
+    """Errors: UnsupportedParameterError for an argument of vLLM's that asks for what this version does not do."""
+    for name, value in arguments.items():
+        if value not in _NEUTRAL_ARGUMENTS[name]:
+            allowed = _NEUTRAL_ARGUMENTS[name][0]
+            raise UnsupportedParameterError(
+                f"{name}={value!r:.80} is not supported by this version; leave it at its default ({allowed!r})"
+            )
+
+
 def final_only(params: SamplingParams) -> SamplingParams:
     """These parameters, for a caller that waits for the end."""
     return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _check_timeout(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_TIMEOUT_S:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a finite number of seconds, 0 to {_MAX_TIMEOUT_S:g}; got {value!r:.80}")
+
+
+def _read_path(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(path, str):
+        raise ConfigError(f"{name} must be a path or a name, as a str or a pathlib.Path; got {value!r:.80}")
+    return path
+
+
+def _read_template_kwargs(kwargs: object) -> dict[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise InvalidRequestError(f"chat_template_kwargs must be a dict with str keys; got {kwargs!r:.80}")
+    if taken := [name for name in _RESERVED_KWARGS if name in kwargs]:
+        raise InvalidRequestError(f"chat_template_kwargs must not name {', '.join(taken)}: these are given otherwise")
+    if "continue_final_message" in kwargs:
+        check_neutral(continue_final_message=kwargs["continue_final_message"])
+    return {name: value for name, value in kwargs.items() if name != "continue_final_message"}
 
 
 def _read_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:

@@ -59,8 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
             raise ConfigError(f"capture must be the path of a file to write; got {self.capture!r}")
-        if self.model is not None and not (isinstance(self.model, str) and self.model):
-            raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {self.model!r}")
+        _check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.async_scheduling and self.executor == "local":
@@ -92,6 +91,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "fake_eos_token_id": (0, 2**24),
     "fake_max_model_len": (2, 2**24),
 }
+_MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 _OPTIONAL = frozenset(("threads", "max_model_len", "kv_cache_memory_bytes", "num_blocks_override"))
 
 #: Options of vLLM's LLM() that mean nothing here; accepted at the values under which they change nothing.
@@ -99,31 +99,75 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (True, False),  # nothing remote is ever run
     "enforce_eager": (True, False),
     "quantization": (None,),
     "disable_log_stats": (True, False),
     "enable_chunked_prefill": (True, None),
     "swap_space": (0, None),
+    "tokenizer_mode": ("auto",),
+    "revision": (None,),
+    "kv_cache_dtype": ("auto",),
+    "distributed_executor_backend": (None, "uni", "mp"),
+    "enable_lora": (False,),
+    "cpu_offload_gb": (0,),
+    "disable_custom_all_reduce": (True, False),
+    "generation_config": ("auto", "vllm", None),
+    "hf_token": (None,),
+    "served_model_name": (None,),
+    "attention_backend": (None, "auto"),
 }
+#: The same for numbers: (above, up to).
+_NEUTRAL_NUMBERS: dict[str, tuple[float, float]] = {
+    "gpu_memory_utilization": (0, 1),
+    "max_seq_len_to_capture": (0, 2**24),
+}
+#: vLLM's names of our options, and of our options' values.
+_ALIASES = {"num_gpu_blocks_override": "num_blocks_override"}
+_DTYPE_ALIASES = {"float": "float32"}
 
 
 def config_from_options(**options: Any) -> EngineConfig:
     """The EngineConfig of these options. Errors: ConfigError for a bad value or an unknown option."""
     fields = EngineConfig.__struct_fields__
-    accepted = {}
-    for name, value in options.items():
+    accepted: dict[str, Any] = {}
+    for given, value in options.items():
+        name = _ALIASES.get(given, given)
+        if name in accepted:
+            raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
         if name in fields:
             accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-        elif name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])
-                raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
+        elif name in _NEUTRAL or name in _NEUTRAL_NUMBERS:
+            _check_neutral(name, value)
         else:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(fields)}")
+    if isinstance(dtype := accepted.get("dtype"), str):
+        accepted["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
     return EngineConfig(**accepted)
+
+
+def _check_neutral(name: str, value: object) -> None:
+    if name in _NEUTRAL:
+        if value not in _NEUTRAL[name]:
+            allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])
+            raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
+        return
+    low, high = _NEUTRAL_NUMBERS[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
+        raise ConfigError(f"{name} must be a number above {low} and up to {high}; got {value!r}")
+
+
+def _check_model(model: object) -> None:
+    if model is None:
+        return
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {model!r:.80}")
+    if any("\ud800" <= character <= "\udfff" for character in model) or "\0" in model:
+        raise ConfigError(f"model must be valid UTF-8 without NUL; got {model!r:.80}")
+    if (size := len(model.encode())) > _MAX_MODEL_BYTES:
+        raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool) -> None:

@@ -101,7 +101,8 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
             results = await asyncio.gather(*answers)
         wall_s = time.monotonic() - begin
         requests = [summarize_request(title, result) for title, result in zip(titles, results, strict=True)]
-        engine = summarize_engine(before, await llm.statistics(), _count_tokens(requests), wall_s, start_s)
+        num_tokens = _count_tokens(requests)
+        engine = summarize_engine(before, await llm.statistics(), num_tokens, wall_s, start_s, llm.numerics)
     summary = RunSummary(requests, engine)
     if parsed.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")

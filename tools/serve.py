@@ -102,7 +102,8 @@ def _describe(process: EngineProcess) -> str:
     """The model and the size of its KV cache, asked for as any client would."""
     client = EngineClient(ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit))
     try:
-        return f"{client.welcome.model_name}, {client.statistics().num_blocks} blocks"
+        welcome = client.welcome
+        return f"{welcome.model_name}, numerics {welcome.numerics}, {client.statistics().num_blocks} blocks"
     finally:
         client.close()
 

@@ -40,6 +40,7 @@ class EngineSummary(msgspec.Struct, frozen=True):
     wall_s: float
     output_tokens_per_s: float
     start_s: float | None  # None: the engine was running already
+    numerics: str = ""  # the level the engine ran at
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -66,7 +67,12 @@ def summarize_request(prompt: str, result: RequestOutput | Exception) -> Request
 
 
 def summarize_engine(
-    before: Statistics, after: Statistics, num_output_tokens: int, wall_s: float, start_s: float | None
+    before: Statistics,
+    after: Statistics,
+    num_output_tokens: int,
+    wall_s: float,
+    start_s: float | None,
+    numerics: str,
 ) -> EngineSummary:
     num_steps = after.num_steps - before.num_steps
     queries = after.prefix_cache_queries - before.prefix_cache_queries
@@ -85,6 +91,7 @@ def summarize_engine(
         wall_s=round(wall_s, 4),
         output_tokens_per_s=round(num_output_tokens / wall_s, 2) if wall_s > 0 else 0.0,
         start_s=None if start_s is None else round(start_s, 2),
+        numerics=numerics,
     )
 
 
@@ -127,6 +134,7 @@ def _engine_table(engine: EngineSummary) -> Table:
         "preemptions": str(engine.num_preemptions),
         "output tokens": str(engine.num_output_tokens),
         "output tokens/s": f"{engine.output_tokens_per_s:.1f}",
+        "numerics": engine.numerics,
         "start-up": "was running" if engine.start_s is None else f"{engine.start_s:.2f} s",
     }
     for name, value in rows.items():

@@ -170,6 +170,50 @@ def test_template_that_fails(template: str, message: str) -> None:
         render_chat(template, CHATS[0])
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'%0999999999d' % 1",
+        "'%.999999999f' % 1",
+        "'%*d' % (999999999, 1)",
+        "'%((a))999999999d' % {'(a)': 1}",
+        "'%s' | format('x' * 9000000) | replace('x', 'yy')",
+        "'%999999999s' | format('x')",
+        "'%(a)999999999s' | format(a='x')",
+        "'x' | center(999999999)",
+        "'x'.center(999999999)",
+        "'x'.ljust(999999999)",
+        "'x'.rjust(999999999)",
+        "'x'.zfill(999999999)",
+        "'\t'.expandtabs(999999999)",
+        "'{:>999999999}'.format('x')",
+        "'{:{}}'.format('x', 999999999)",
+        "'{a:>999999999}'.format_map({'a': 'x'})",
+        "'x' | indent(999999999, true)",
+        "'x' * 9000000 + 'x' * 9000000",
+        "'x' * 9000000 ~ 'x' * 9000000",
+        "['x' * 9000000, 'x' * 9000000] | join",
+        "([{'a': 'x' * 9000000}] * 2) | join(attribute='a')",
+        "('x' * 9000000).join(['', '', ''])",
+        "('x' * 9000).replace('x', 'x' * 9000)",
+        "[1] | tojson(indent=999999999)",
+    ],
+)
+def test_what_one_expression_makes_is_bounded(expression: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"in a template \d+ is|templates may|templates must"):
+        render_chat("{% if (" + expression + ") | length %}{% endif %}", CHATS[0], n=1)
+
+
+def test_ordinary_formatting_is_allowed() -> None:
+    template = (
+        "{{ '%05.1f|%s%%' % (1.25, 'a') }}{{ '%s-%s' | format(1, 'b') }}{{ '{:>3}{}'.format('c', 1) }}"
+        "{{ 'd'.ljust(2) }}"
+        "{{ 'e' | center(3) }}{{ 'f\n' | indent(2, true) }}{{ 1 ~ 'g' }}{{ [1, 'h'] | join('+') }}{{ 7 % 4 }}"
+        "{{ 'i' | replace('i', 'j') }}{{ [{'k': 1}] | join('', attribute='k') }}"
+    )
+    assert render_chat(template, CHATS[0]) == "001.2|a%1-b  c1d  e   f\n1g1+h3j1"
+
+
 def test_small_arithmetic_is_allowed() -> None:
     assert render_chat("{{ '-' * 3 }}{{ 4 * 5 }}{{ 2 ** 10 }}{{ 2 ** 0.5 > 1 }}", CHATS[0]) == "---201024True"
 

@@ -20,7 +20,13 @@ from core.executor.fake import fake_tokens
 from frontend.engine_process import EngineProcess
 from frontend.llm import LLM
 from ipc.config import EngineConfig
-from ipc.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelFileError, RequestFailedError
+from ipc.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelFileError,
+    RequestFailedError,
+)
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 
@@ -267,6 +273,13 @@ def test_a_script_without_main_guard_and_what_it_imports(tmp_path):
     [
         ({"executor": "fake", "max_models_len": 5}, "unknown option 'max_models_len'"),
         ({"executor": "fake", "seed": "x"}, "seed must be an integer"),
+        ({"executor": "fake", "model": 123}, "model must be a path or a name, .*; got 123"),
+        ({"executor": "fake", "model": "\udcff"}, "model must be valid UTF-8"),
+        ({"executor": "fake", "tokenizer": b"t"}, "tokenizer must be a path or a name"),
+        ({"executor": "fake", "start_timeout": float("nan")}, "start_timeout must be a finite number of seconds"),
+        ({"executor": "fake", "start_timeout": "5"}, "start_timeout must be a finite number of seconds"),
+        ({"connect": "ipc:///x", "connect_timeout": -1}, "connect_timeout must be a finite number of seconds"),
+        ({"connect": "ipc:///x", "connect_timeout": float("inf")}, "connect_timeout must be a finite number"),
         ({"connect": "ipc:///x", "seed": True}, "seed must be an integer"),
         ({"connect": "ipc:///x", "model": "m", "dtype": "auto"}, "leave out model, dtype"),
     ],
@@ -344,8 +357,8 @@ def test_what_the_engine_is_sent(played_llm, played_connection):
     shared = greedy()
     played_llm.generate([[1], [2], [3]], shared, use_tqdm=False, priority=[5, -1, 5])
     requests = played_connection.sent(AddRequest)
-    assert played_connection.prompts() == [[2], [1], [3]]
-    assert [request.priority for request in requests] == [-1, 5, 5]
+    assert played_connection.prompts() == [[1], [2], [3]], "the order is the engine's policy's to change"
+    assert [request.priority for request in requests] == [5, -1, 5]
     assert {request.params.output_kind for request in requests} == {RequestOutputKind.FINAL_ONLY}
     assert shared.output_kind == RequestOutputKind.CUMULATIVE
     assert len({request.seed for request in requests}) == 3

@@ -89,6 +89,20 @@ def test_a_wrong_prompt_is_named(prompt, text):
         read(prompt)
 
 
+@pytest.mark.parametrize(
+    ("salt", "text"), [("a" * 1025, "'cache_salt' has 1025 characters; 1024 are"), ("\udcff", "must be valid Unicode")]
+)
+def test_a_salt_that_cannot_be_sent(salt, text):
+    assert read({"prompt_token_ids": [1], "cache_salt": "a" * 1024})
+    with pytest.raises(InvalidRequestError, match=text):
+        read({"prompt_token_ids": [1], "cache_salt": salt})
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model(tokenizer):
+    with pytest.raises(InvalidRequestError, match="token id 2 at index 2 is out of range; known are 0 to 1"):
+        read("a b", tokenizer=tokenizer, vocab_size=2)
+
+
 def test_the_wrong_one_of_many_is_numbered():
     with pytest.raises(InvalidRequestError, match=r"prompt 1 of 3 is empty"):
         read([1], [], [2])

@@ -90,6 +90,15 @@ def test_model(value: object) -> None:
         config_from_options(model=value)
 
 
+def test_the_length_and_the_characters_of_a_model_are_bounded() -> None:
+    assert config_from_options(model="\u00e4" * 2048).model == "\u00e4" * 2048
+    with pytest.raises(ConfigError, match="model must be at most 4096 bytes long; got 4098, beginning"):
+        config_from_options(model="\u00e4" * 2049)
+    for value in ("\udcff", "a\0"):
+        with pytest.raises(ConfigError, match="model must be valid UTF-8 without NUL; got"):
+            config_from_options(model=value)
+
+
 def test_async_scheduling_needs_an_executor_that_overlaps() -> None:
     with pytest.raises(ConfigError, match="async_scheduling=true needs an executor that overlaps"):
         config_from_options(async_scheduling=True)
@@ -126,6 +135,22 @@ def test_options_of_vllm_are_accepted_where_they_change_nothing(name: str) -> No
         assert config_from_options(**{name: value}) == EngineConfig()
     with pytest.raises(ConfigError, match=f"{name}=7 is not supported by this version; only .* is"):
         config_from_options(**{name: 7})
+
+
+def test_numbers_of_vllm_that_change_nothing() -> None:
+    assert config_from_options(gpu_memory_utilization=0.9, max_seq_len_to_capture=8192) == EngineConfig()
+    for value in (0, 1.5, float("nan"), True, "0.9"):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization must be a number above 0 and up to 1; got"):
+            config_from_options(gpu_memory_utilization=value)
+
+
+def test_other_names() -> None:
+    config = config_from_options(dtype="float", num_gpu_blocks_override=9)
+    assert (config.dtype, config.num_blocks_override) == ("float32", 9)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override is another name of an option"):
+        config_from_options(num_blocks_override=9, num_gpu_blocks_override=9)
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half'"):
+        config_from_options(dtype="half")
 
 
 def test_a_config_is_a_message() -> None:

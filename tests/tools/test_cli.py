@@ -58,6 +58,7 @@ def serving(address: str, *options: str) -> Iterator[tuple[subprocess.Popen[str]
     try:
         line = server.stdout.readline()
         assert line.startswith("engine-core: ready at "), line + server.stderr.read()
+        assert "numerics L2" in line
         yield server, line.split()[3]
     finally:
         server.kill()

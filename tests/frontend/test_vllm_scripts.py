@@ -1,0 +1,135 @@
+"""LLM under the arguments that scripts for vLLM bring, and what it says of wrong ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import engine_core
+from frontend.llm import LLM
+from ipc.errors import (
+    InvalidRequestError,
+    UnsupportedParameterError,
+)
+from ipc.sampling_params import SamplingParams
+
+ROOT = Path(engine_core.__file__).parent
+VOCAB_SIZE = 64
+
+
+def greedy(max_tokens=8, **arguments):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
+
+
+def ids_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def text_side(tmp_path_factory):
+    """A folder with a tokenizer whose word for token i is "w<i> ", and a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    hf = tokenizers.Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
+    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    hf.decoder = decoders.Replace("w", ".w")
+    (folder / "tokenizer.json").write_text(hf.to_str())
+    template = (
+        "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(text_side):
+    """One engine for the tests that leave it as it was."""
+    with LLM(executor="fake", fake_vocab_size=VOCAB_SIZE, max_num_seqs=8, tokenizer=text_side) as with_engine:
+        yield with_engine
+
+
+#: A script as vLLM's users write them; only the import is changed.
+VLLM_SCRIPT = """
+from engine_core import LLM, SamplingParams, TokensPrompt
+
+llm = LLM(model=None, executor="fake", tokenizer_mode="auto", trust_remote_code=True, tensor_parallel_size=1,
+          dtype="float", seed=None, gpu_memory_utilization=0.9, swap_space=0, cpu_offload_gb=0, enforce_eager=True,
+          max_seq_len_to_capture=8192, disable_custom_all_reduce=False, kv_cache_dtype="auto", revision=None,
+          generation_config="auto", num_gpu_blocks_override=64, distributed_executor_backend="mp", enable_lora=False,
+          hf_token=None, served_model_name=None, attention_backend=None, skip_tokenizer_init=True)
+params = llm.get_default_sampling_params()
+params.max_tokens = 4
+prompts = [TokensPrompt(prompt_token_ids=[1, 2]), TokensPrompt(prompt_token_ids=[3])]
+for output in llm.generate(prompts, params, use_tqdm=False, lora_request=None, tokenization_kwargs=None):
+    assert output.encoder_prompt is output.encoder_prompt_token_ids is output.kv_transfer_params is None
+    print(output.prompt_token_ids, len(output.outputs[0].token_ids))
+"""
+
+
+def test_a_whole_script_of_vllms_users(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", VLLM_SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1, 2] 4\n[3] 4\n", "")
+
+
+def test_arguments_of_vllms_that_would_change_something(llm):
+    chat = [{"role": "user", "content": "w7 w8"}]
+    assert llm.chat(chat, greedy(), False, None, "w1", "auto", True, False, None, {})[0].prompt_token_ids == [1]
+    for name, value in (("lora_request", "l"), ("tokenization_kwargs", {"truncation": True})):
+        with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
+            llm.generate([1], greedy(), **{name: value})
+    for name, value in (("chat_template_content_format", "openai"), ("continue_final_message", True)):
+        with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
+            llm.chat(chat, greedy(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"chat_template": 3}, "chat_template must be a str, got int"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict with str keys"),
+        ({"chat_template_kwargs": {"template": "w1", "messages": []}}, "must not name template, messages"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "continue_final_message=True is not supported"),
+        ({"use_tqdm": 3}, "use_tqdm must be True, False or a class such as tqdm; got 3"),
+    ],
+)
+def test_wrong_arguments_of_a_chat(llm, arguments, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.chat([{"role": "user", "content": "w7"}], greedy(), **arguments)
+
+
+def test_template_arguments_replace_those_of_chat(llm):
+    kwargs = {"add_generation_prompt": False, "continue_final_message": False, "tools": None}
+    (output,) = llm.chat([{"role": "user", "content": "w7"}], greedy(), use_tqdm=False, chat_template_kwargs=kwargs)
+    assert output.prompt_token_ids == [7]
+
+
+def test_a_lower_numerics_level_is_told_once(played_engine, monkeypatch, caplog):
+    played_engine.welcome = msgspec.structs.replace(played_engine.welcome, numerics="L0")
+    monkeypatch.setattr("frontend.session.ZmqTransport", lambda address, **_: played_engine)
+    for options, count in (({}, 1), ({"numerics": "L0"}, 0)):
+        caplog.clear()
+        with LLM(executor="fake", **options) as llm:
+            assert llm.numerics == "L0"
+        found = [record.getMessage() for record in caplog.records if record.name == "engine_core"]
+        assert len(found) == count
+        assert all("runs at numerics level L0, not L2" in message for message in found)
+
+
+def test_recommended_sampling(text_side, played_connection):
+    (text_side / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3, "logprobs": 1}')
+    with LLM(connect="ipc:///played", tokenizer=text_side) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3)
+    (text_side / "generation_config.json").unlink()
