@@ -104,7 +104,10 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     EngineStopping(),
     EngineStopping("why"),
 ]
-OWNER_MESSAGES: list[msgspec.Struct] = [Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, True), Drain()]
+OWNER_MESSAGES: list[msgspec.Struct] = [
+    Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),
+    Drain(),
+]
 START_REPORTS: list[msgspec.Struct] = [
     StartPhase("load", 0.5),
     Ready("ipc:///x", 1.5),
