@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ipc.errors import RequestFailedError
-from ipc.sockets import Context, connect_dealer
+from ipc.sockets import Context, check_listening, connect_dealer
 
 OnFrames = Callable[[list[bytes]], None]
 OnDead = Callable[[str], None]
@@ -107,7 +107,8 @@ class ZmqTransport:
         self._thread: threading.Thread | None = None
 
     def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
-        """Errors: AddressError."""
+        """Errors: AddressError; EngineDeadError when nothing listens at the address."""
+        check_listening(self._address)
         context = zmq.Context()
         try:
             connection = _connect(context, self._address)

@@ -173,7 +173,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     session_token: bytes  # 16 random bytes naming this session
     model_name: str
     model_fingerprint: str  # hex; equal fingerprints and numerics L2 mean equal tokens
-    tokenizer_hash: str  # hex of the tokenizer files' content; clients cache by it
+    tokenizer_hash: str  # hex of the tokenizer files' content; for clients that cache by it
     numerics: str  # "L0" | "L1" | "L2"
     vocab_size: int
     limits: Limits

@@ -1,5 +1,7 @@
 """SamplingParams: what one request asks of the sampler and the detokenizer. Names and defaults are vLLM's."""
 
+import copy
+import numbers
 from enum import IntEnum
 
 import msgspec
@@ -64,6 +66,16 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     truncate_prompt_tokens: int | None = None  # keep the last so many of the prompt; -1 = as many as the model takes
     flat_logprobs: bool = False
     bad_words_token_ids: list[list[int]] | None = None  # bad_words as the engine knows them; made by the frontend
+    # Known to vLLM and not to this version: here to be refused by name.
+    prompt_logprob_token_ids: None = None
+    prompt_logprob_start: None = None
+    logprob_token_ids: None = None
+    stream_interval: None = None
+    skip_reading_prefix_cache: None = None
+    thinking_token_budget: None = None
+    repetition_detection: None = None
+    routed_experts_prompt_start: None = None
+    trace_decode_token_ids: None = None
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self)
@@ -113,6 +125,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
                 f"output_kind must be one of {[kind.name for kind in RequestOutputKind]}, got {self.output_kind!r}"
             ) from None
 
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list or dict with this one."""
+        return copy.deepcopy(self)
+
     @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list; empty when there is none."""
@@ -131,6 +147,15 @@ _UNSUPPORTED = {
     "extra_args": None,
     "flat_logprobs": False,
     "spaces_between_special_tokens": True,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "logprob_token_ids": None,
+    "stream_interval": None,
+    "skip_reading_prefix_cache": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": None,
+    "trace_decode_token_ids": None,
 }
 
 
@@ -152,19 +177,21 @@ def _is_same(value: object, default: object) -> bool:
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidRequestError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
-    if not low <= value <= high:  # also for NaN
+    plain = value if isinstance(value, (int, float)) else float(value)  # NumPy's scalars
+    if not low <= plain <= high:  # also for NaN
         raise InvalidRequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
-    return float(value)
+    return float(plain)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
-    if not low <= value <= high:
+    plain = int(value)
+    if not low <= plain <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}")
-    return value
+    return plain
 
 
 def _stop_strings(stop: object) -> list[str]:

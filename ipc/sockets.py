@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import zmq
 
-from ipc.errors import AddressError
+from ipc.errors import AddressError, EngineDeadError
 from ipc.messages import MAX_CLIENT_MESSAGE_BYTES, MAX_SERVER_MESSAGE_BYTES
 
 Socket: TypeAlias = zmq.Socket[bytes]
@@ -131,6 +131,24 @@ def check_address(address: str, *, binding: bool) -> None:
             f"{address!r} leaves this machine, and this version has no authentication: "
             "use tcp://127.0.0.1:PORT or ipc:///path, and an ssh tunnel to reach it from elsewhere"
         )
+
+
+def check_listening(address: str) -> None:
+    """Errors: EngineDeadError at once when nothing listens at the address, for which libzmq would wait for ever;
+    AddressError."""
+    check_address(address, binding=False)
+    if address.startswith("ipc://"):
+        family, target = sockets.AF_UNIX, ipc_path(address)
+    else:
+        host, _, port = _numeric(address).removeprefix("tcp://").rpartition(":")
+        family = sockets.AF_INET6 if host.startswith("[") else sockets.AF_INET
+        target = (host.strip("[]"), int(port))  # type: ignore[assignment]
+    with sockets.socket(family, sockets.SOCK_STREAM) as probe:
+        probe.settimeout(HANDSHAKE_MS / 1000)
+        try:
+            probe.connect(target)
+        except OSError as error:
+            raise EngineDeadError(f"no engine listens at {address}: {error.strerror or error}") from error
 
 
 def ipc_path(address: str) -> str:

@@ -315,7 +315,7 @@ def test_frames_travel(router, played_engine):
 
 def test_nobody_listens(tmp_path):
     begin = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"no engine answered within 0\.1 s"):
+    with pytest.raises(EngineDeadError, match=r"no engine listens at ipc:///.*nobody\.sock"):
         EngineClient(ZmqTransport(f"ipc://{tmp_path}/nobody.sock"), hello_timeout=0.1)
     assert time.monotonic() - begin < 3.0
 

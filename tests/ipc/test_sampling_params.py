@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from ipc.errors import EngineCoreError, InvalidRequestError, UnsupportedParameterError
@@ -279,3 +280,23 @@ def test_truncation() -> None:
     for wrong in (0, -2, 1.0, True, "1"):
         with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens must be "):
             make(truncate_prompt_tokens=wrong)
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    params = make(temperature=np.float32(0.5), max_tokens=np.int64(7), seed=np.uint64(3))
+    assert (params.temperature, params.max_tokens, params.seed) == (0.5, 7, 3)
+    assert [type(value) for value in (params.temperature, params.max_tokens, params.seed)] == [float, int, int]
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = make(stop=["x"], logit_bias={1: 2.0})
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("y")
+    assert params.stop == ["x"]
+
+
+@pytest.mark.parametrize("name", ["prompt_logprob_token_ids", "stream_interval", "thinking_token_budget"])
+def test_parameters_of_vllm_that_are_not_here_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match=f"{name}=1 is not supported"):
+        make(**{name: 1})

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ipc.errors import AddressError
+from ipc.errors import AddressError, EngineDeadError
 from ipc.messages import MAX_CLIENT_MESSAGE_BYTES
 from ipc.sockets import (
     Context,
     bind_router,
     check_address,
+    check_listening,
     connect_dealer,
     private_ipc_address,
     remove_private_address,
@@ -208,3 +209,10 @@ def test_bounds_of_the_router(context: Context, address: str) -> None:
     assert [len(part) for part in router.socket.recv_multipart()][1:] == [1]
     dealer.close()
     router.close()
+
+
+def test_nobody_listening_is_known_at_once(tmp_path: Path) -> None:
+    with pytest.raises(EngineDeadError, match=r"no engine listens at ipc:///.*nobody\.sock: No such file"):
+        check_listening(f"ipc://{tmp_path}/nobody.sock")
+    with pytest.raises(EngineDeadError, match=r"no engine listens at tcp://127\.0\.0\.1:1: Connection refused"):
+        check_listening("tcp://127.0.0.1:1")
