@@ -279,10 +279,13 @@ def test_forgotten_engine_ends() -> None:
     assert private_files() == before
 
 
-@pytest.mark.parametrize("cycles", [5, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cycles", [100, pytest.param(1_000, marks=pytest.mark.soak)])
 def test_nothing_leaks(cycles: int) -> None:
     def held() -> tuple[object, ...]:
-        return sorted(os.listdir("/proc/self/fd")), threading.active_count(), private_files()
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
+        files = sorted(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+        return *files, threading.active_count(), private_files(), children
 
     gc.collect()
     before = held()
