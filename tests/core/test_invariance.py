@@ -137,7 +137,7 @@ def run(
 ) -> Run:
     """Run `first` to its end, then the target among its neighbours, which were submitted before it."""
     config = EngineConfig(
-        max_num_seqs=17,
+        max_num_seqs=33,
         max_num_batched_tokens=budget,
         num_blocks_override=num_blocks,
         max_model_len=min(2048, (num_blocks - 1) * 16),
@@ -186,8 +186,8 @@ PROMPT = np.random.default_rng(7).integers(1, 500, 300).tolist()
 
 #: Name -> how the target is run; each must give what it gives alone.
 SCENARIOS: dict[str, Callable[[Llama], Run]] = {
-    "among 16": lambda model: run(model, PROMPT, neighbours=neighbours(16, 1, 200, 40)),
-    "among 16 others": lambda model: run(model, PROMPT, neighbours=neighbours(16, 2, 60, 30), budget=300),
+    "among 32": lambda model: run(model, PROMPT, neighbours=neighbours(32, 1, 200, 40)),
+    "among 32 others": lambda model: run(model, PROMPT, neighbours=neighbours(32, 2, 60, 30), budget=300),
     "chunks of 128": lambda model: run(model, PROMPT, budget=128),
     "chunks of 37": lambda model: run(model, PROMPT, budget=37),
     "chunks of 3": lambda model: run(model, PROMPT, budget=3),
@@ -335,7 +335,7 @@ def test_a_request_with_penalties_is_its_own_too() -> None:
     alone = run(model, PROMPT, **target)
     plain = run(model, PROMPT, max_tokens=40)
     assert alone.tokens != plain.tokens
-    crowd = run(model, PROMPT, neighbours=edited(neighbours(16, 1, 200, 40)), **target)
+    crowd = run(model, PROMPT, neighbours=edited(neighbours(32, 1, 200, 40)), **target)
     squeezed = run(model, PROMPT, neighbours=edited(neighbours(9, 3, 30, 90)), num_blocks=36, budget=60, **target)
     assert squeezed.num_preemptions > 0
     chunked = run(model, PROMPT, budget=37, **target)
