@@ -71,9 +71,14 @@ class TransformersModel:
         self.max_model_len = int(getattr(config, "max_position_embeddings", 0) or 2048)
         self.eos_token_ids = _eos_token_ids(self._model)
         self._num_layers = int(config.num_hidden_layers)
-        self._shape, self._windows = self._try_out()
-        self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
-        self._check_packing()
+        try:
+            self._shape, self._windows = self._try_out()
+            self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
+            self._check_packing()
+        except (AttributeError, IndexError, KeyError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{self._architecture}: its code does not run on packed batches: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def variant(self) -> str:
@@ -126,7 +131,11 @@ class TransformersModel:
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         picked = hidden.index_select(0, rows)[None]
-        self._body.forward = lambda *_, **__: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=picked)
+
+        class Done(BaseModelOutputWithPastAndCrossAttentions):
+            router_logits = None  # read by the heads of mixtures of experts
+
+        self._body.forward = lambda *_, **__: Done(last_hidden_state=picked)
         try:
             output = self._model(input_ids=rows[None], use_cache=False)
         finally:
@@ -207,7 +216,9 @@ def _attend(
         shape = _Shape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
         trial[module.layer_idx] = shape, sliding_window
         return query.transpose(1, 2)[..., : shape.value_dim], None
-    step = _step.get()
+    step = _step.get(None)
+    if step is None:
+        raise UnsupportedModelError(f"{type(module).__name__}: its head runs layers of its own, outside a step")
     num_tokens, width = key.shape[2], key.shape[1] * key.shape[3]
     kv = torch.cat((key[0].transpose(0, 1).reshape(-1, width), value[0].transpose(0, 1).reshape(-1, width)), -1)
     step.cache.write(module.layer_idx, step.write_rows, kv[step.stored])
@@ -234,7 +245,9 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except KeyError as error:  # the model's own table of attention functions lacks ours
+        raise UnsupportedModelError(f"{path}: its code does not use transformers' attention interface") from error
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelFileError(f"{path}: transformers cannot load it: {error}") from error
     model.train(False)
     return model

@@ -62,6 +62,23 @@ def gpt2() -> Any:
     return GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=256, bos_token_id=0, eos_token_id=0)
 
 
+def mixtral() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -116,7 +133,7 @@ def generate(config: EngineConfig, prompts: list[list[int]], count: int) -> list
     return tokens
 
 
-@pytest.mark.parametrize("make", [olmo2, gpt_neox, gpt2])
+@pytest.mark.parametrize("make", [olmo2, gpt_neox, gpt2, mixtral])
 def test_greedy_tokens_equal_transformers(make: Callable[[], Any], tmp_path: Path) -> None:
     model = save(make, tmp_path)
     expected = [greedy(model, prompt, 16) for prompt in PROMPTS]
