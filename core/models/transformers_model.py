@@ -22,6 +22,9 @@ from kernels.kv_cache import KVCache, bytes_per_block
 #: Under this name our attention is known to transformers.
 ATTENTION_NAME = "engine_core_paged"
 
+#: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
 #: What a model may ask of attention that ours cannot do, and the values that ask nothing.
 _EXTRAS: dict[str, tuple[object, ...]] = {
     "softcap": (None, 0.0),
@@ -54,17 +57,18 @@ _trial: ContextVar[dict[int, tuple[_Shape, int | None]]] = ContextVar("trial")  
 
 
 class TransformersModel:
-    """path: a model folder with safetensors. Errors: ModelFileError when transformers is not installed or cannot read
-    the folder; UnsupportedModelError, naming the reason, for a model that this engine would run wrongly."""
+    """path: a model folder with safetensors; made_up: its config.json is enough, the weights are random, the same
+    every time. Errors: ModelFileError when transformers is not installed or cannot read the folder;
+    UnsupportedModelError, naming the reason, for a model that this engine would run wrongly."""
 
     numerics: Numerics = "L0"
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, *, made_up: bool = False) -> None:
         self.dtype = dtype
-        self._model = _load(path, dtype)
+        self._model = _load(path, dtype, made_up)
         config = self._model.config.get_text_config()
         self._architecture = type(self._model).__name__
-        self._body = self._model.base_model
+        self._body = self._model.get_decoder()
         if self._body is self._model:
             raise UnsupportedModelError(f"{self._architecture}: its layers and its head are not apart")
         self.vocab_size = int(config.vocab_size)
@@ -74,7 +78,7 @@ class TransformersModel:
         try:
             self._shape, self._windows = self._try_out()
             self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
-            self._check_packing()
+            self._check_against_its_own()
         except (AttributeError, IndexError, KeyError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModelError(
                 f"{self._architecture}: its code does not run on packed batches: {type(error).__name__}: {error}"
@@ -155,29 +159,50 @@ class TransformersModel:
             _trial.reset(token)
         if sorted(seen) != list(range(num_layers)):
             raise UnsupportedModelError(
-                f"{self._architecture}: {len(seen)} of {num_layers} layers use transformers' attention interface; "
-                "layers of another kind (state space, linear attention) have no place in a KV cache of blocks"
+                f"{self._architecture}: {len(seen)} of {num_layers} layers use transformers' attention interface; the "
+                "others compute attention by themselves, or are of a kind (state space, linear attention) that has "
+                "no place in a KV cache of blocks"
             )
         shapes = {shape for shape, _ in seen.values()}
         shape = seen[0][0]
-        if len(shapes) > 1 or shape.value_dim != shape.head_dim:
+        if len(shapes) > 1 or shape.value_dim > shape.head_dim:
             raise UnsupportedModelError(f"{self._architecture}: its layers' heads differ in number or size: {shapes}")
         return shape, tuple(dict.fromkeys(seen[layer][1] for layer in range(num_layers)))
 
-    def _check_packing(self) -> None:
-        """Two requests packed into one batch must give what each gives alone; a model that lets tokens of one request
-        see those of another (a convolution over the sequence, say) is refused."""
+    def _check_against_its_own(self) -> None:
+        """Two short requests packed into one batch of ours must give what the model's own eager attention gives each
+        alone: else its attention does something that ours does not know, or its code lets one request's tokens see
+        another's (a convolution over the sequence, say), and it is refused."""
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self.vocab_size, length) for length in (7, 5)]
-        together = self._logits_of(prompts)
+        expected = torch.cat([self._eager_logits(prompt) for prompt in prompts])
+        scale = float(expected.abs().amax()) or 1.0
+        tolerance = _TOLERANCE[self.dtype]
+        together = float((self._logits_of(prompts) - expected).abs().amax()) / scale
+        if together < tolerance:
+            return
         alone = torch.cat([self._logits_of([prompt]) for prompt in prompts])
-        scale = float(alone.abs().amax()) or 1.0
-        error = float((together - alone).abs().amax()) / scale
-        if not error < (1e-3 if self.dtype == torch.float32 else 0.05):
+        error = float((alone - expected).abs().amax()) / scale
+        if error < tolerance:
             raise UnsupportedModelError(
-                f"{self._architecture}: two requests in one batch change each other's logits by {error:.1%}; its code "
-                "does not keep packed sequences apart by position_ids"
+                f"{self._architecture}: two requests in one batch change each other's logits by {together:.1%}; its "
+                "code does not keep packed sequences apart by position_ids"
             )
+        raise UnsupportedModelError(
+            f"{self._architecture}: with this engine's attention its logits are off by {error:.2%} of the largest "
+            f"(at most {tolerance:.1%} is rounding): its own attention does something that this engine does not know"
+        )
+
+    @torch.inference_mode()
+    def _eager_logits(self, prompt: NDArray[np.int64]) -> torch.Tensor:
+        """Logits of the last token [1, vocab], by the model's code alone."""
+        self._model.set_attn_implementation("eager")
+        try:
+            output = self._model(torch.from_numpy(prompt)[None], use_cache=False)
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+        logits: torch.Tensor = output.logits[0, -1:].float()
+        return logits
 
     def _logits_of(self, prompts: list[NDArray[np.int64]]) -> torch.Tensor:
         """Logits of the last token of each prompt [n, vocab], in a cache of their own."""
@@ -219,20 +244,22 @@ def _attend(
     step = _step.get(None)
     if step is None:
         raise UnsupportedModelError(f"{type(module).__name__}: its head runs layers of its own, outside a step")
-    num_tokens, width = key.shape[2], key.shape[1] * key.shape[3]
+    num_tokens, width, value_dim = key.shape[2], key.shape[1] * key.shape[3], value.shape[3]
+    if value_dim < key.shape[3]:  # the cache has one size for both (DeepSeek's values are shorter)
+        value = torch.nn.functional.pad(value, (0, key.shape[3] - value_dim))
     kv = torch.cat((key[0].transpose(0, 1).reshape(-1, width), value[0].transpose(0, 1).reshape(-1, width)), -1)
     step.cache.write(module.layer_idx, step.write_rows, kv[step.stored])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1).float().contiguous()
     out = paged_attention(q, step.cache, module.layer_idx, step.metadata[sliding_window], scale)
-    return out.view(1, num_tokens, query.shape[1], -1), None
+    return out.view(1, num_tokens, query.shape[1], -1)[..., :value_dim], None
 
 
-def _load(path: Path, dtype: torch.dtype) -> Any:
+def _load(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
     if path.suffix == ".gguf":
         raise UnsupportedModelError(f"{path}: transformers runs model folders here, not .gguf files")
     try:
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise ModelFileError(
@@ -242,15 +269,31 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, local_files_only=True
-        )
+        model = _make_up(path, dtype) if made_up else _read(path, dtype)
     except KeyError as error:  # the model's own table of attention functions lacks ours
         raise UnsupportedModelError(f"{path}: its code does not use transformers' attention interface") from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelFileError(f"{path}: transformers cannot load it: {error}") from error
     model.train(False)
     return model
+
+
+def _read(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, local_files_only=True
+    )
+
+
+def _make_up(path: Path, dtype: torch.dtype) -> Any:
+    """The model of config.json with random weights, as transformers initializes them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
