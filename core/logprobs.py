@@ -1,4 +1,4 @@
-"""Log probabilities: of a token and of the most likely ones beside it, from raw logits, one row as any other."""
+"""Log probabilities: of a token and of the most likely ones beside it, from logits, one row as any other."""
 
 import numpy as np
 import torch
@@ -13,8 +13,11 @@ _SUM_BLOCK = 4096
 
 
 @torch.inference_mode()
-def gather_logprobs(logits: torch.Tensor, tokens: Ints, num_top: Ints, rows: Ints, positions: Ints) -> TokenLogprobs:
-    """logits [L, V] float32; tokens [L] int; num_top [L] how many of the most likely tokens, cut to V.
+def gather_logprobs(
+    logits: torch.Tensor, tokens: Ints, num_top: Ints, rows: Ints, positions: Ints, *, normalized: bool = True
+) -> TokenLogprobs:
+    """logits [L, V] float32; tokens [L] int; num_top [L] how many of the most likely tokens, cut to V. normalized:
+    their log probabilities, else the logits as they are.
 
     Of each row: its token first, then the most likely ones, ties by lower id; the token's rank is the number of tokens
     at least as likely, as in vLLM. rows, positions [L]: handed through.
@@ -22,7 +25,7 @@ def gather_logprobs(logits: torch.Tensor, tokens: Ints, num_top: Ints, rows: Int
     vocab_size = logits.shape[1]
     chosen = logits.gather(1, torch.from_numpy(tokens.astype(np.int64))[:, None])
     ranks = (logits >= chosen).sum(-1)
-    base = _log_totals(logits)
+    base = _log_totals(logits) if normalized else np.zeros(len(logits))
     width = np.minimum(num_top, vocab_size)
     entry_row = [np.arange(len(tokens))]  # of every (row, token) entry
     entry_token = [tokens.astype(np.int64)]

@@ -10,8 +10,9 @@ from core.logprobs import gather_logprobs
 from core.models.interface import Model
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
 from core.runner_table import RunnerTable
-from core.sampler import sample
+from core.sampler import processed_logits, sample
 from core.sampling_columns import SamplingColumns
+from ipc.config import LogprobsMode
 from ipc.paged_rows import Int32s, Ints
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
@@ -35,10 +36,19 @@ class ModelRunner:
     """Owns the runner's table, the sampling columns and the KV cache."""
 
     def __init__(
-        self, model: Model, *, num_rows: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        model: Model,
+        *,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        eos_token_ids: tuple[int, ...],
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """Errors: MemoryError when the cache cannot be allocated."""
         self.model = model
+        self._tells_processed = logprobs_mode.startswith("processed")
+        self._tells_logits = logprobs_mode.endswith("logits")
         self.block_size = block_size
         self.table = RunnerTable(num_rows, block_size)
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
@@ -55,12 +65,14 @@ class ModelRunner:
         if len(rows):
             logits = self.model.compute_logits(hidden, inputs.logits_rows)
             reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0)
-            raw = logits[torch.from_numpy(reporting)]  # a copy: the sampler overwrites its logits
+            told = logits[torch.from_numpy(reporting)]  # a copy: the sampler overwrites its logits
             sampled = self.sample(rows, logits)
             finite = sampled >= 0
             token_ids[inputs.samples] = np.where(finite, sampled, FAILED_TOKEN)
             if len(reporting):
-                logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, raw))
+                if self._tells_processed:
+                    told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
+                logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
             self.table.append_tokens(rows[finite], sampled[finite])
             self.sampling.append_tokens(rows[finite], sampled[finite])
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
@@ -103,7 +115,7 @@ class ModelRunner:
 
     def _prompt_logprobs(self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
-        are many times the size of the batch's."""
+        are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
         wanted = self.sampling.num_prompt_logprobs[plan.rows]
         group = np.flatnonzero(wanted >= 0)
         if not len(group):
@@ -127,14 +139,15 @@ class ModelRunner:
         ]
 
     def _sampled_logprobs(
-        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, raw: torch.Tensor
+        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, told: torch.Tensor
     ) -> TokenLogprobs:
-        """reporting: which of the sampling rows report; raw [len(reporting), vocab]: their logits as the model gave
-        them. A row that failed has any token; the scheduler drops it."""
+        """reporting: which of the sampling rows report; told [len(reporting), vocab]: their logits, raw or processed.
+        A row that failed has any token; the scheduler drops it."""
         tokens = np.maximum(sampled[reporting], 0)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         in_plan = np.flatnonzero(inputs.samples)[reporting]
-        return gather_logprobs(raw, tokens, num_top, in_plan, self.table.num_tokens[rows[reporting]])
+        positions = self.table.num_tokens[rows[reporting]]
+        return gather_logprobs(told, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
     def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""

@@ -221,7 +221,10 @@ class Reception:
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
         try:
             validate_request(
-                message, vocab_size=self._served.welcome.vocab_size, max_model_len=self._limits.max_model_len
+                message,
+                vocab_size=self._served.welcome.vocab_size,
+                max_model_len=self._limits.max_model_len,
+                max_logprobs=self._limits.max_logprobs,
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))

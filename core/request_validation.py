@@ -5,7 +5,7 @@ import numpy as np
 
 from ipc.errors import InvalidRequestError
 from ipc.messages import DECODE_ERRORS, AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import SamplingParams, check_num_logprobs
 
 MAX_CACHE_SALT_CHARS = 1024
 #: Numbers that a request may ask for of its prompt; 8 bytes each.
@@ -30,7 +30,7 @@ def decode_request_number(data: bytes | memoryview) -> int | None:
         return None
 
 
-def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int) -> None:
+def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
     """Errors: InvalidRequestError saying what is wrong and what would be right."""
     _check_range("number", message.number, 0, 2**32 - 1)
     _check_range("seed", message.seed, 0, 2**64 - 1)
@@ -41,6 +41,7 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
             f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
         )
     _check_params(message.params, vocab_size)
+    check_num_logprobs(message.params, vocab_size=vocab_size, max_logprobs=max_logprobs)
     num_prompt = _check_token_ids("the prompt", message.prompt_token_ids, vocab_size)
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: it needs at least one token")
@@ -49,12 +50,7 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
             f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}, which leaves no room for an "
             f"output token: shorten it by at least {num_prompt + 1 - max_model_len}"
         )
-    if message.params.prompt_logprobs == -1 and num_prompt * vocab_size > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequestError(
-            f"prompt_logprobs=-1 asks for {vocab_size} numbers for each of {num_prompt} prompt tokens and "
-            f"{MAX_PROMPT_LOGPROBS} are allowed: ask for the most likely ones, or shorten the prompt to "
-            f"{MAX_PROMPT_LOGPROBS // vocab_size} tokens"
-        )
+    _check_prompt_logprobs(message.params.prompt_logprobs, num_prompt, vocab_size)
     if len(message.delivered) > message.params.n:
         raise InvalidRequestError(
             f"delivered has tokens for {len(message.delivered)} choices and may have n={message.params.n}"
@@ -80,6 +76,17 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequestError(
                 f"token {max(ids)} of {name} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
             )
+
+
+def _check_prompt_logprobs(wanted: int | None, num_prompt: int, vocab_size: int) -> None:
+    """The whole of a prompt's is one answer; its size is bounded whatever max_logprobs says."""
+    each = vocab_size if wanted == -1 else min(wanted or 0, vocab_size)
+    if num_prompt * each > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs={wanted} asks for {each} numbers for each of {num_prompt} prompt tokens and "
+            f"{MAX_PROMPT_LOGPROBS} are allowed: ask for at most {MAX_PROMPT_LOGPROBS // num_prompt} of the most "
+            f"likely tokens, or shorten the prompt to {MAX_PROMPT_LOGPROBS // each} tokens"
+        )
 
 
 def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None, max_model_len: int) -> None:

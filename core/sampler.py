@@ -71,6 +71,29 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
     return tokens.astype(np.int32)
 
 
+@torch.inference_mode()
+def processed_logits(logits: torch.Tensor, rows: Indices, inputs: SamplingInputs) -> torch.Tensor:
+    """What sample() drew from: the logits [S, V], as it leaves them, of these rows [n] -> [n, V], divided by the
+    temperature, -inf for the tokens that min_p, top_k and top_p leave out. A greedy row has none of these."""
+    vocab_size = logits.shape[1]
+    drawn = inputs.temperature[rows] > 0
+    divisor = np.where(drawn, inputs.temperature[rows], np.float32(1))
+    scaled = logits[torch.from_numpy(rows)].div_(torch.from_numpy(divisor)[:, None])
+    top_k = np.where(inputs.top_k[rows] < vocab_size, inputs.top_k[rows], 0)
+    filters = drawn & ((top_k > 0) | (inputs.top_p[rows] < 1) | (inputs.min_p[rows] > 0))
+    for part in _parts(np.flatnonzero(filters), vocab_size):
+        index, top_p, min_p = torch.from_numpy(part), inputs.top_p[rows[part]], inputs.min_p[rows[part]]
+        chosen = scaled.index_select(0, index)
+        values, ids = chosen.sort(dim=-1, descending=True, stable=True)  # of equals the lower id first, as in a draw
+        maximum = values[:, :1]
+        candidates = _Candidates(values.numpy(), ids.numpy(), (values - maximum).exp_().double().numpy())
+        total = _sums(_weights_above_min_p(chosen.clone(), maximum, min_p))
+        kept, _ = _keep(candidates, top_k[part], total, top_p, min_p)
+        left_out = torch.arange(vocab_size) >= torch.from_numpy(kept)[:, None]
+        scaled[index] = chosen.scatter_(1, ids, values.masked_fill_(left_out, -torch.inf))
+    return scaled
+
+
 def _parts(rows: Indices, vocab_size: int) -> list[Indices]:
     size = max(1, _MAX_LOGITS // vocab_size)
     return [rows[first : first + size] for first in range(0, len(rows), size)]

@@ -132,6 +132,7 @@ def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: Token
             max_client_bytes=config.max_client_bytes,
             heartbeat_ms=config.client_lease_ms // 3,
             lease_ms=config.client_lease_ms,
+            max_logprobs=config.max_logprobs,
         ),
     )
 

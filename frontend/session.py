@@ -23,7 +23,7 @@ from frontend.transport import ZmqTransport
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
 Message: TypeAlias = dict[str, Any]
 
@@ -102,11 +102,14 @@ class Session:
     ) -> list[PreparedRequest]:
         """Check and tokenize everything before anything is submitted. Errors: InvalidRequestError."""
         all_params = self._read_params(params, len(prompts))
+        vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
+        for one in all_params:
+            check_num_logprobs(one, vocab_size=vocab_size, max_logprobs=limits.max_logprobs)
         read = read_prompts(
             prompts,
             self.tokenizer,
-            vocab_size=self.client.welcome.vocab_size,
-            max_model_len=self.client.welcome.limits.max_model_len,
+            vocab_size=vocab_size,
+            max_model_len=limits.max_model_len,
             add_special_tokens=add_special_tokens,
             truncation=[one.truncate_prompt_tokens for one in all_params],
         )

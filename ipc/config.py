@@ -16,6 +16,7 @@ ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu"]
 SchedulingPolicy = Literal["fcfs"]
 ModelImpl = Literal["auto", "native", "transformers"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_vocab_size: int = 32_000  # of the fake executor
     fake_eos_token_id: int = 2
     fake_max_model_len: int = 131_072
+    max_logprobs: int = 20  # that a request may ask for at each position; -1 = any number, up to the whole vocabulary
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # logarithms or logits; raw, or what the sampler draws from
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -74,6 +77,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model_impl": get_args(ModelImpl),
     "numerics": get_args(Numerics),
     "scheduling_policy": get_args(SchedulingPolicy),
+    "logprobs_mode": get_args(LogprobsMode),
 }
 _RANGES: dict[str, tuple[int, int]] = {
     "threads": (1, 1024),
@@ -90,6 +94,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "fake_vocab_size": (4, 2**24),
     "fake_eos_token_id": (0, 2**24),
     "fake_max_model_len": (2, 2**24),
+    "max_logprobs": (-1, 2**24),
 }
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 _OPTIONAL = frozenset(("threads", "max_model_len", "kv_cache_memory_bytes", "num_blocks_override"))

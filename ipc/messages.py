@@ -160,6 +160,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     max_client_bytes: int = 0  # of one session's unfinished requests, as sent
     heartbeat_ms: int = 0  # send something at least this often; 0 = this session needs no heartbeats
     lease_ms: int = 0  # a session that is silent for so long is ended; 0 = never
+    max_logprobs: int = -1  # that a request may ask for at each position; -1 = any number, or not told
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):

@@ -3,16 +3,17 @@
 import copy
 import numbers
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
-from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.errors import InvalidRequestError
+from ipc.refused_parameters import refuse_parameters
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
@@ -51,7 +52,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # most likely tokens to report beside each output token; -1 = all
+    logprobs: int | None = None  # most likely tokens to report beside each output token, up to max_logprobs; -1 = all
     prompt_logprobs: int | None = None  # the same beside each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -76,9 +77,17 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     repetition_detection: None = None
     routed_experts_prompt_start: None = None
     trace_decode_token_ids: None = None
+    # The same, of earlier versions of vLLM.
+    best_of: None = None
+    logits_processors: None = None
+    guided_decoding: None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    skip_clone: bool = False
 
     def __post_init__(self) -> None:
-        _refuse_unsupported(self)
+        refuse_parameters(self)
         if self.truncate_prompt_tokens is not None:
             self.truncate_prompt_tokens = _truncation(self.truncate_prompt_tokens)
         self.n = _integer("n", self.n, 1, MAX_CHOICES)
@@ -125,6 +134,13 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
                 f"output_kind must be one of {[kind.name for kind in RequestOutputKind]}, got {self.output_kind!r}"
             ) from None
 
+    @staticmethod
+    def from_optional(**options: Any) -> "SamplingParams":
+        """Those of the options that are not None, and defaults: what a web server makes of a body. max_tokens=None is
+        no default but "up to max_model_len", as in vLLM."""
+        given = {name: value for name, value in options.items() if value is not None or name == "max_tokens"}
+        return SamplingParams(**given)
+
     def clone(self) -> "SamplingParams":
         """A copy that shares no list or dict with this one."""
         return copy.deepcopy(self)
@@ -135,45 +151,22 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         return self.stop if isinstance(self.stop, list) else []
 
 
+def check_num_logprobs(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
+    """max_logprobs: the engine's option, -1 = any number. Errors: InvalidRequestError."""
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        asked = vocab_size if count == -1 else count or 0
+        if max_logprobs != -1 and asked > max_logprobs:
+            raise InvalidRequestError(
+                f"{name}={count} asks for {asked} tokens at each position and this engine tells at most "
+                f"{max_logprobs}: ask for fewer, or start the engine with a larger max_logprobs (-1: any number)"
+            )
+
+
 _PENALTIES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1e-4, 1e4),  # vLLM: above 0; beyond these bounds logits would leave float32
 }
-
-#: Known to vLLM, not to this version; every value but the default is refused by name.
-_UNSUPPORTED = {
-    "structured_outputs": None,
-    "extra_args": None,
-    "flat_logprobs": False,
-    "spaces_between_special_tokens": True,
-    "prompt_logprob_token_ids": None,
-    "prompt_logprob_start": None,
-    "logprob_token_ids": None,
-    "stream_interval": None,
-    "skip_reading_prefix_cache": None,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-    "routed_experts_prompt_start": None,
-    "trace_decode_token_ids": None,
-}
-
-
-def _refuse_unsupported(params: SamplingParams) -> None:
-    for name, default in _UNSUPPORTED.items():
-        value = getattr(params, name)
-        is_empty = default is None and isinstance(value, (list, dict)) and not value
-        if not is_empty and not _is_same(value, default):
-            raise UnsupportedParameterError(
-                f"{name}={value!r} is not supported by this version; leave it at its default ({default!r})"
-            )
-        setattr(params, name, default)  # what the wire's type allows: 1, not 1.0; null, not []
-
-
-def _is_same(value: object, default: object) -> bool:
-    if value is None or default is None or isinstance(value, bool) or isinstance(default, bool):
-        return value is default
-    return isinstance(value, (int, float)) and value == default
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
@@ -226,10 +219,7 @@ def _truncation(value: object) -> int:
 def _num_logprobs(name: str, value: object) -> int | None:
     if value is None:
         return None
-    count = _integer(name, value, -1, 2**31 - 1)
-    if count > MAX_LOGPROBS:
-        raise InvalidRequestError(f"{name} must be at most {MAX_LOGPROBS}, or -1 for the whole vocabulary, got {count}")
-    return count
+    return _integer(name, value, -1, 2**31 - 1)
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:

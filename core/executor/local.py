@@ -47,6 +47,7 @@ class LocalExecutor:
                 num_blocks=config.num_blocks_override,
                 block_size=config.block_size,
                 eos_token_ids=self.info.eos_token_ids,
+                logprobs_mode=config.logprobs_mode,
             )
         except MemoryError as error:
             raise OutOfMemoryError(f"{error}; lower kv_cache_memory_bytes or max_model_len") from error

@@ -269,7 +269,7 @@ def _load(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
     try:
-        model = _make_up(path, dtype) if made_up else _read(path, dtype)
+        model = _open(path, dtype, made_up)
     except KeyError as error:  # the model's own table of attention functions lacks ours
         raise UnsupportedModelError(f"{path}: its code does not use transformers' attention interface") from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -278,22 +278,17 @@ def _load(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
     return model
 
 
-def _read(path: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, local_files_only=True
-    )
-
-
-def _make_up(path: Path, dtype: torch.dtype) -> Any:
-    """The model of config.json with random weights, as transformers initializes them."""
+def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
+    """The model of a folder; made up: with random weights, as transformers initializes them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    auto: Any = AutoModelForCausalLM
+    options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    if not made_up:
+        return auto.from_pretrained(path, use_safetensors=True, local_files_only=True, **options)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return auto.from_config(AutoConfig.from_pretrained(path, local_files_only=True), **options)
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

@@ -82,6 +82,7 @@ def limits(**changes: int) -> Limits:
         "max_client_bytes": 2**28,
         "heartbeat_ms": LEASE_MS // 3,
         "lease_ms": LEASE_MS,
+        "max_logprobs": 20,
     }
     return Limits(**(values | changes))
 

@@ -79,6 +79,7 @@ class Recorder(ModelRunner):
             num_blocks=config.num_blocks_override,
             block_size=config.block_size,
             eos_token_ids=(0,),
+            logprobs_mode=config.logprobs_mode,
         )
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         for layer in self.cache.layers:

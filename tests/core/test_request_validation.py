@@ -1,10 +1,12 @@
 """What is refused before the scheduler sees it, and how it is said."""
 
+import contextlib
+
 import msgspec
 import numpy as np
 import pytest
 
-from core.request_validation import decode_request_number, validate_request
+from core.request_validation import MAX_PROMPT_LOGPROBS, decode_request_number, validate_request
 from ipc.errors import InvalidRequestError
 from ipc.messages import AddRequest, encode
 from ipc.sampling_params import SamplingParams
@@ -18,7 +20,7 @@ GOOD = AddRequest(7, ids(0, 99), SamplingParams(max_tokens=5), seed=2**64 - 1)
 
 
 def check(request: AddRequest) -> None:
-    validate_request(request, vocab_size=100, max_model_len=10)
+    validate_request(request, vocab_size=100, max_model_len=10, max_logprobs=20)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,11 @@ def test_good_requests(change: dict[str, object]) -> None:
         ({"params": SamplingParams(allowed_token_ids=[1, 101])}, "token 101 of allowed_token_ids is not in"),
         ({"params": SamplingParams(bad_words_token_ids=[[1], [2, 100]])}, "token 100 of bad_words_token_ids"),
         ({"params": SamplingParams(bad_words=["x"])}, "the engine knows token ids only: send bad_words_token_ids"),
+        (
+            {"params": SamplingParams(logprobs=21)},
+            "logprobs=21 asks for 21 tokens at each position and this engine tells at",
+        ),
+        ({"params": SamplingParams(prompt_logprobs=-1)}, "prompt_logprobs=-1 asks for 100 tokens at each"),
         ({"number": -1}, "number must be from 0 to 4294967295, got -1"),
         ({"number": 2**32}, "number must be"),
         ({"seed": -1}, "seed must be"),
@@ -77,3 +84,16 @@ def test_number_of_an_undecodable_request() -> None:
     assert decode_request_number(msgspec.msgpack.encode([2, 9, "no", "sense", {}, []])) == 9
     for bad in (b"", b"\xff", good[:1], msgspec.msgpack.encode([2, "x"]), msgspec.msgpack.encode([3, 7])):
         assert decode_request_number(bad) is None
+
+
+def test_the_log_probabilities_of_a_prompt_are_bounded_whatever_max_logprobs_says() -> None:
+    for count, each in ((-1, 100_000), (1000, 1000), (10**9, 100_000)):
+        longest = MAX_PROMPT_LOGPROBS // each
+        for num_prompt in (longest, longest + 1):
+            request = AddRequest(1, ids(*[1] * num_prompt), SamplingParams(prompt_logprobs=count), seed=1)
+            with (
+                pytest.raises(InvalidRequestError, match=f"shorten the prompt to {longest} tokens")
+                if (num_prompt > longest)
+                else contextlib.nullcontext()
+            ):
+                validate_request(request, vocab_size=100_000, max_model_len=10_000, max_logprobs=-1)

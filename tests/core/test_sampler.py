@@ -43,13 +43,26 @@ def take(columns, rows):
 
 
 def reference(logits, columns, row):
-    """One row, plainly: sort everything, then apply each filter as its definition says."""
+    """One row, plainly."""
+    if columns.temperature[row] == 0:
+        return int(np.argmax(edited(logits, columns, row)))
+    order, weights, _ = left_by_filters(edited(logits, columns, row), columns, row)
+    cumulative = np.cumsum(weights[order])
+    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1], columns.choice[row : row + 1])[0]
+    return int(order[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
+
+
+def edited(logits, columns, row):
     logits = logits[row].astype(np.float32)
     for forbidden_row, token in zip(columns.edits.forbidden_row, columns.edits.forbidden_token, strict=True):
         if forbidden_row == row and token < len(logits):
             logits[token] = -np.inf
-    if columns.temperature[row] == 0:
-        return int(np.argmax(logits))
+    return logits
+
+
+def left_by_filters(logits, columns, row):
+    """(tokens left, in the order of a draw; weights; scaled logits) of one row: sort everything, then apply each
+    filter as its definition says."""
     scaled = logits / columns.temperature[row]
     weights = np.exp((scaled - scaled.max()).astype(np.float64))
     keep = weights >= columns.min_p[row]
@@ -64,9 +77,7 @@ def reference(logits, columns, row):
     if top_p < 1:
         cumulative = np.cumsum(weights[order])
         order = order[cumulative - weights[order] < top_p * cumulative[-1]]
-    cumulative = np.cumsum(weights[order])
-    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1], columns.choice[row : row + 1])[0]
-    return int(order[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
+    return order, weights, scaled
 
 
 CASES = [

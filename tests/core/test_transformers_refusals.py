@@ -59,9 +59,7 @@ def test_attention_that_ours_does_not_know_is_refused_with_the_numbers(
         "eager_attention_forward",
         lambda module, query, *rest, **more: eager(module, 1.1 * query, *rest, **more),
     )
-    with pytest.raises(
-        UnsupportedModelError, match=r"^Olmo2ForCausalLM: .* off by [\d.]+% .*at most 0.1% is rounding"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: .* off by [\d.]+% .*at most 0.1% is rounding"):
         TransformersModel(tmp_path, torch.float32)
 
 

@@ -42,7 +42,8 @@ def text_side(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(text_side):
     """One engine for the tests that leave it as it was."""
-    with LLM(executor="fake", fake_vocab_size=VOCAB_SIZE, max_num_seqs=8, tokenizer=text_side) as with_engine:
+    options = {"fake_vocab_size": VOCAB_SIZE, "max_num_seqs": 8, "max_logprobs": VOCAB_SIZE}
+    with LLM(executor="fake", tokenizer=text_side, **options) as with_engine:
         yield with_engine
 
 
@@ -63,6 +64,14 @@ def test_logprobs(llm):
     assert {one.decoded_token for one in everything.logprobs[0].values()} == {None}
     plain = llm.generate([1], greedy(1), use_tqdm=False)[0]
     assert (plain.prompt_logprobs, plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None,) * 3
+
+
+def test_more_logprobs_than_the_engine_tells_are_refused_before_anything_is_submitted(llm):
+    most = greedy(1, logprobs=VOCAB_SIZE)
+    assert len(llm.generate([1], most, use_tqdm=False)[0].outputs[0].logprobs[0]) == VOCAB_SIZE
+    too_many = greedy(1, prompt_logprobs=VOCAB_SIZE + 1)
+    with pytest.raises(InvalidRequestError, match=f"prompt_logprobs={VOCAB_SIZE + 1} .* at most {VOCAB_SIZE}"):
+        llm.generate([[1], [2]], [most, too_many], use_tqdm=False)
 
 
 def test_logprobs_of_a_request_that_a_stop_string_cuts(llm):

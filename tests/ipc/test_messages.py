@@ -91,6 +91,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
 ]
 SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
+    Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),
@@ -224,7 +225,7 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("stop_token_ids", [-1], "stop_token_ids must be"),
         ("n", 129, "n must be in"),
         ("n", 1.5, "Expected `int`"),
-        ("logprobs", 21, "logprobs must be at most 20"),
+        ("logprobs", 2**31, "logprobs must be in"),
         ("prompt_logprobs", -2, "prompt_logprobs must be in"),
         ("logit_bias", {-1: 0.5}, "a token id in logit_bias must be in"),
         ("logit_bias", {1: "x"}, "Expected `float`"),

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from ipc.errors import EngineCoreError, InvalidRequestError, UnsupportedParameterError
+from ipc.refused_parameters import REFUSED
 from ipc.sampling_params import (
-    _UNSUPPORTED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
     RequestOutputKind,
     SamplingParams,
+    check_num_logprobs,
 )
 
 NAN, INFINITY = math.nan, math.inf
@@ -54,7 +55,7 @@ def test_every_parameter_is_checked_by_some_rule() -> None:
         *FLOATS,
         *INTEGERS,
         *SWITCHES,
-        *_UNSUPPORTED,
+        *REFUSED,
         *TOKEN_OPTIONS,
         "stop",
         "stop_token_ids",
@@ -175,13 +176,55 @@ def test_output_kind() -> None:
             make(output_kind=wrong)
 
 
-@pytest.mark.parametrize("name", sorted(_UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
-    default = _UNSUPPORTED[name]
+    default = REFUSED[name].default
     for value in (2, 0.5, NAN, "x", [1], {1: 0.5}, not default, object()):
         with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported by this version; leave it"):
             make(**{name: value})
     assert getattr(make(**{name: default}), name) is default
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("best_of", 3, "sample n choices"),
+        ("use_beam_search", True, "sample n choices"),
+        ("length_penalty", 0.9, "sample n choices"),
+        ("early_stopping", True, "sample n choices"),
+        ("logits_processors", [print], "use logit_bias, allowed_token_ids or bad_words"),
+        ("guided_decoding", {"json": {}}, r"default \(None\)$"),
+        ("skip_clone", True, "copied for every request"),
+    ],
+)
+def test_a_refusal_says_what_to_do_instead(name: str, value: object, instead: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported by this version; .*{instead}"):
+        make(**{name: value})
+
+
+def test_from_optional() -> None:
+    names = set(SamplingParams.__struct_fields__)
+    assert SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(**dict.fromkeys(names - {"max_tokens"})) == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None  # as in vLLM: no bound
+    given = SamplingParams.from_optional(n=2, temperature=None, top_p=0.5, stop="x", logprobs=0, seed=None)
+    assert given == SamplingParams(n=2, top_p=0.5, stop="x", logprobs=0)
+    with pytest.raises(InvalidRequestError, match="top_p must be"):
+        SamplingParams.from_optional(top_p=2)
+    with pytest.raises(UnsupportedParameterError, match="best_of=2"):
+        SamplingParams.from_optional(best_of=2)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_how_many_logprobs_an_engine_tells(name: str) -> None:
+    for count, max_logprobs in ((None, 0), (0, 0), (20, 20), (50, 50), (-1, 50), (-1, -1), (10**6, -1)):
+        check_num_logprobs(make(**{name: count}), vocab_size=50, max_logprobs=max_logprobs)
+    for count, max_logprobs, asked in ((1, 0, 1), (21, 20, 21), (-1, 49, 50)):
+        with pytest.raises(
+            InvalidRequestError,
+            match=f"^{name}={count} asks for {asked} .* at most {max_logprobs}: .* max_logprobs \\(-1",
+        ):
+            check_num_logprobs(make(**{name: count}), vocab_size=50, max_logprobs=max_logprobs)
 
 
 def test_the_error_is_a_value_error_of_ours() -> None:
@@ -259,10 +302,8 @@ def test_bad_words() -> None:
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_numbers_of_logprobs(name: str) -> None:
-    for value in (None, -1, 0, 20):
+    for value in (None, -1, 0, 20, 2**31 - 1):  # how many is the engine's to say
         assert getattr(make(**{name: value}), name) == value
-    with pytest.raises(InvalidRequestError, match=f"{name} must be at most 20, or -1 for the whole vocabulary, got 21"):
-        make(**{name: 21})
     for wrong in (-2, True, 1.0, "1", []):
         with pytest.raises(InvalidRequestError, match=f"{name} must be "):
             make(**{name: wrong})

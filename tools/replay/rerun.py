@@ -124,12 +124,17 @@ def rerun(file: CaptureFile, config: EngineConfig, executor: Executor, *, on_tur
 def _check_inputs(file: CaptureFile, turn: Turn) -> tuple[int, int]:
     """(requests, aborted requests) of the inbox. Errors: CaptureFileError for what no IO thread lets through."""
     num_requests = num_aborted = 0
-    model = file.header.model
+    model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:
         if isinstance(message, AddRequest):
             num_requests += 1
             try:
-                validate_request(message, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
+                validate_request(
+                    message,
+                    vocab_size=model.vocab_size,
+                    max_model_len=model.max_model_len,
+                    max_logprobs=max_logprobs,
+                )
             except InvalidRequestError as error:
                 where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
                 raise CaptureFileError(f"{where}: {error}") from None

@@ -1,0 +1,57 @@
+"""Sampling parameters of vLLM's, of its earlier versions too, that this version does not have: refused by name."""
+
+from typing import Any, NamedTuple
+
+from ipc.errors import UnsupportedParameterError
+
+
+class _Refused(NamedTuple):
+    default: float | bool | None  # the one value that asks nothing
+    instead: str = ""  # what to do
+
+
+_CHOICES = "sample n choices and take the one whose cumulative_logprob / number of tokens is best"
+_LOGITS = "logits stay in the engine: use logit_bias, allowed_token_ids or bad_words"
+
+#: Every field of SamplingParams that only its default may have.
+REFUSED = {
+    "structured_outputs": _Refused(None),
+    "extra_args": _Refused(None),
+    "flat_logprobs": _Refused(False),
+    "spaces_between_special_tokens": _Refused(True),
+    "prompt_logprob_token_ids": _Refused(None),
+    "prompt_logprob_start": _Refused(None),
+    "logprob_token_ids": _Refused(None),
+    "stream_interval": _Refused(None),
+    "skip_reading_prefix_cache": _Refused(None),
+    "thinking_token_budget": _Refused(None),
+    "repetition_detection": _Refused(None),
+    "routed_experts_prompt_start": _Refused(None),
+    "trace_decode_token_ids": _Refused(None),
+    "best_of": _Refused(None, _CHOICES),
+    "logits_processors": _Refused(None, _LOGITS),
+    "guided_decoding": _Refused(None),
+    "use_beam_search": _Refused(False, _CHOICES),
+    "length_penalty": _Refused(1.0, _CHOICES),
+    "early_stopping": _Refused(False, _CHOICES),
+    "skip_clone": _Refused(False, "parameters are copied for every request, so the caller may change theirs"),
+}
+
+
+def refuse_parameters(params: Any) -> None:
+    """Errors: UnsupportedParameterError naming the first that is not at its default, and what to do instead."""
+    for name, (default, instead) in REFUSED.items():
+        value = getattr(params, name)
+        is_empty = default is None and isinstance(value, (list, dict)) and not value
+        if not is_empty and not _is_same(value, default):
+            raise UnsupportedParameterError(
+                f"{name}={value!r} is not supported by this version; leave it at its default ({default!r})"
+                + (f": {instead}" if instead else "")
+            )
+        setattr(params, name, default)  # what the wire's type allows: 1.0, not 1; null, not []
+
+
+def _is_same(value: object, default: object) -> bool:
+    if value is None or default is None or isinstance(value, bool) or isinstance(default, bool):
+        return value is default
+    return isinstance(value, (int, float)) and value == default
