@@ -1,9 +1,12 @@
 """CompletionState: one choice of a request - its tokens, its text, its log probabilities, its end."""
 
+from collections.abc import Sequence
+
 from frontend.detokenizer import Detokenizer
 from frontend.journal import Progress
 from frontend.logprobs import logprob_dicts
 from frontend.outputs import CompletionOutput, TokenLogprobs
+from frontend.token_texts import TokenTexts
 from frontend.tokenizer import Tokenizer
 from ipc.messages import FinishReason
 from ipc.sampling_params import RequestOutputKind, SamplingParams
@@ -23,7 +26,9 @@ class CompletionState:
     becomes true with the last output, which may be before the engine knows (`stop_string` is set).
     """
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self.finished = False
@@ -43,6 +48,9 @@ class CompletionState:
         self._stop_token: int | None = None
         self.token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._token_texts: TokenTexts | None = None
+        if self._tokenizer is not None and params.logprobs is not None:
+            self._token_texts = TokenTexts(self._tokenizer, prompt_token_ids)
         self._num_shown = 0  # tokens of earlier outputs
 
     def update(self, progress: Progress) -> bool:
@@ -51,7 +59,7 @@ class CompletionState:
         new = progress.token_ids.tolist()
         if self._params.logprobs is not None and progress.logprobs is not None:
             received = progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
-            self._logprobs += logprob_dicts(received, self._tokenizer)
+            self._logprobs += logprob_dicts(received, self._token_texts)
         self.num_tokens += len(new)
         self.token_ids += new
         self._finish, self._stop_token = progress.finish, progress.stop_token

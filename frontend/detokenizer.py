@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from frontend.tokenizer import Tokenizer, TokenTable
+from frontend.tokenizer import Tokenizer, TokenTable, is_byte_token
 
 #: Tokens of settled text that WindowStream decodes again, so that the new ones are decoded in their context.
 _CONTEXT_TOKENS = 6
@@ -77,7 +77,7 @@ class WindowStream:
         self._pending += [token_id for token_id in ids if table[token_id]]
         if len(self._pending) < self._next_try:
             return ""
-        if self._tokenizer.has_byte_fallback and _is_byte_token(table[self._pending[-1]]):
+        if self._tokenizer.has_byte_fallback and is_byte_token(table[self._pending[-1]]):
             return ""
         text = self._decode(self._context + self._pending)
         if text.endswith("\ufffd"):
@@ -227,7 +227,3 @@ def _tokens_for(stream: TokenStream, ids: Sequence[int], num_chars: int) -> int:
         if num_chars <= 0:
             return index + 1
     return len(ids)
-
-
-def _is_byte_token(token: bytes) -> bool:
-    return len(token) == 6 and token.startswith(b"<0x") and token.endswith(b">")

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frontend.outputs import Logprob, TokenLogprobs
-from frontend.tokenizer import Tokenizer
+from frontend.token_texts import TokenTexts
 from ipc.errors import MalformedMessageError
 from ipc.messages import Logprobs
 from ipc.paged_rows import Int32s
@@ -90,13 +90,13 @@ def logprob_columns_of(message: Logprobs) -> LogprobColumns:
     return columns
 
 
-def logprob_dicts(positions: Sequence[PositionLogprobs], tokenizer: Tokenizer | None) -> list[TokenLogprobs]:
+def logprob_dicts(positions: Sequence[PositionLogprobs], texts_of: TokenTexts | None) -> list[TokenLogprobs]:
     """One dict for each position, as vLLM's: the token there first with its rank, then the most likely ones with
-    theirs. tokenizer: None = without texts."""
+    theirs. texts_of: None = without texts."""
     dicts = []
     for rank, token_ids, values in positions:
         ids = token_ids.tolist()
-        texts = tokenizer.decode_each(ids) if tokenizer is not None else [None] * len(ids)
+        texts = texts_of.take(ids) if texts_of is not None else [None] * len(ids)
         ranks = (rank, *range(1, len(ids)))
         rows = zip(ids, values.tolist(), ranks, texts, strict=True)
         dicts.append({token: Logprob(value, place, text) for token, value, place, text in rows})

@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log probability before temperature and filters; its rank, from 1; its text."""
+    """One token: its log probability as the model gave it (or what the engine's logprobs_mode says); its rank among all,
+    from 1; its text, of a part of a character what it completes."""
 
     logprob: float
     rank: int | None = None

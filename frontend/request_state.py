@@ -5,6 +5,7 @@ from frontend.journal import Progress
 from frontend.logprobs import logprob_dicts
 from frontend.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from frontend.prompts import Prompt
+from frontend.token_texts import TokenTexts
 from frontend.tokenizer import Tokenizer
 from ipc.messages import FinishReason
 from ipc.sampling_params import RequestOutputKind, SamplingParams
@@ -20,7 +21,7 @@ class RequestState:
         self.request_id = request_id
         self.number = number
         self.finished = False
-        self.completions = [CompletionState(index, params, tokenizer) for index in range(params.n)]
+        self.completions = [CompletionState(index, params, tokenizer, prompt.token_ids) for index in range(params.n)]
         self._prompt = prompt
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
@@ -73,7 +74,8 @@ class RequestState:
         if self._prompt_logprobs is not None:
             return None if self._params.output_kind == RequestOutputKind.DELTA else self._prompt_logprobs
         if self.completions[0].token_ids:
-            self._prompt_logprobs = [None, *logprob_dicts(first.logprobs.prompt, self._tokenizer)]
+            texts = None if self._tokenizer is None else TokenTexts(self._tokenizer, self._prompt.token_ids[:1])
+            self._prompt_logprobs = [None, *logprob_dicts(first.logprobs.prompt, texts)]
         return self._prompt_logprobs
 
     def _metrics(self) -> RequestMetrics:

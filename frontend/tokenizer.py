@@ -75,7 +75,9 @@ class Tokenizer:
         added = hf.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(hf.decoder, decoders.ByteLevel)
-        self.has_byte_fallback = b'"ByteFallback"' in (hf.decoder.__getstate__() if hf.decoder else b"")
+        decoder = hf.decoder.__getstate__() if hf.decoder else b""
+        self.has_byte_fallback = b'"ByteFallback"' in decoder
+        self._has_byte_names = b'"ByteLevel"' in decoder  # in a sequence of decoders too
         self._tables = {
             skip: TokenTable(hf, self.special_token_ids if skip else frozenset(), byte_level=self.is_byte_level)
             for skip in (True, False)
@@ -128,6 +130,15 @@ class Tokenizer:
     def decode_each(self, ids: Sequence[int]) -> list[str]:
         """Text of each id alone, special ones included; bytes that are no whole character become U+FFFD."""
         return self.hf.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes a token stands for; None for a text, and for an id the vocabulary does not have."""
+        token = self.hf.id_to_token(token_id)
+        if token is None:
+            return None
+        if self._has_byte_names:
+            return _token_bytes(token)
+        return bytes.fromhex(token[3:5]) if self.has_byte_fallback and is_byte_token(token.encode()) else None
 
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
         return self._tables[skip_special_tokens]
@@ -239,6 +250,11 @@ def _check_text(text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"a prompt must be valid Unicode: {error}") from error
+
+
+def is_byte_token(token: bytes) -> bool:
+    """Whether this is the name of a byte-fallback token."""
+    return len(token) == 6 and token.startswith(b"<0x") and token.endswith(b">")
 
 
 def _byte_alphabet() -> dict[str, int]:
