@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 @dataclass(slots=True)
 class Logprob:
-    """One token: its log probability as the model gave it (or what the engine's logprobs_mode says); its rank among all,
-    from 1; its text, of a part of a character what it completes."""
+    """One token: its log probability as the model gave it (or what the engine's logprobs_mode says); its rank, from 1;
+    its text, of a part of a character what it completes."""
 
     logprob: float
     rank: int | None = None
