@@ -58,10 +58,10 @@ SCENARIOS: dict[str, Scenario] = {
     "among 32 others": Scenario("neighbours", {"neighbours": mixed(neighbours(32, 2, 60, 30)), "budget": 300}),
     "chunks of 128": Scenario("chunks", {"budget": 128}),
     "chunks of 37": Scenario("chunks", {"budget": 37}),
-    "chunks of 3": Scenario("chunks", {"budget": 3}),
+    "chunks of 7": Scenario("chunks", {"budget": 7}),
     "preempted": Scenario("preempted", {"neighbours": mixed(neighbours(9, 3, 30, 90)), "num_blocks": 36, "budget": 60}),
     "from the prefix cache": Scenario("cached", {"first": [request(1, PROMPT[:290], 3, 0.0)]}),
-    "prefix cache, other chunks": Scenario("cached", {"first": [request(1, PROMPT, 9, 0.0)], "budget": 5}),
+    "prefix cache, other chunks": Scenario("cached", {"first": [request(1, PROMPT, 9, 0.0)], "budget": 11}),
 }
 
 

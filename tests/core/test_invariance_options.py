@@ -10,9 +10,12 @@ import torch
 from core.models.llama import Llama
 from ipc.messages import FinishReason
 from tests.core.invariance import DTYPES, Run, difference, run, tiny_model
-from tests.core.invariance_scenarios import EDITS, FILTERS, PROMPT, SCENARIOS, Preempting, scenario
+from tests.core.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, scenario
 
 WINDOWS = ["plain", "sliding window", "local and global"]
+
+#: One of each group of scenarios; how finely a prompt is cut is nothing to the sampler.
+SCENARIOS = ("among 32", "chunks of 37", "preempted", "from the prefix cache")
 
 
 @pytest.fixture(autouse=True)

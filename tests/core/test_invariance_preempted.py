@@ -113,15 +113,15 @@ def place_name(place: tuple[int, int, int]) -> str:
 @pytest.mark.parametrize("kind", ["plain", "sliding window", "local and global"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_preempted_in_any_row_and_place(dtype: str, kind: str) -> None:
-    """Twelve crowds; each output position is one at which the target loses its row in two of them."""
+    """Six crowds, in each of which the target loses its row at two of its twelve output positions."""
     model = tiny_model(DTYPES[dtype], kind=kind)
     alone = run(model, SHORT, max_tokens=12)
     rows: set[int] = set()
     places: set[str] = set()
     lost_at: set[str] = set()
     num_moved = 0
-    for seed in range(12):
-        crowd = Crowd(seed, {seed % 6, seed % 6 + 6})
+    for seed in range(6):
+        crowd = Crowd(seed, {seed, seed + 6})
         older = mixed(neighbours(seed % 4, seed, 40, 8))
         got = run(model, SHORT, neighbours=older, budget=96, max_tokens=12, rows=9, num_blocks=120, between=crowd)
         assert difference(got, alone) == "", f"crowd {seed}: {got.recorder.places}"
@@ -133,5 +133,5 @@ def test_preempted_in_any_row_and_place(dtype: str, kind: str) -> None:
         lost_at |= crowd.places
     assert {"first", "middle", "last"} <= places, places
     assert {"first", "middle", "last"} <= lost_at, lost_at
-    assert len(rows) >= 6, f"the target was only in rows {rows}"
-    assert num_moved >= 6, f"the target changed its row in {num_moved} of 12 crowds"
+    assert len(rows) >= 5, f"the target was only in rows {rows}"
+    assert num_moved >= 3, f"the target changed its row in {num_moved} of 6 crowds"
