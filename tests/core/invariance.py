@@ -272,7 +272,7 @@ def run(
     neighbours: Sequence[tuple[int, AddRequest]] = (),
     first: Sequence[tuple[int, AddRequest]] = (),
     between: Between | None = None,
-    max_tokens: int = 24,
+    max_tokens: int = 16,
     temperature: float = 0.8,
     params: Mapping[str, Any] | None = None,
     **settings: Any,

@@ -51,7 +51,7 @@ VARIED: dict[str, list[Callable[[Llama], Run]]] = {
         lambda model: run(model, PROMPT, neighbours=mixed(neighbours(32, 1, 60, 30)), budget=200),
     ],
     "chunks": [lambda model, budget=budget: run(model, PROMPT, budget=budget) for budget in (128, 37, 7)],  # type: ignore[misc]
-    "preempted": [preempted(2), preempted(9), preempted(20)],
+    "preempted": [preempted(2), preempted(9), preempted(14)],
     "cached": [cached(290), cached(200), cached(100)],
 }
 
