@@ -12,7 +12,7 @@ from core.executor.fake import choice_seed, fake_tokens
 from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed, pack_numbers
 from tests.core.driving import VOCAB_SIZE, PagedExecutor, add_message, small_config
-from tests.core.test_invariance import Recorder, RecordingExecutor, neighbours, tiny_model
+from tests.core.invariance import neighbours, recorded_engine, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,7 @@ def test_choices_of_a_model_are_their_own() -> None:
         config = EngineConfig(
             max_num_seqs=16, max_num_batched_tokens=64, num_blocks_override=num_blocks, max_model_len=140
         )
-        core, client = EngineCore(config, RecordingExecutor(Recorder(model, config))), Client()
+        (core, _), client = recorded_engine(model, config), Client()
         inbox = [*others, (0, message)]
         while inbox or core.has_work:
             client.take(core.step(inbox, 0))

@@ -14,7 +14,7 @@ from frontend.logprobs import PositionLogprobs, ReceivedLogprobs, logprob_column
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, Outputs
 from tests.core.driving import add_message, small_config
-from tests.core.test_invariance import Recorder, RecordingExecutor, neighbours, request, tiny_model
+from tests.core.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +104,7 @@ def run(
         num_blocks_override=num_blocks,
         max_model_len=min(2048, (num_blocks - 1) * 16),
     )
-    recorder = Recorder(tiny_model(torch.float32), config)
-    engine = EngineCore(config, RecordingExecutor(recorder))
+    engine, recorder = recorded_engine(tiny_model(torch.float32), config)
     if first:
         drain(engine, [request(1, PROMPT, 3, 0.0)])
     received = drain(engine, [*others, request(1000, PROMPT, 24, 0.8, **WATCHED)])
@@ -116,7 +115,7 @@ def test_whole_requests_however_they_run() -> None:
     alone, recorder, _ = run()
     assert (len(alone.prompt), len(alone.output)) == (149, 24)
     for position, logprobs in enumerate(alone.output):
-        logits = recorder.logits[1000, position].numpy()
+        logits = recorder.logits[1000, 0, position].numpy()
         rank, ids, values = reference(logits, int(logprobs.token_ids[0]), 4)
         assert (logprobs.rank, logprobs.token_ids.tolist()) == (rank, ids)
         assert np.abs(logprobs.values - values).max() < 1e-5
@@ -137,7 +136,7 @@ def test_prompt_logprobs_are_those_of_a_forced_continuation() -> None:
     """The log probability of prompt token p is that of sampling it after the first p tokens."""
     alone, _, _ = run()
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
-    engine = EngineCore(config, RecordingExecutor(Recorder(tiny_model(torch.float32), config)))
+    engine, _ = recorded_engine(tiny_model(torch.float32), config)
     for length in (1, 16, 37, 149):
         options: dict[str, Any] = {"allowed_token_ids": [PROMPT[length]], "logprobs": 2}
         forced = drain(engine, [request(length, PROMPT[:length], 1, 0.8, **options)])[length]
