@@ -44,7 +44,6 @@ TINY = ModelConfig(
     tie_word_embeddings=True,
     bos_token_id=None,
     eos_token_ids=(0,),
-    logprobs_mode=config.logprobs_mode,
     dtype="float32",
 )
 
