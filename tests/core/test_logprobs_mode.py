@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.engine import EngineCore
 from core.sampler import processed_logits, sample
 from frontend.logprobs import ReceivedLogprobs
 from ipc.config import EngineConfig, LogprobsMode
-from tests.core.test_invariance import Recorder, RecordingExecutor, neighbours, request, tiny_model
+from tests.core.invariance import neighbours, recorded_engine, request, tiny_model
 from tests.core.test_logprobs import PROMPT, drain, same
 from tests.core.test_sampler import CASES, edited, inputs, left_by_filters
 
@@ -54,8 +53,7 @@ def run(mode: LogprobsMode, crowded: bool = False) -> tuple[ReceivedLogprobs, Re
     config = EngineConfig(
         max_num_seqs=18, max_num_batched_tokens=60, num_blocks_override=400, max_model_len=2048, logprobs_mode=mode
     )
-    recorder = Recorder(tiny_model(torch.float32), config)
-    engine = EngineCore(config, RecordingExecutor(recorder))
+    engine, recorder = recorded_engine(tiny_model(torch.float32), config)
     options: dict[str, Any] = {"logprobs": 12, "prompt_logprobs": 2, "logit_bias": {3: 4.0, 9: -2.0}}
     watched = [request(1000, PROMPT, 8, 0.6, top_k=9, min_p=0.01, **options), request(1001, PROMPT, 8, 0.0, **options)]
     received = drain(engine, [*(neighbours(16, 1, 40, 12) if crowded else ()), *watched])
