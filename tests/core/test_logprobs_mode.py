@@ -9,7 +9,7 @@ import torch
 from core.sampler import processed_logits, sample
 from frontend.logprobs import ReceivedLogprobs
 from ipc.config import EngineConfig, LogprobsMode
-from tests.core.invariance import neighbours, recorded_engine, request, tiny_model
+from tests.core.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
 from tests.core.test_logprobs import PROMPT, drain, same
 from tests.core.test_sampler import CASES, edited, inputs, left_by_filters
 
