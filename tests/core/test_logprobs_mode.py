@@ -66,7 +66,7 @@ def test_whole_requests(mode: LogprobsMode) -> None:
     columns = inputs(1, temperature=0.6, top_k=9, top_p=0.95, min_p=0.01), inputs(1, temperature=0.0)
     for number, received, row_columns in ((1000, drawn, columns[0]), (1001, greedy, columns[1])):
         for position, one in enumerate(received.output):
-            logits = recorder.logits[number, position].numpy().copy()
+            logits = recorder.logits[number, 0, position].numpy().copy()
             if mode in PROCESSED:
                 logits[[3, 9]] += np.array([4, -2], np.float32)
                 logits = reference(logits[None], row_columns, 0)
