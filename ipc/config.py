@@ -16,6 +16,7 @@ ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu"]
 SchedulingPolicy = Literal["fcfs"]
 ModelImpl = Literal["auto", "native", "transformers"]
+CpuKernels = Literal["auto", "c", "torch"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_vocab_size: int = 32_000  # of the fake executor
     fake_eos_token_id: int = 2
     fake_max_model_len: int = 131_072
+    cpu_kernels: CpuKernels = "auto"  # auto: the C kernels where a wheel or a compiler has them, else torch's
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -72,6 +74,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "device": get_args(Device),
     "model_impl": get_args(ModelImpl),
+    "cpu_kernels": get_args(CpuKernels),
     "numerics": get_args(Numerics),
     "scheduling_policy": get_args(SchedulingPolicy),
 }

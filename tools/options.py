@@ -37,6 +37,7 @@ HELP = {
     "fake_vocab_size": "vocabulary of the fake executor",
     "fake_eos_token_id": "end token of the fake executor",
     "fake_max_model_len": "max_model_len of the fake executor",
+    "cpu_kernels": "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's",
 }
 
 #: vLLM's, SGLang's and llama.cpp's names of our options; accepted, not shown.

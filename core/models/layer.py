@@ -8,6 +8,7 @@ import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.weight_parts import WeightParts
+from kernels.cpu_library import CpuLibrary
 from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
 from kernels.linear import PackedLinear
 from kernels.rms_norm import rms_norm
@@ -70,36 +71,37 @@ def build_norm(parts: WeightParts, name: str, config: ModelConfig, dtype: torch.
     return Norm(parts.take(name).float() + config.norm_offset, config.rms_norm_eps, dtype)
 
 
-def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torch.dtype) -> Layer:
-    """Errors: ModelFileError naming tensors that are missing."""
+def build_layer(
+    parts: WeightParts, config: ModelConfig, index: int, dtype: torch.dtype, library: CpuLibrary | None
+) -> Layer:
+    """library: of the C kernels, None = torch's. Errors: ModelFileError naming tensors that are missing."""
     prefix = f"model.layers.{index}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
     def norm(name: str, to: torch.dtype = dtype) -> Norm:
         return build_norm(parts, f"{prefix}{name}.weight", config, to)
 
+    def product(names: list[str], has_bias: bool) -> PackedLinear:
+        weight = parts.take(*(f"{name}.weight" for name in names))
+        if not has_bias:
+            return PackedLinear(weight, None, library)
+        bias = parts.take(*(f"{name}.bias" for name in names))
+        return PackedLinear(weight, bias.to(torch.float32, copy=True), library)  # no view of a mapped file
+
     qkv_names = [f"{attention}{name}_proj" for name in "qkv"]
     return Layer(
         kind=-1 if index in config.sliding_layers else 0,
         input_norm=norm("input_layernorm"),
-        qkv=_linear(parts, qkv_names, config.qkv_bias),
+        qkv=product(qkv_names, config.qkv_bias),
         heads=_head_norm(parts, attention, config) if config.qk_norm else torch.Tensor.float,
-        o=_linear(parts, [f"{attention}o_proj"], config.output_bias),
+        o=product([f"{attention}o_proj"], config.output_bias),
         attention_out=norm("post_attention_layernorm", torch.float32) if config.post_norms else unchanged,
         mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
-        gate_up=_linear(parts, [f"{mlp}gate_proj", f"{mlp}up_proj"], False),
+        gate_up=product([f"{mlp}gate_proj", f"{mlp}up_proj"], False),
         activation=GATES[config.hidden_act].operation,
-        down=_linear(parts, [f"{mlp}down_proj"], False),
+        down=product([f"{mlp}down_proj"], False),
         mlp_out=norm("post_feedforward_layernorm", torch.float32) if config.post_norms else unchanged,
     )
-
-
-def _linear(parts: WeightParts, names: list[str], has_bias: bool) -> PackedLinear:
-    weight = parts.take(*(f"{name}.weight" for name in names))
-    if not has_bias:
-        return PackedLinear(weight)
-    bias = parts.take(*(f"{name}.bias" for name in names))
-    return PackedLinear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
 
 
 def _head_norm(parts: WeightParts, attention: str, config: ModelConfig) -> Norm:

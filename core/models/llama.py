@@ -14,6 +14,7 @@ from ipc.config import Numerics
 from kernels.attention import attention_variant, paged_attention
 from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
 from kernels.attention_reference import sdpa_attention
+from kernels.cpu_library import CpuLibrary
 from kernels.kv_cache import KVCache, bytes_per_block
 from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
 from kernels.rope import rope_kv_write, rotary_tables
@@ -36,9 +37,11 @@ class Llama:
         weights: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype,
         numerics: Numerics = "L2",
+        library: CpuLibrary | None = None,
     ) -> None:
         """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
-        as soon as its parts are there and not kept. Errors: ModelFileError naming tensors that are missing."""
+        as soon as its parts are there and not kept. library: of the C kernels, its threads started; None = torch's.
+        Errors: ModelFileError naming tensors that are missing."""
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
@@ -59,13 +62,15 @@ class Llama:
         with torch.inference_mode():
             parts = WeightParts(weights)
             self._embedding = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
-            self._layers = [build_layer(parts, config, index, dtype) for index in range(config.num_hidden_layers)]
+            indices = range(config.num_hidden_layers)
+            self._layers = [build_layer(parts, config, index, dtype, library) for index in indices]
             self._norm = build_norm(parts, "model.norm.weight", config, dtype)
             head = self._embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
-            self._head = PackedLinear(head, max_rows=_HEAD_ROWS)
-        # The fewest rows that some product of the model can run: batches are padded once, not before each product.
+            self._head = PackedLinear(head, library=library, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
+        # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
         row_counts = [product.chosen.row_counts for layer in self._layers for product in layer.products.values()]
-        self._row_counts = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
+        common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
+        self._row_counts = common if library is None else ()
 
     @property
     def variant(self) -> str:
@@ -147,7 +152,7 @@ class Llama:
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
-        return self._head(self._norm(hidden.index_select(0, rows))).float()
+        return self._head(self._norm(hidden.index_select(0, rows)))
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:
