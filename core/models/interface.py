@@ -4,8 +4,9 @@ from typing import Protocol
 
 import torch
 
+from core.models.operations import AttentionWork
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts, AttentionMetadata
+from kernels.attention_metadata import AnyInts
 from kernels.kv_cache import KVCache
 
 
@@ -31,7 +32,7 @@ class Model(Protocol):
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-    ) -> tuple[AttentionMetadata, ...]:
+    ) -> tuple[AttentionWork, ...]:
         """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
 
     def hidden_states(
@@ -39,7 +40,7 @@ class Model(Protocol):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
+        metadata: tuple[AttentionWork, ...],
         cache: KVCache,
     ) -> torch.Tensor:
         """token_ids, positions, slots [T] int64 -> the last layer's output [>= T, hidden]."""
