@@ -59,6 +59,12 @@ def usable_variants() -> list[str]:
     return [name for name, variant in VARIANTS.items() if variant.needs <= words]
 
 
+def variants_of_machine() -> list[str]:
+    """Variants that CPUs of this architecture may run, by preference: those that go into a wheel."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return [name for name, variant in VARIANTS.items() if is_x86 or not variant.needs]
+
+
 def find_compiler() -> Compiler:
     """$CC, else cc. Errors: CpuLibraryError."""
     command = tuple(shlex.split(os.environ.get("CC") or "cc"))
@@ -94,8 +100,9 @@ def build(variant: str, compiler: Compiler, folder: Path) -> bytes:
             if any(process.returncode for process in compiling):
                 raise CpuLibraryError(f"{shlex.join(compiler.command)} failed: {''.join(said)[-2000:]}")
             linking = _start([*command, "-shared", *objects, "-lm", "-o", "library.so"], build_folder)
-            if linking.communicate()[0] and linking.returncode:
-                raise CpuLibraryError(f"{shlex.join(compiler.command)} does not link")
+            linked = linking.communicate()[0]
+            if linking.returncode:
+                raise CpuLibraryError(f"{shlex.join(compiler.command)} does not link: {linked[-2000:]}")
             return Path(build_folder, "library.so").read_bytes()
     except OSError as error:
         raise CpuLibraryError(f"cannot build in {folder}: {error}") from error

@@ -60,7 +60,7 @@ static void wait_for_phase_after(uint32_t phase) {
     atomic_fetch_sub(&pool.num_asleep, 1);
 }
 
-void pool_barrier(void) {
+EXPORT void pool_barrier(void) {
     if (pool.num_threads <= 1) return;
     uint32_t phase = atomic_load_explicit(&pool.phase, memory_order_acquire);
     if (atomic_fetch_add(&pool.num_arrived, 1) + 1 < pool.num_threads) {

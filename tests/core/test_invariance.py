@@ -25,6 +25,7 @@ from ipc.messages import AddRequest, Outputs, RequestFailed
 from ipc.model_files import resolve_model
 from ipc.paged_rows import Int32s, Ints
 from ipc.sampling_params import SamplingParams
+from kernels.cpu_library import CpuLibrary, load_cpu_library
 
 TARGET = 1000  # number of the request that is watched
 
@@ -173,13 +174,15 @@ def neighbours(count: int, seed: int, longest: int, max_tokens: int) -> list[tup
     ]
 
 
-def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2", config: ModelConfig = TINY) -> Llama:
+def tiny_model(
+    dtype: torch.dtype, numerics: Numerics = "L2", config: ModelConfig = TINY, library: CpuLibrary | None = None
+) -> Llama:
     generator = torch.Generator().manual_seed(5)
     weights = {
         name: (torch.randn(shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype)
         for name, shape in expected_shapes(config).items()
     }
-    return Llama(config, weights.items(), dtype, numerics)
+    return Llama(config, weights.items(), dtype, numerics, library)
 
 
 PROMPT = np.random.default_rng(7).integers(1, 500, 300).tolist()
@@ -211,10 +214,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernels"), [*((kind, "torch") for kind in KINDS), ("plain", "c")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: torch.dtype, kind: str) -> None:
-    model = tiny_model(dtype, config=KINDS[kind])
+def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: torch.dtype, kind: str, kernels: str) -> None:
+    model = tiny_model(dtype, config=KINDS[kind], library=load_cpu_library() if kernels == "c" else None)
     assert model.numerics == "L2"
     alone = run(model, PROMPT)
     assert len(alone.tokens) == 24
@@ -226,13 +229,19 @@ def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: torch.dty
         assert got.tokens == alone.tokens, name
 
 
-def test_two_threads_give_the_bits_of_one() -> None:
-    alone = run(tiny_model(torch.bfloat16), PROMPT)
+@pytest.mark.parametrize("kernels", ["torch", "c"])
+def test_two_threads_give_the_bits_of_one(kernels: str) -> None:
+    library = load_cpu_library() if kernels == "c" else None
+    alone = run(tiny_model(torch.bfloat16, library=library), PROMPT)
     torch.set_num_threads(2)
+    if library is not None:
+        library.start_threads(2)
     try:
-        two = run(tiny_model(torch.bfloat16), PROMPT, neighbours=neighbours(8, 4, 80, 20))
+        two = run(tiny_model(torch.bfloat16, library=library), PROMPT, neighbours=neighbours(8, 4, 80, 20))
     finally:
         torch.set_num_threads(1)
+        if library is not None:
+            library.stop_threads()
     assert torch.equal(two.logits, alone.logits)
 
 
@@ -247,7 +256,7 @@ def test_torch_attention_fails_the_same_comparison(kind: str) -> None:
 def test_the_demo_model_in_bfloat16() -> None:
     path = resolve_model(None)
     config = read_model_config(path)
-    model = Llama(config, load_weights(path, config, torch.bfloat16), torch.bfloat16)
+    model = Llama(config, load_weights(path, config, torch.bfloat16), torch.bfloat16, library=load_cpu_library())
     prompt = PROMPT[:150]
     alone = run(model, prompt, max_tokens=6)
     others = neighbours(16, 1, 60, 12)
