@@ -1,4 +1,4 @@
-"""CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch, exact by construction."""
+"""CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -192,9 +192,9 @@ static void run_merge(const Attention *args, const AttentionMerge *merge) {
     }
 }
 
-int64_t attention_partial_floats(int32_t head_dim) { return LANES + padded_dim(head_dim); }
+EXPORT int64_t attention_partial_floats(int32_t head_dim) { return LANES + padded_dim(head_dim); }
 
-int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_heads, int32_t max_item_tokens) {
+EXPORT int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_heads, int32_t max_item_tokens) {
     const int64_t rows = (int64_t)max_item_tokens * (num_heads / shape->num_kv_heads);
     const int64_t width = padded_dim(shape->head_dim);
     return rows * width * 4 * 3 + rows * 4 * 4 + 2 * TILE_CHUNKS * (int64_t)chunk_bytes(shape) + 9 * 64;
