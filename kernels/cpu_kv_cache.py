@@ -50,15 +50,17 @@ class CpuKVCache(KVCache):
 
     def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
         """Store kv [T, 2 * Hkv * D] (K heads, then V heads) at these slots."""
-        block, chunk, token = rows // self.block_size, rows % self.block_size // CHUNK, rows % CHUNK
+        block, chunk, token = (
+            rows // self.block_size,
+            rows % self.block_size // CHUNK,
+            rows % min(CHUNK, self.block_size),
+        )
         keys, values = kv.view(len(kv), 2, self.num_kv_heads, self.head_dim).unbind(1)
         to_keys, to_values = self._keys(layer), self._values(layer)
-        pair, tokens = to_keys.shape[-1], to_values.shape[-2]
-        if self.block_size < CHUNK:
-            token = rows % self.block_size
+        pair = to_keys.shape[-1]
         width = self.head_dim // pair
         to_keys[block, :, chunk, :width, token] = keys.reshape(len(kv), self.num_kv_heads, width, pair)
-        to_values[block, :, chunk, token // tokens, : self.head_dim, token % tokens] = values
+        to_values[block, :, chunk, token // pair, : self.head_dim, token % pair] = values
 
     def _keys(self, layer: int) -> torch.Tensor:
         """View [block, head, chunk, D / pair, token, pair]."""
