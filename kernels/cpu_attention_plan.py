@@ -6,6 +6,7 @@ result (kernels/cpu/attention.h), so sizes are free to suit the machine.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,61 +55,74 @@ def attention_plan(
     """The work of a batch whose tokens are packed request after request; arguments as attention_metadata's."""
     counts, lengths = num_tokens.astype(np.int64), context_lens.astype(np.int64)
     group = num_heads // num_kv_heads
-    size = max(1, MAX_ITEM_ROWS // group)
-
-    # Pieces: up to `size` tokens of a request.
-    num_pieces = -(-counts // size)
-    request = np.repeat(np.arange(len(counts)), num_pieces)
-    offset = _count_up(num_pieces) * size
-    token = (np.cumsum(counts) - counts)[request] + offset
-    tokens = np.minimum(size, counts[request] - offset)
-    position = (lengths - counts)[request] + offset
-    end = position + tokens
-    begin = (np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)) // TILE * TILE
-
-    # Parts of their contexts, and the partial results: [head][piece][part][row].
-    first = begin // SPLIT
-    num_parts = np.where(tokens * group <= MAX_SPLIT_ROWS, (end - 1) // SPLIT - first + 1, 1)
-    piece, part = np.repeat(np.arange(len(request)), num_parts), _count_up(num_parts)
-    is_split = num_parts[piece] > 1
-    part_begin = np.where(is_split, np.maximum(begin[piece], (first[piece] + part) * SPLIT), begin[piece])
-    part_end = np.where(is_split, np.minimum(end[piece], (first[piece] + part + 1) * SPLIT), end[piece])
-    rows = np.where(num_parts > 1, num_parts * tokens * group, 0)
-    total = int(rows.sum())
-    partial = np.cumsum(rows) - rows
-    own = partial[piece] + part * tokens[piece] * group
-
-    heads = np.arange(num_kv_heads)
-    columns = (request[piece], heads, token[piece], tokens[piece], position[piece], part_begin, part_end)
-    items = _table(*columns, np.where(is_split, own, -1))
-    items[:, :, 7] += np.where(is_split[:, None], heads * total, 0)
-    items = items.reshape(-1, 8)
+    pieces = _pieces(counts, lengths, max(1, MAX_ITEM_ROWS // group), window)
+    items, merges, num_partials = _items(pieces, num_kv_heads, group)
     work = items[:, 3].astype(np.int64) * (items[:, 6] - items[:, 5])
-    split = np.flatnonzero(num_parts > 1)
-    merges = _table(heads, token[split], tokens[split], partial[split], num_parts[split])
-    merges[:, :, 3] += heads * total
     return AttentionPlan(
         num_tokens=counts,
         context_lens=lengths,
         block_tables=np.ascontiguousarray(block_tables, np.int32),
         num_rows=int(counts.sum()),
         window=window,
-        items=np.ascontiguousarray(items[np.argsort(-work, kind="stable")]),
-        merges=np.ascontiguousarray(merges.reshape(-1, 5)),
-        num_partials=total * num_kv_heads,
-        max_item_tokens=int(tokens.max(initial=0)),
+        items=items[np.argsort(-work, kind="stable")],
+        merges=merges,
+        num_partials=num_partials,
+        max_item_tokens=int(pieces.num_tokens.max(initial=0)),
     )
+
+
+class _Pieces(NamedTuple):
+    """Columns over pieces: the tokens of one request that one item computes."""
+
+    request: Ints
+    token: Ints  # index in the batch of the first one
+    num_tokens: Ints
+    position: Ints  # of the first one
+    begin: Ints  # what they see of the context; begin is a multiple of TILE
+    end: Ints
+
+
+def _pieces(counts: Ints, lengths: Ints, size: int, window: int | None) -> _Pieces:
+    num_pieces = -(-counts // size)
+    request = np.repeat(np.arange(len(counts)), num_pieces)
+    offset = _count_up(num_pieces) * size
+    num_tokens = np.minimum(size, counts[request] - offset)
+    position = (lengths - counts)[request] + offset
+    begin = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0) // TILE * TILE
+    token = (np.cumsum(counts) - counts)[request] + offset
+    return _Pieces(request, token, num_tokens, position, begin, position + num_tokens)
+
+
+def _items(pieces: _Pieces, num_kv_heads: int, group: int) -> tuple[Int32s, Int32s, int]:
+    """Items, merges, and the number of rows of partial results, which are ordered [head][piece][part][row]."""
+    first, rows = pieces.begin // SPLIT, pieces.num_tokens * group
+    num_parts = np.where(rows <= MAX_SPLIT_ROWS, (pieces.end - 1) // SPLIT - first + 1, 1)
+    is_split = num_parts > 1
+    num_partials = np.where(is_split, num_parts * rows, 0)
+    partial, total = np.cumsum(num_partials) - num_partials, int(num_partials.sum())
+    heads = np.arange(num_kv_heads)
+
+    piece, part = np.repeat(np.arange(len(rows)), num_parts), _count_up(num_parts)
+    low = np.where(is_split, first * SPLIT, pieces.begin)[piece] + part * SPLIT
+    begin = np.maximum(low, pieces.begin[piece])
+    end = np.where(is_split[piece], np.minimum(low + SPLIT, pieces.end[piece]), pieces.end[piece])
+    items = np.empty((len(piece), num_kv_heads, 8), np.int32)
+    items[:, :, 1] = heads
+    columns = (pieces.request[piece], pieces.token[piece], pieces.num_tokens[piece], pieces.position[piece], begin, end)
+    for index, column in zip((0, 2, 3, 4, 5, 6), columns, strict=True):
+        items[:, :, index] = column[:, None]
+    own = (partial[piece] + part * rows[piece])[:, None] + heads * total
+    items[:, :, 7] = np.where(is_split[piece][:, None], own, -1)
+
+    split = np.flatnonzero(is_split)
+    merges = np.empty((len(split), num_kv_heads, 5), np.int32)
+    merges[:, :, 0] = heads
+    for index, column in zip((1, 2, 4), (pieces.token, pieces.num_tokens, num_parts), strict=True):
+        merges[:, :, index] = column[split][:, None]
+    merges[:, :, 3] = partial[split][:, None] + heads * total
+    return items.reshape(-1, 8), merges.reshape(-1, 5), total * num_kv_heads
 
 
 def _count_up(counts: Ints) -> Ints:
     """0 .. count - 1 for each count, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _table(*columns: Ints) -> Int32s:
-    """Columns over pieces [n], and the one over heads [Hkv] -> [n, Hkv, columns]; heads are the first or the second."""
-    heads = 1 if len(columns) == 8 else 0
-    table = np.empty((len(columns[-1]), len(columns[heads]), len(columns)), np.int32)
-    for index, column in enumerate(columns):
-        table[:, :, index] = column if index == heads else column[:, None]
-    return table
