@@ -1,6 +1,7 @@
 """CpuSampler: tokens drawn from rows of logits by the C kernel (kernels/cpu/sampling.h)."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ class SamplingArguments(ctypes.Structure):
 
 
 class CpuSampler:
-    """Draws as core/sampler.py does from torch's operations. The weights of the two differ in their last bits, so a token
-    may differ where a draw falls between two tokens within about 1e-7; each by itself is deterministic."""
+    """Draws as core/sampler.py does by torch's operations. Weights of the two differ in their last bits, so a token may
+    differ where a draw falls within about 1e-7 of the border between two tokens; each by itself is deterministic."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.function("sample", ctypes.POINTER(SamplingArguments))
@@ -32,24 +33,13 @@ class CpuSampler:
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
         self._scratch = Scratch()
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        temperature: NDArray[np.float32],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float32],
-        min_p: NDArray[np.float32],
-        seed: NDArray[np.uint64],
-        position: NDArray[np.int64],
-        choice: NDArray[np.int64],
-    ) -> NDArray[np.int32]:
-        """logits [S, V] float32 contiguous, columns [S] -> token ids [S]; -1 where a row's largest logit over its
-        temperature is no finite number."""
+    def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...]) -> NDArray[np.int32]:
+        """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
+        token ids [S]; -1 where a row's largest logit over its temperature is no finite number."""
         assert logits.is_contiguous(), logits.stride()
         num_rows, vocab_size = logits.shape
         tokens = np.empty(num_rows, np.int32)
-        given = (temperature, top_k, top_p, min_p, seed, position, choice)
-        columns = [np.ascontiguousarray(column, to) for column, to in zip(given, _TYPES, strict=True)]
+        columns = tuple(np.ascontiguousarray(column, to) for column, to in zip(columns, _TYPES, strict=True))
         size = self._scratch_bytes(vocab_size) * self._num_threads() + 64
         scratch = self._scratch.get("scratch", (size,), torch.uint8)
         self._run(

@@ -15,6 +15,7 @@ from kernels.cpu_kv_cache import CpuKVCache, padded_dim
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope
+from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
 
 
@@ -31,6 +32,7 @@ class CpuOperations:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
         self._config, self._dtype, self._library = config, dtype, library
         self._attention = CpuAttention(library)
+        self.sampler = CpuSampler(library)
 
     @property
     def variant(self) -> str:

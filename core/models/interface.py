@@ -7,6 +7,7 @@ import torch
 from core.models.operations import AttentionWork
 from ipc.config import Numerics
 from kernels.attention_metadata import AnyInts
+from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
 
 
@@ -15,6 +16,10 @@ class Model(Protocol):
     max_model_len: int  # tokens the model was made for
     eos_token_ids: tuple[int, ...]
     numerics: Numerics
+
+    @property
+    def sampler(self) -> CpuSampler | None:
+        """The kernel that draws tokens from its logits; None: torch's operations."""
 
     @property
     def variant(self) -> str:

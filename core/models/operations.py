@@ -11,6 +11,7 @@ from core.models.torch_operations import TorchOperations
 from ipc.config import Numerics
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_library import CpuLibrary
+from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
@@ -37,6 +38,10 @@ class Operations(Protocol):
     @property
     def is_exact(self) -> bool:
         """A row's bits do not depend on other rows (numerics level L2)."""
+
+    @property
+    def sampler(self) -> CpuSampler | None:
+        """The kernel that draws tokens; None: torch's operations (core/sampler.py)."""
 
     def embedding(self, table: torch.Tensor, scale: float) -> Operation:
         """Of ids [T] int64 -> table's rows times scale [T, d] float32."""

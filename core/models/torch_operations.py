@@ -59,6 +59,8 @@ class TorchStep(NamedTuple):
 
 
 class TorchOperations:
+    sampler = None
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> None:
         self._config, self._dtype = config, dtype
         self._attention = ATTENTION[numerics]

@@ -58,6 +58,7 @@ class TransformersModel:
     the folder; UnsupportedModelError, naming the reason, for a model that this engine would run wrongly."""
 
     numerics: Numerics = "L0"
+    sampler = None
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -181,8 +181,10 @@ static int64_t find_candidates(const Row *row, int64_t wanted) {
     int64_t count = 0;
     for (int64_t group = 0; group < num_groups; group++) {
         if (row->group_maxima[group] < bound) continue;
-        for (int64_t i = group * GROUP; i < (group + 1) * GROUP && i < row->size; i++)
-            if (row->logits[i] >= bound) row->candidates[count++] = (Candidate){row->logits[i] / row->temperature, (int32_t)i};
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP && i < row->size; i++) {
+            if (row->logits[i] < bound) continue;
+            row->candidates[count++] = (Candidate){row->logits[i] / row->temperature, (int32_t)i};
+        }
     }
     qsort(row->candidates, count, sizeof *row->candidates, compare);
     return count;
