@@ -18,8 +18,9 @@ enum { NARROW = 2, MAX_VECTORS = 8 };
 
 enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
 
-/* Bytes of x that meet all panels before the next rows do: they stay in the second level cache. */
-enum { CHUNK_BYTES = 384 << 10 };
+/* Bytes of x that meet all panels before the next rows do: they stay in the caches. (Measured on Zen 5, depth 576 to
+ * 14336: twice to four times the second level cache is 5 to 20 % faster than a third of it.) */
+enum { CHUNK_BYTES = 1536 << 10 };
 
 /* Of weights, from memory; the hardware's own prefetch ends at each page. */
 enum { PREFETCH_BYTES = 4096 };
@@ -158,7 +159,8 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
     }
 }
 
-/* Rows [begin, end) times the panels [first, last): each few panels meet all rows of a chunk while they are in cache. */
+/* Rows [begin, end) times the panels [first, last): a few panels at once, so that the rows
+ * of a block stay in the first level cache, meet all rows of a chunk. */
 static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last) {
     const int64_t panels_at_once = MAX_VECTORS * LANES / PANEL_COLUMNS;
     int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
