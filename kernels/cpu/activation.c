@@ -49,4 +49,9 @@ void activation_part(const Activation *args, int thread, int num_threads) {
 
 static void activation_job(void *args, int thread, int num_threads) { activation_part(args, thread, num_threads); }
 
-EXPORT void activation(const Activation *args) { pool_run(activation_job, (void *)args); }
+EXPORT void activation(const Activation *args) {
+    if (args->num_rows * args->width <= NOT_SHARED)
+        activation_part(args, 0, 1);
+    else
+        pool_run(activation_job, (void *)args);
+}

@@ -24,4 +24,9 @@ void embedding_part(const Embedding *args, int thread, int num_threads) {
 
 static void embedding_job(void *args, int thread, int num_threads) { embedding_part(args, thread, num_threads); }
 
-EXPORT void embedding(const Embedding *args) { pool_run(embedding_job, (void *)args); }
+EXPORT void embedding(const Embedding *args) {
+    if (args->num_rows * args->width <= NOT_SHARED)
+        embedding_part(args, 0, 1);
+    else
+        pool_run(embedding_job, (void *)args);
+}

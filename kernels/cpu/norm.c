@@ -37,4 +37,9 @@ void norm_part(const Norm *args, int thread, int num_threads) {
 
 static void norm_job(void *args, int thread, int num_threads) { norm_part(args, thread, num_threads); }
 
-EXPORT void norm(const Norm *args) { pool_run(norm_job, (void *)args); }
+EXPORT void norm(const Norm *args) {
+    if (args->num_rows * args->width <= NOT_SHARED)
+        norm_part(args, 0, 1);
+    else
+        pool_run(norm_job, (void *)args);
+}

@@ -76,4 +76,10 @@ static void rope_kv_write_job(void *args, int thread, int num_threads) {
     rope_kv_write_part(args, thread, num_threads);
 }
 
-EXPORT void rope_kv_write(const RopeKvWrite *args) { pool_run(rope_kv_write_job, (void *)args); }
+EXPORT void rope_kv_write(const RopeKvWrite *args) {
+    const int64_t width = (int64_t)(args->num_heads + 2 * args->shape.num_kv_heads) * args->shape.head_dim;
+    if (args->num_tokens * width <= NOT_SHARED)
+        rope_kv_write_part(args, 0, 1);
+    else
+        pool_run(rope_kv_write_job, (void *)args);
+}

@@ -6,6 +6,9 @@
 
 #include "vectors.h"
 
+/* Numbers that one thread has worked through before another one has woken up: fewer are not shared. */
+enum { NOT_SHARED = 16384 };
+
 typedef int32_t Signed __attribute__((vector_size(VECTOR_BYTES)));
 
 /* yes where mask is -1, no where it is 0. */

@@ -17,7 +17,7 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.safetensors import read_safetensors_folder
 from kernels.cpu_build import usable_variants
-from tools.bench import capture_cost, gemm, ipc, quiet
+from tools.bench import capture_cost, gemm, ipc, kernels, quiet
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -238,3 +238,24 @@ def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch
     }
     with pytest.raises(SystemExit):
         main(["gemm", "--rows", "1,x"])
+
+
+def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SECONDS", 0.0)
+    monkeypatch.setattr(kernels, "_BATCHES", (("prefill", 1, 40, 40), ("decode", 2, 40, 1)))
+    before = torch.get_num_threads()
+    try:
+        records = list(kernels.measure_kernels(EngineConfig(threads=1), rep=0))
+    finally:
+        torch.set_num_threads(before)
+    names = {record["kernel"] for record in records}
+    assert {
+        "attention prefill",
+        "attention decode",
+        "norm after addition",
+        "rope and cache write",
+        "silu * up",
+    } <= names
+    assert all(record["us"] > 0 and record["torch_us"] > 0 and record["gb_s"] > 0 for record in records)
+    with pytest.raises(ConfigError, match="there are none here"):
+        next(kernels.measure_kernels(EngineConfig(cpu_kernels="torch"), rep=0))

@@ -30,6 +30,7 @@ DEFAULTS = {
     "ipc": [],
     "capture": [],
     "gemm": [],
+    "kernels": [],
 }
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -128,8 +129,8 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
-    if parsed.benchmark == "gemm":
-        _run_gemm(parsed, options)
+    if parsed.benchmark in ("gemm", "kernels"):
+        _run_kernels(parsed, options)
         return
     measure = measure_ipc if parsed.benchmark == "ipc" else measure_capture
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
@@ -146,14 +147,18 @@ def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
         print_record(startup_record(config, config.threads or len(os.sched_getaffinity(0)), measured, rep=rep))
 
 
-def _run_gemm(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
-    # Imported here: it needs torch, which takes seconds.
+def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
+    # Imported here: they need torch, which takes seconds.
     from tools.bench.gemm import measure_gemm
+    from tools.bench.kernels import measure_kernels
 
     config = config_from_options(**options)
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
-        for record in measure_gemm(config, parsed.rows, rep):
+        measured = (
+            measure_gemm(config, parsed.rows, rep) if parsed.benchmark == "gemm" else measure_kernels(config, rep)
+        )
+        for record in measured:
             print_record(record)
 
 
