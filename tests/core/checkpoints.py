@@ -136,7 +136,7 @@ def our_logits(path: Path, prompts: list[Ints], **wrong: Any) -> list[torch.Tens
 def check_greedy(path: Path, expected: Golden) -> None:
     """transformers' choice at every position, given the tokens before it, is the token that follows."""
     prompts = [ids.tolist() for ids in expected.prompts]
-    for prompt, tokens in zip(prompts, generate(path, "auto", prompts, NUM_TOKENS), strict=True):
+    for prompt, tokens in zip(prompts, generate(path, prompts, NUM_TOKENS), strict=True):
         assert len(tokens) == NUM_TOKENS
         with torch.inference_mode():
             logits = expected.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
