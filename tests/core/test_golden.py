@@ -62,7 +62,7 @@ def safetensors_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     shutil.rmtree(folder)
 
 
-def generate(model: Path, cpu_kernels: CpuKernels, prompts: list[list[int]], count: int) -> list[list[int]]:
+def generate(model: Path, prompts: list[list[int]], count: int, cpu_kernels: CpuKernels = "auto") -> list[list[int]]:
     """Greedy float32 tokens of all prompts at once, by the engine and the local executor in this process."""
     config = EngineConfig(
         model=str(model),
@@ -94,7 +94,7 @@ def generate(model: Path, cpu_kernels: CpuKernels, prompts: list[list[int]], cou
 @pytest.mark.parametrize(("source", "cpu_kernels"), [("gguf", "c"), ("safetensors", "torch")])
 def test_greedy_tokens_equal_transformers(source: str, cpu_kernels: CpuKernels, request: pytest.FixtureRequest) -> None:
     model = resolve_model(None) if source == "gguf" else request.getfixturevalue("safetensors_folder")
-    tokens = generate(model, cpu_kernels, [row["prompt_token_ids"] for row in GOLDEN], 64)
+    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], 64, cpu_kernels)
     for row, got in zip(GOLDEN, tokens, strict=True):
         assert got == row["token_ids"], f"{row['name']}: {got} instead of {row['token_ids']}"
 
