@@ -1,4 +1,4 @@
-"""The C sampler where its own parts show: its uniform numbers are those of kernels/philox.py to the last bit, and neither
+"""The C sampler where its own parts show: its uniform numbers are those of kernels/philox.py bit for bit, and neither
 threads nor neighbours change a token. tests/core/test_sampler.py tests what it draws, beside torch's operations."""
 
 import numpy as np
