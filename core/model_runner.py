@@ -151,4 +151,4 @@ class ModelRunner:
 
     def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""
-        return sample(logits, self.sampling.inputs(rows, self.table))
+        return sample(logits, self.sampling.inputs(rows, self.table), self.model.sampler)

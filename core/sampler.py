@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from core.logit_edits import LogitEdits, apply_edits
+from kernels.cpu_sampling import CpuSampler
 from kernels.philox import uniform
 
 #: What stands for a token in a row whose logits are not numbers.
@@ -47,13 +48,20 @@ class SamplingInputs(NamedTuple):
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
+def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
     """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
-    not forbidden, is NaN or infinite."""
-    num_rows, vocab_size = logits.shape
-    if num_rows == 0:
+    not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations."""
+    if len(logits) == 0:
         return np.zeros(0, np.int32)
     apply_edits(logits, inputs.edits)
+    if kernel is None:
+        return _draw_tokens(logits, inputs)
+    filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+    return kernel(logits, (*filters, inputs.seed, inputs.position, inputs.choice))
+
+
+def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
+    vocab_size = logits.shape[1]
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
     maximum = logits.gather(1, best[:, None])[:, 0]
     drawn = inputs.temperature > 0

@@ -17,6 +17,7 @@ Device = Literal["cpu"]
 SchedulingPolicy = Literal["fcfs"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+CpuKernels = Literal["auto", "c", "torch"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_max_model_len: int = 131_072
     max_logprobs: int = 20  # that a request may ask for at each position; -1 = any number, up to the whole vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # logarithms or logits; raw, or what the sampler draws from
+    cpu_kernels: CpuKernels = "auto"  # auto: the C kernels where a wheel or a compiler has them, else torch's
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -75,6 +77,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "device": get_args(Device),
     "model_impl": get_args(ModelImpl),
+    "cpu_kernels": get_args(CpuKernels),
     "numerics": get_args(Numerics),
     "scheduling_policy": get_args(SchedulingPolicy),
     "logprobs_mode": get_args(LogprobsMode),

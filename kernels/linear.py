@@ -1,9 +1,10 @@
 """Linear layers whose every output row has the same bits whatever the number of rows beside it.
 
-A matrix product is free to sum over K in another order for another number of rows, and libraries do: one row, few rows
-and many rows run different kernels, and threads split rows into pieces of any size. A PackedLinear therefore runs only
-row counts of one fixed list (shorter inputs are padded, longer ones cut), and a probe at construction keeps of that
-list only the counts whose results it has seen to be bitwise equal on this machine.
+The C kernel is made that way and runs any number of rows. torch's products are free to sum over K in another order for
+another number of rows, and do: one row, few rows and many rows run different kernels, and threads split rows into
+pieces of any size. With those a PackedLinear runs only row counts of one fixed list (shorter inputs are padded, longer
+ones cut), and a probe at construction keeps of that list only the counts whose results it has seen to be bitwise equal
+on this machine.
 """
 
 import hashlib
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import linear
+
+from kernels.cpu_gemm import PackedMatrix
+from kernels.cpu_library import CpuLibrary
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,30 +35,45 @@ _NUM_PROBE_COLUMNS = 64
 class Variant(NamedTuple):
     """How products of one shape and dtype are computed on this machine."""
 
-    kernel: str  # "onednn-prepacked" | "linear"
-    row_counts: tuple[int, ...]  # ascending; all bitwise equal, row for row
+    kernel: str  # "c-avx512bf16", ... | "onednn-prepacked" | "linear"
+    row_counts: tuple[int, ...]  # ascending; all bitwise equal, row for row. Empty: any number
     signature: str  # hex digest of the probe's result: other summation order, other signature
 
     def __str__(self) -> str:
-        return f"{self.kernel}[{self.row_counts[0]}..{self.row_counts[-1]}]:{self.signature}"
+        counts = f"{self.row_counts[0]}..{self.row_counts[-1]}" if self.row_counts else "any"
+        return f"{self.kernel}[{counts}]:{self.signature}"
 
 
 class PackedLinear:
     """y = x @ weight.T + bias with row-invariant results; weight [out, in] float32 or bfloat16 is packed and not kept;
-    bias [out] float32, added to the rounded product.
+    bias [out] float32.
 
+    library: of the C kernels; None = torch's products. What is rounded, and when: the C kernel rounds sum + bias once,
+    to out_dtype (None = the weight's); torch rounds to the weight's dtype before and after it adds the bias.
     max_rows: the largest row count worth running at once, for layers that never see more (the head sees one row per
     request); it shortens the probe.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, max_rows: int = ROW_COUNTS[-1]
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        library: CpuLibrary | None = None,
+        *,
+        max_rows: int = ROW_COUNTS[-1],
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        row_counts = tuple(count for count in ROW_COUNTS if count <= max_rows)
-        self.chosen = _choose(self.out_features, self.in_features, weight.dtype, row_counts, torch.get_num_threads())
-        product = KERNELS[self.chosen.kernel](weight)
-        self._operation = product if bias is None else lambda x: product(x).add_(bias)
+        if library is not None:
+            self.chosen = _c_variant(library, self.in_features, weight.dtype)
+            self._operation: Operation = PackedMatrix(library, weight, bias, out_dtype=out_dtype)
+        else:
+            row_counts = tuple(count for count in ROW_COUNTS if count <= max_rows)
+            num_threads = torch.get_num_threads()
+            self.chosen = _choose(self.out_features, self.in_features, weight.dtype, row_counts, num_threads)
+            product = KERNELS[self.chosen.kernel](weight)
+            rounded = product if bias is None else lambda x: product(x).add_(bias)
+            self._operation = rounded if out_dtype is None else lambda x: rounded(x).to(out_dtype)
         self._row_counts = frozenset(self.chosen.row_counts)
 
     @property
@@ -63,9 +82,9 @@ class PackedLinear:
         return str(self.chosen)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] contiguous -> [T, out], the weight's dtype."""
+        """x [T, in] contiguous -> [T, out] of out_dtype."""
         num_rows = x.shape[0]
-        if num_rows in self._row_counts:
+        if not self._row_counts or num_rows in self._row_counts:
             return self._operation(x)
         largest = self.chosen.row_counts[-1]
         parts = []
@@ -77,11 +96,13 @@ class PackedLinear:
                 padded[:count] = part
                 part = padded
             parts.append(self._operation(part)[:count])
-        return torch.cat(parts) if parts else x.new_empty(0, self.out_features)
+        return torch.cat(parts) if parts else self._operation(x.new_zeros(largest, self.in_features))[:0]
 
 
 def padded_rows(num_rows: int, row_counts: tuple[int, ...]) -> int:
     """The least number >= num_rows that runs without padding: whole largest counts, and one that holds the rest."""
+    if not row_counts:
+        return num_rows
     whole, rest = divmod(num_rows, row_counts[-1])
     return whole * row_counts[-1] + (next(count for count in row_counts if count >= rest) if rest else 0)
 
@@ -100,6 +121,13 @@ def _plain(weight: torch.Tensor) -> Operation:
 
 #: By preference. Each packs a weight and returns the product with it.
 KERNELS: dict[str, Callable[[torch.Tensor], Operation]] = {"onednn-prepacked": _prepacked, "linear": _plain}
+
+
+@lru_cache(maxsize=256)
+def _c_variant(library: CpuLibrary, in_features: int, dtype: torch.dtype) -> Variant:
+    """The order of summation depends on none but these."""
+    row, weight = probe_inputs(_NUM_PROBE_COLUMNS, in_features, dtype)
+    return Variant(f"c-{library.variant}", (), _digest(PackedMatrix(library, weight)(row)))
 
 
 @lru_cache(maxsize=256)

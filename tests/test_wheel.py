@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.executor.fake import fake_tokens
+from kernels.cpu_build import usable_variants
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +64,35 @@ def test_the_wheel_holds_the_packages_and_the_licence(wheel: Path) -> None:
         top for top in tops if not top.endswith(".dist-info")
     }
     assert {Path(name).name for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE"}
+
+
+def test_the_wheel_brings_the_kernels_compiled(installed: Path, wheel: Path, tmp_path: Path) -> None:
+    assert wheel.name.startswith("engine_core-")
+    assert "-py3-none-linux_" in wheel.name
+    code = "from kernels.cpu_library import load_cpu_library; print(load_cpu_library().variant)"
+    done = subprocess.run(
+        [str(installed / "python"), "-c", code],
+        cwd=tmp_path,
+        env={**environment(), "CC": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == usable_variants()[:1], done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_wheel_builds_without_a_compiler(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    environment_ = {**os.environ, "CC": "no-such-compiler"}
+    built = subprocess.run(command, env=environment_, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "no compiled kernels" in built.stdout + built.stderr
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(path).namelist()
+    assert "kernels/cpu/gemm.c" in names  # built where a compiler is found later
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_help_runs_from_another_folder(installed: Path, tmp_path: Path) -> None:

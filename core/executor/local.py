@@ -1,11 +1,11 @@
 """The local executor: one model on this machine's CPU, in the engine process, one step at a time."""
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
 
+from core.cpu_kernels import num_threads
 from core.executor.interface import FinishedStep, ModelInfo, StepHandle
 from core.model_runner import ModelRunner
 from core.models.loading import load_model
@@ -20,7 +20,7 @@ class LocalExecutor:
     """Loads the model when it is made. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
 
     def __init__(self, config: EngineConfig) -> None:
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(num_threads(config))
         path = resolve_model(config.model)
         dtype = _dtype(config)
         self._model, fingerprint, label = load_model(path, dtype, config)

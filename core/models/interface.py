@@ -4,8 +4,10 @@ from typing import Protocol
 
 import torch
 
+from core.models.operations import AttentionWork
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts, AttentionMetadata
+from kernels.attention_metadata import AnyInts
+from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
 
 
@@ -14,6 +16,10 @@ class Model(Protocol):
     max_model_len: int  # tokens the model was made for
     eos_token_ids: tuple[int, ...]
     numerics: Numerics
+
+    @property
+    def sampler(self) -> CpuSampler | None:
+        """The kernel that draws tokens from its logits; None: torch's operations."""
 
     @property
     def variant(self) -> str:
@@ -31,7 +37,7 @@ class Model(Protocol):
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-    ) -> tuple[AttentionMetadata, ...]:
+    ) -> tuple[AttentionWork, ...]:
         """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
 
     def hidden_states(
@@ -39,7 +45,7 @@ class Model(Protocol):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
+        metadata: tuple[AttentionWork, ...],
         cache: KVCache,
     ) -> torch.Tensor:
         """token_ids, positions, slots [T] int64 -> the last layer's output [>= T, hidden]."""

@@ -2,43 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from core.models.config import Activation, ModelConfig
+from core.models.config import ModelConfig
+from core.models.operations import Norm, Operation, Operations
 from core.models.weight_parts import WeightParts
-from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
+from kernels.cpu_library import CpuLibrary
 from kernels.linear import PackedLinear
-from kernels.rms_norm import rms_norm
-from kernels.whole_vectors import ElementwiseInPlace
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Gate(NamedTuple):
-    """A gated activation, and the elementwise function it rests on, which is probed."""
-
-    operation: Operation
-    function_: ElementwiseInPlace
-
-
-GATES: dict[Activation, Gate] = {
-    "silu": Gate(silu_mul, SILU_),
-    "gelu_pytorch_tanh": Gate(gelu_tanh_mul, SIGMOID_),
-}
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Root mean square normalisation of the last dimension; rounds once, to dtype."""
-
-    weight: torch.Tensor  # float32, [d] or [heads, d]
-    eps: float
-    dtype: torch.dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x.float(), self.weight, self.eps, self.dtype)
 
 
 def unchanged(x: torch.Tensor) -> torch.Tensor:
@@ -47,12 +19,12 @@ def unchanged(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """hidden += attention_out(o(attention(heads(qkv(input_norm(hidden)))))), and the same with the MLP."""
+    """hidden += attention_out(o(attention(qkv(input_norm(hidden))))), and the same with the MLP."""
 
     kind: int  # 0: sees everything, -1: slides. Index into what a step has for each kind, or once for both
     input_norm: Norm
     qkv: PackedLinear
-    heads: Operation  # of Q and K, before they are rotated; float32
+    attention: Callable[[torch.Tensor, Any, int], torch.Tensor]  # rotates, stores K and V, attends
     o: PackedLinear
     attention_out: Operation
     mlp_norm: Norm
@@ -66,48 +38,56 @@ class Layer:
         return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
 
 
-def build_norm(parts: WeightParts, name: str, config: ModelConfig, dtype: torch.dtype) -> Norm:
-    return Norm(parts.take(name).float() + config.norm_offset, config.rms_norm_eps, dtype)
+def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: torch.dtype) -> Norm:
+    return operations.norm(parts.take(name).float() + config.norm_offset, config.rms_norm_eps, dtype)
 
 
-def build_layer(parts: WeightParts, config: ModelConfig, index: int, dtype: torch.dtype) -> Layer:
-    """Errors: ModelFileError naming tensors that are missing."""
+def build_layer(
+    operations: Operations,
+    parts: WeightParts,
+    config: ModelConfig,
+    index: int,
+    dtype: torch.dtype,
+    library: CpuLibrary | None,
+) -> Layer:
+    """library: of the C kernels, None = torch's. Errors: ModelFileError naming tensors that are missing."""
     prefix = f"model.layers.{index}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
     def norm(name: str, to: torch.dtype = dtype) -> Norm:
-        return build_norm(parts, f"{prefix}{name}.weight", config, to)
+        return build_norm(operations, parts, f"{prefix}{name}.weight", config, to)
 
+    def product(names: list[str], has_bias: bool) -> PackedLinear:
+        weight = parts.take(*(f"{name}.weight" for name in names))
+        if not has_bias:
+            return PackedLinear(weight, None, library)
+        bias = parts.take(*(f"{name}.bias" for name in names))
+        return PackedLinear(weight, bias.to(torch.float32, copy=True), library)  # no view of a mapped file
+
+    kind = -1 if index in config.sliding_layers else 0
     qkv_names = [f"{attention}{name}_proj" for name in "qkv"]
+    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     return Layer(
-        kind=-1 if index in config.sliding_layers else 0,
+        kind=kind,
         input_norm=norm("input_layernorm"),
-        qkv=_linear(parts, qkv_names, config.qkv_bias),
-        heads=_head_norm(parts, attention, config) if config.qk_norm else torch.Tensor.float,
-        o=_linear(parts, [f"{attention}o_proj"], config.output_bias),
+        qkv=product(qkv_names, config.qkv_bias),
+        attention=operations.attention(kind, _head_norms(parts, attention, config), config.rms_norm_eps, scale),
+        o=product([f"{attention}o_proj"], config.output_bias),
         attention_out=norm("post_attention_layernorm", torch.float32) if config.post_norms else unchanged,
         mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
-        gate_up=_linear(parts, [f"{mlp}gate_proj", f"{mlp}up_proj"], False),
-        activation=GATES[config.hidden_act].operation,
-        down=_linear(parts, [f"{mlp}down_proj"], False),
+        gate_up=product([f"{mlp}gate_proj", f"{mlp}up_proj"], False),
+        activation=operations.gated_activation(config.hidden_act),
+        down=product([f"{mlp}down_proj"], False),
         mlp_out=norm("post_feedforward_layernorm", torch.float32) if config.post_norms else unchanged,
     )
 
 
-def _linear(parts: WeightParts, names: list[str], has_bias: bool) -> PackedLinear:
-    weight = parts.take(*(f"{name}.weight" for name in names))
-    if not has_bias:
-        return PackedLinear(weight)
-    bias = parts.take(*(f"{name}.bias" for name in names))
-    return PackedLinear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
-
-
-def _head_norm(parts: WeightParts, attention: str, config: ModelConfig) -> Norm:
-    """One weight for all query heads and one for all key heads."""
-    weights = torch.cat(
-        [
-            parts.take(f"{attention}{name}_norm.weight").float().expand(heads, -1)
-            for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads))
-        ]
-    )
-    return Norm(weights + config.norm_offset, config.rms_norm_eps, torch.float32)
+def _head_norms(parts: WeightParts, attention: str, config: ModelConfig) -> torch.Tensor | None:
+    """One weight for all query heads and one for all key heads -> [H + Hkv, D] float32."""
+    if not config.qk_norm:
+        return None
+    weights = [
+        parts.take(f"{attention}{name}_norm.weight").float().expand(heads, -1)
+        for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads))
+    ]
+    return torch.cat(weights) + config.norm_offset

@@ -2,26 +2,21 @@
 request. What tells its members apart is in the config and in the operations that core/models/layer.py put together.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
 from core.models.config import ModelConfig
-from core.models.layer import GATES, build_layer, build_norm
+from core.models.layer import build_layer, build_norm
+from core.models.operations import AttentionWork, choose_operations
 from core.models.rotary import rotary_embeddings
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
-from kernels.attention import attention_variant, paged_attention
-from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
-from kernels.attention_reference import sdpa_attention
-from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.attention_metadata import AnyInts
+from kernels.cpu_library import CpuLibrary
+from kernels.kv_cache import KVCache
 from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
-from kernels.rope import rope_kv_write, rotary_tables
-from kernels.whole_vectors import is_position_independent
-
-Attention = Callable[[torch.Tensor, KVCache, int, AttentionMetadata, float], torch.Tensor]
-
-ATTENTION: dict[Numerics, Attention] = {"L2": paged_attention, "L0": sdpa_attention}
+from kernels.rope import rotary_tables
 
 #: Rows the head computes at once: it sees one row per request that samples.
 _HEAD_ROWS = 32
@@ -36,58 +31,52 @@ class Llama:
         weights: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype,
         numerics: Numerics = "L2",
+        library: CpuLibrary | None = None,
     ) -> None:
         """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
-        as soon as its parts are there and not kept. Errors: ModelFileError naming tensors that are missing."""
+        as soon as its parts are there and not kept. library: of the C kernels, its threads started; None = torch's.
+        Errors: ModelFileError naming tensors that are missing."""
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
-        self._attention = ATTENTION[numerics]
-        self._attention_variant = attention_variant(
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        )
-        is_exact = self._attention_variant.row_invariant and is_position_independent(GATES[config.hidden_act].function_)
-        self.numerics: Numerics = "L2" if numerics == "L2" and is_exact else "L0"
-        self._scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self._operations = operations = choose_operations(config, dtype, numerics, library)
+        self.sampler = operations.sampler
+        self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
-        self._embedding_scale = torch.tensor(scale, dtype=dtype).item()
+        scale = torch.tensor(scale, dtype=dtype).item()
         self._rotary = rotary_embeddings(config)
         self._windows = _windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
-            self._embedding = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
-            self._layers = [build_layer(parts, config, index, dtype) for index in range(config.num_hidden_layers)]
-            self._norm = build_norm(parts, "model.norm.weight", config, dtype)
-            head = self._embedding if config.tie_word_embeddings else parts.take("lm_head.weight")
-            self._head = PackedLinear(head, max_rows=_HEAD_ROWS)
-        # The fewest rows that some product of the model can run: batches are padded once, not before each product.
+            table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
+            self._embedding = operations.embedding(table, scale)
+            indices = range(config.num_hidden_layers)
+            self._layers = [build_layer(operations, parts, config, index, dtype, library) for index in indices]
+            self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
+            head = table if config.tie_word_embeddings else parts.take("lm_head.weight")
+            self._head = PackedLinear(head, library=library, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
+        # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
         row_counts = [product.chosen.row_counts for layer in self._layers for product in layer.products.values()]
-        self._row_counts = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
+        common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
+        self._row_counts = common if library is None else ()
 
     @property
     def variant(self) -> str:
         """Names every kernel and summation order in use; with config, weights and dtype it fixes each logit's bits."""
         products = {**self._layers[0].products, "head": self._head}
         parts = [f"{name}={product.variant}" for name, product in products.items()]
-        attention = self._attention_variant if self._attention is paged_attention else "sdpa"
-        return " ".join((*parts, f"attention={attention}", f"cpu={torch.backends.cpu.get_cpu_capability()}"))
+        return " ".join((*parts, self._operations.variant))
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV cache one block of block_size tokens takes."""
-        config = self.config
-        return bytes_per_block(
-            block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self.dtype
-        )
+        return self._operations.bytes_per_block(block_size)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Errors: MemoryError."""
-        config = self.config
-        return KVCache(
-            config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self.dtype
-        )
+        return self._operations.allocate_cache(num_blocks, block_size)
 
     def attention_metadata(
         self,
@@ -95,12 +84,11 @@ class Llama:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-    ) -> tuple[AttentionMetadata, ...]:
+    ) -> tuple[AttentionWork, ...]:
         """As kernels.attention_metadata, with this model's heads and padding; one for each kind of layer there is."""
         num_rows = padded_rows(int(num_tokens.sum()), self._row_counts)
-        shape = self._attention_variant.shape
         return tuple(
-            attention_metadata(num_tokens, context_lens, block_tables, cache, shape, num_rows, window)
+            self._operations.attention_work(num_tokens, context_lens, block_tables, cache, num_rows, window)
             for window in self._windows
         )
 
@@ -110,7 +98,7 @@ class Llama:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
+        metadata: tuple[AttentionWork, ...],
         cache: KVCache,
         logits_rows: torch.Tensor,
     ) -> torch.Tensor:
@@ -124,30 +112,29 @@ class Llama:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
+        metadata: tuple[AttentionWork, ...],
         cache: KVCache,
     ) -> torch.Tensor:
         """token_ids, positions [T] int64; slots [T] int64 (block * block_size + offset; -1 = do not store) -> the last
         layer's output [>= T, hidden] float32."""
-        num_tokens, num_rows = len(token_ids), metadata[0].num_rows
-        stored = torch.nonzero(slots >= 0).flatten()
-        write_rows = cache.slot_rows(slots[stored])
-        write_tokens: torch.Tensor | slice = slice(0, num_tokens) if len(stored) == num_tokens else stored
-        padding = token_ids.new_zeros(num_rows - num_tokens)
-        tables = [rotary_tables(torch.cat((positions, padding)), *rotary) for rotary in self._rotary]
-        hidden = self._embedding.index_select(0, torch.cat((token_ids, padding))).float().mul_(self._embedding_scale)
+        padding = token_ids.new_zeros(metadata[0].num_rows - len(token_ids))
+        positions = torch.cat((positions, padding))
+        tables = [rotary_tables(positions, *rotary) for rotary in self._rotary]
+        step = self._operations.step(slots, tables, metadata, cache)
+        hidden = self._embedding(torch.cat((token_ids, padding)))
+        x = self._layers[0].input_norm(hidden)
         for index, layer in enumerate(self._layers):
-            cos, sin = tables[layer.kind]
-            qkv = layer.qkv(layer.input_norm(hidden))
-            q = rope_kv_write(qkv, cos, sin, cache, index, write_rows, write_tokens, layer.heads)
-            hidden += layer.attention_out(layer.o(self._attention(q, cache, index, metadata[layer.kind], self._scale)))
-            hidden += layer.mlp_out(layer.down(layer.activation(layer.gate_up(layer.mlp_norm(hidden)))))
-        return hidden
+            x = layer.attention_out(layer.o(layer.attention(layer.qkv(x), step, index)))
+            x = layer.mlp_norm.after(hidden, x)
+            x = layer.mlp_out(layer.down(layer.activation(layer.gate_up(x))))
+            if index + 1 < len(self._layers):
+                x = self._layers[index + 1].input_norm.after(hidden, x)
+        return hidden.add_(x)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
-        return self._head(self._norm(hidden.index_select(0, rows))).float()
+        return self._head(self._norm(hidden.index_select(0, rows)))
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:

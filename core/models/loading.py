@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from core.cpu_kernels import start_cpu_kernels
 from core.load_format import open_weights
 from core.model_config import SUPPORTED_ARCHITECTURES, read_model_config
 from core.models.interface import Model
@@ -27,9 +28,9 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
         weights = open_weights(config.load_format, path, model_config, dtype)
-        return LoadedModel(
-            Llama(model_config, weights.tensors, dtype, config.numerics), weights.fingerprint, weights.label
-        )
+        library = start_cpu_kernels(config)
+        model = Llama(model_config, weights.tensors, dtype, config.numerics, library)
+        return LoadedModel(model, weights.fingerprint, weights.label)
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
     # Imported here: transformers takes seconds, and models of our own never need it.

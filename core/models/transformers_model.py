@@ -62,6 +62,7 @@ class TransformersModel:
     UnsupportedModelError, naming the reason, for a model that this engine would run wrongly."""
 
     numerics: Numerics = "L0"
+    sampler = None
 
     def __init__(self, path: Path, dtype: torch.dtype, *, made_up: bool = False) -> None:
         self.dtype = dtype

@@ -18,7 +18,7 @@ from core.executor.local import LocalExecutor
 from core.model_config import read_model_config
 from core.resolve import resolve
 from core.weights import load_weights
-from ipc.config import EngineConfig
+from ipc.config import CpuKernels, EngineConfig
 from ipc.messages import AddRequest, Outputs
 from ipc.model_files import resolve_model
 from ipc.sampling_params import SamplingParams
@@ -62,10 +62,15 @@ def safetensors_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     shutil.rmtree(folder)
 
 
-def generate(model: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+def generate(model: Path, prompts: list[list[int]], count: int, cpu_kernels: CpuKernels = "auto") -> list[list[int]]:
     """Greedy float32 tokens of all prompts at once, by the engine and the local executor in this process."""
     config = EngineConfig(
-        model=str(model), dtype="float32", threads=1, max_num_batched_tokens=128, kv_cache_memory_bytes=256 << 20
+        model=str(model),
+        dtype="float32",
+        threads=1,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=256 << 20,
+        cpu_kernels=cpu_kernels,
     )
     executor = LocalExecutor(config)
     config = resolve(
@@ -86,10 +91,10 @@ def generate(model: Path, prompts: list[list[int]], count: int) -> list[list[int
     return tokens
 
 
-@pytest.mark.parametrize("source", ["gguf", "safetensors"])
-def test_greedy_tokens_equal_transformers(source: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("source", "cpu_kernels"), [("gguf", "c"), ("safetensors", "torch")])
+def test_greedy_tokens_equal_transformers(source: str, cpu_kernels: CpuKernels, request: pytest.FixtureRequest) -> None:
     model = resolve_model(None) if source == "gguf" else request.getfixturevalue("safetensors_folder")
-    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], 64)
+    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], 64, cpu_kernels)
     for row, got in zip(GOLDEN, tokens, strict=True):
         assert got == row["token_ids"], f"{row['name']}: {got} instead of {row['token_ids']}"
 

@@ -10,6 +10,7 @@ from core.model_config import ModelConfig
 from core.models.llama import Llama
 from core.weights import expected_shapes
 from ipc.errors import ModelFileError
+from kernels.cpu_library import load_cpu_library
 
 BLOCK_SIZE = 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -121,13 +122,15 @@ def transformers_logits(config, weights, ids, dtype):
 
 @pytest.mark.filterwarnings("default")  # transformers' own
 @pytest.mark.parametrize("tied", [False, True])
-def test_error_is_at_most_twice_that_of_transformers(tied):
+@pytest.mark.parametrize("kernels", ["torch", "c"])
+def test_error_is_at_most_twice_that_of_transformers(tied, kernels):
     config = tiny_config(tie_word_embeddings=tied)
     weights = dict(random_weights(config, torch.float32))
     (ids,) = prompts(200)
     exact = transformers_logits(config, weights, ids, torch.float64)
     theirs = transformers_logits(config, weights, ids, torch.float32)
-    requests = Requests(Llama(config, weights.items(), torch.float32), [ids])
+    library = load_cpu_library() if kernels == "c" else None
+    requests = Requests(Llama(config, weights.items(), torch.float32, library=library), [ids])
     ours = torch.cat([requests.step({0: count})[0] for count in (150, 1, 1, 48)])
     assert ours.dtype == torch.float32
     error, their_error = (ours - exact).abs(), (theirs - exact).abs()
@@ -135,12 +138,14 @@ def test_error_is_at_most_twice_that_of_transformers(tied):
     assert error.mean() <= 2 * their_error.mean()
 
 
-def logits_in_every_way(config, dtype, numerics):
+def logits_in_every_way(config, dtype, numerics, library=None):
     """Logits of request 0, computed in ways that must not matter."""
     lengths = (170, 40, 90)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        model = Llama(config, random_weights(config, dtype), dtype, numerics)
+        if library is not None:
+            library.start_threads(num_threads)
+        model = Llama(config, random_weights(config, dtype), dtype, numerics, library)
         yield Requests(model, prompts(*lengths)).step({0: 170})[0]
         for seed, chunks in enumerate(([64, 64, 42], [1, 2, 130, 20, *[1] * 17], [129, 1, 1, 39])[: 4 - num_threads]):
             requests = Requests(model, prompts(*lengths), seed)
@@ -152,10 +157,12 @@ def logits_in_every_way(config, dtype, numerics):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(6, 2, 12), (14, 2, 16), (8, 8, 16)], ids=str)
-def test_logits_depend_on_own_tokens_only(heads, dtype):
+@pytest.mark.parametrize(
+    ("heads", "kernels"), [((6, 2, 12), "torch"), ((14, 2, 16), "torch"), ((8, 8, 16), "torch"), ((6, 2, 12), "c")]
+)
+def test_logits_depend_on_own_tokens_only(heads, kernels, dtype):
     config = tiny_config(num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=heads[2])
-    first, *others = logits_in_every_way(config, dtype, "L2")
+    first, *others = logits_in_every_way(config, dtype, "L2", load_cpu_library() if kernels == "c" else None)
     assert first.isfinite().all()
     for other in others:
         assert torch.equal(first, other)

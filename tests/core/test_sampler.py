@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from core import sampler
 from core.logit_edits import LogitEdits
-from core.sampler import NOT_A_TOKEN, SamplingInputs, sample
+from core.sampler import NOT_A_TOKEN, SamplingInputs
+from kernels.cpu_library import load_cpu_library
+from kernels.cpu_sampling import CpuSampler
 from kernels.philox import uniform
 
 
@@ -18,6 +21,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["c", "torch"], autouse=True)
+def kernel(request, monkeypatch):
+    """Every test once with the C kernel, once with torch's operations."""
+    monkeypatch.setitem(KERNEL, "", CpuSampler(load_cpu_library()) if request.param == "c" else None)
+
+
+KERNEL = {"": None}
+
+
+def sample(logits, columns):
+    return sampler.sample(logits, columns, KERNEL[""])
 
 
 def inputs(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from kernels.cpu_library import CpuLibrary, load_cpu_library
+
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[Callable[[int], None]]:
@@ -14,3 +16,16 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def c_library() -> CpuLibrary:
+    """The C kernels, with one thread."""
+    return load_cpu_library()
+
+
+@pytest.fixture(params=["c", "torch"])
+def library(request: pytest.FixtureRequest) -> CpuLibrary | None:
+    """What PackedLinear is to use: once the C kernels, once torch's."""
+    found: CpuLibrary | None = request.getfixturevalue("c_library") if request.param == "c" else None
+    return found

@@ -54,11 +54,12 @@ class Bench:
             kv.append(self.kv[index][start : start + count])
             self.done[index] += int(count)
         self.cache.write(0, self.cache.slot_rows(torch.from_numpy(np.concatenate(slots))), torch.cat(kv))
-        metadata = attention_metadata(
-            num_tokens, starts + num_tokens, self.tables[which], self.cache, self.shape, window=self.window
-        )
-        out = attention(torch.cat(q), self.cache, 0, metadata, 0.125)
+        work = self.work(num_tokens, starts + num_tokens, self.tables[which])
+        out = attention(torch.cat(q), self.cache, 0, work, 0.125)
         return dict(zip(counts, out.split(num_tokens.tolist()), strict=True))
+
+    def work(self, num_tokens, context_lens, tables):
+        return attention_metadata(num_tokens, context_lens, tables, self.cache, self.shape, window=self.window)
 
     def run(self, context, chunks, others=(), attention=paged_attention):
         """All outputs of one context, computed in these chunks; others run beside it, up to their length."""

@@ -21,7 +21,7 @@ def no_remembered_choices():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), [(192, 64), (960, 576), (576, 1536), (100, 75)])
-def test_a_row_has_the_same_bits_among_any_others(dtype, out_features, in_features, threads):
+def test_a_row_has_the_same_bits_among_any_others(dtype, out_features, in_features, threads, library):
     generator = torch.Generator().manual_seed(0)
     row, weight = probe_inputs(out_features, in_features, dtype)
     x = torch.randn(700, in_features, generator=generator).to(dtype)
@@ -29,7 +29,9 @@ def test_a_row_has_the_same_bits_among_any_others(dtype, out_features, in_featur
     results = {}
     for num_threads in (1, 2):
         threads(num_threads)
-        layer = PackedLinear(weight)
+        if library is not None:
+            library.start_threads(num_threads)
+        layer = PackedLinear(weight, library=library)
         whole = layer(x)
         for count in (*range(1, 18), 31, 33, 64, 100, 200, 511, 512, 513)[::num_threads]:
             assert torch.equal(layer(x[:count].contiguous()), whole[:count]), count
@@ -40,25 +42,33 @@ def test_a_row_has_the_same_bits_among_any_others(dtype, out_features, in_featur
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 600])
-def test_equals_the_exact_product(dtype, num_rows):
+def test_equals_the_exact_product(dtype, num_rows, library):
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     x = torch.randn(num_rows, 64, generator=generator).to(dtype)
     exact = x.double() @ weight.double().T
-    got = PackedLinear(weight)(x)
-    assert got.dtype == dtype
-    assert got.shape == (num_rows, 96)
-    assert torch.allclose(got.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    for out_dtype in (None, torch.float32):
+        got = PackedLinear(weight, library=library, out_dtype=out_dtype)(x)
+        assert got.dtype == (out_dtype or dtype)
+        assert got.shape == (num_rows, 96)
+        assert torch.allclose(got.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def test_variant_depends_on_shape_and_dtype_alone():
+def test_variant_depends_on_shape_and_dtype_alone(library):
     weight = torch.randn(96, 64)
-    assert PackedLinear(weight).variant == PackedLinear(weight + 1).variant
-    assert PackedLinear(weight.bfloat16()).variant != PackedLinear(weight).variant
+    assert PackedLinear(weight, library=library).variant == PackedLinear(weight + 1, library=library).variant
+    assert PackedLinear(weight.bfloat16(), library=library).variant != PackedLinear(weight, library=library).variant
+
+
+def test_variant_says_whose_product_it_is(c_library):
+    weight = torch.randn(96, 64)
+    assert PackedLinear(weight, library=c_library).variant.startswith(f"c-{c_library.variant}[any]:")
+    assert PackedLinear(weight).variant != PackedLinear(weight, library=c_library).variant
 
 
 def test_padded_rows():
     assert [padded_rows(rows, (4, 8, 32)) for rows in (0, 1, 4, 5, 9, 32, 33, 70)] == [0, 4, 4, 8, 32, 32, 36, 72]
+    assert [padded_rows(rows, ()) for rows in (0, 1, 33)] == [0, 1, 33]
 
 
 def two_orders(weight, is_other):
@@ -143,11 +153,13 @@ def test_probe_inputs_are_exact_and_cancel():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_bias_is_added_to_every_row_and_changes_no_order(dtype):
+def test_a_bias_is_added_to_every_row_and_changes_no_order(dtype, library):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(40, 24, generator=generator).to(dtype)
     bias = torch.randn(40, generator=generator)
-    plain, biased = PackedLinear(weight), PackedLinear(weight, bias)
+    # torch rounds before it adds, the C kernel only after.
+    plain = PackedLinear(weight, library=library, out_dtype=torch.float32 if library is not None else None)
+    biased = PackedLinear(weight, bias, library)
     assert plain.variant == biased.variant
     for count in (1, 5, 30, 600):
         x = torch.randn(count, 24, generator=generator).to(dtype)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from core.model_config import read_model_config
+from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.safetensors import read_safetensors_folder
-from tools.bench import capture_cost, ipc, quiet
+from kernels.cpu_build import usable_variants
+from tools.bench import capture_cost, gemm, ipc, kernels, quiet
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -209,3 +212,50 @@ def test_memory_and_age_of_this_process() -> None:
     memory = quiet.memory_mb()
     assert memory["peak_rss_mb"] >= memory["pss_mb"] > 5
     assert quiet.seconds_since_process_start() > 0
+
+
+def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_SECONDS", 0.0)
+    monkeypatch.setattr(gemm, "_COPIES_BYTES", 1)
+    write_tiny_model(tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        records = list(gemm.measure_gemm(EngineConfig(model=str(tmp_path), threads=1), (1, 40), rep=0))
+    finally:
+        torch.set_num_threads(threads)
+    kernels = [f"c-{usable_variants()[0]}", "onednn-prepacked", "linear"]
+    products = ["qkv", "o", "gate_up", "down", "head", "all"]
+    assert {(record["kernel"], record["product"], record["rows"]) for record in records} == {
+        (kernel, product, rows) for kernel in kernels for product in products for rows in (1, 40)
+    }
+    assert all(record["us"] > 0 for record in records)
+    assert {tuple(record["shape"]) for record in records if record["shape"]} == {
+        (128, 64),
+        (64, 64),
+        (256, 64),
+        (64, 128),
+        (VOCAB_SIZE, 64),
+    }
+    with pytest.raises(SystemExit):
+        main(["gemm", "--rows", "1,x"])
+
+
+def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SECONDS", 0.0)
+    monkeypatch.setattr(kernels, "_BATCHES", (("prefill", 1, 40, 40), ("decode", 2, 40, 1)))
+    before = torch.get_num_threads()
+    try:
+        records = list(kernels.measure_kernels(EngineConfig(threads=1), rep=0))
+    finally:
+        torch.set_num_threads(before)
+    names = {record["kernel"] for record in records}
+    assert {
+        "attention prefill",
+        "attention decode",
+        "norm after addition",
+        "rope and cache write",
+        "silu * up",
+    } <= names
+    assert all(record["us"] > 0 and record["torch_us"] > 0 and record["gb_s"] > 0 for record in records)
+    with pytest.raises(ConfigError, match="there are none here"):
+        next(kernels.measure_kernels(EngineConfig(cpu_kernels="torch"), rep=0))

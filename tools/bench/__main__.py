@@ -1,4 +1,4 @@
-"""`python -m tools.bench {latency,throughput,startup,ipc,capture}`: one JSON line per result; never fails on a time."""
+"""`python -m tools.bench BENCHMARK`: one JSON line per result; never fails on a time."""
 
 import argparse
 import os
@@ -29,6 +29,8 @@ DEFAULTS = {
     "startup": [],
     "ipc": [],
     "capture": [],
+    "gemm": [],
+    "kernels": [],
 }
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--connect measures an engine as it runs; leave out the engine options")
     if parsed.connect is None:
         options = {**_OPTIONS, **options}
-    if parsed.benchmark in ("startup", "ipc", "capture"):
+    if not DEFAULTS[parsed.benchmark]:
         _run_own_engine(parsed, options)
         return 0
     workloads = _workloads(parsed)
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core bench",
-        usage="engine-core bench {latency,throughput,startup,ipc,capture} [--model PATH | --connect ADDR] [OPTION ...]",
+        usage=f"engine-core bench {{{','.join(DEFAULTS)}}} [--model PATH | --connect ADDR] [OPTION ...]",
         description="Measure; prints one JSON line per result.",
     )
     parser.add_argument("benchmark", choices=DEFAULTS)
@@ -71,9 +73,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quiet-seconds", type=float, default=30.0, metavar="S", help="longest wait for a quiet machine; default: 30"
     )
+    parser.add_argument(
+        "--rows", type=_parse_rows, default=(1, 8, 32, 512), metavar="N,N", help="of gemm; default: 1,8,32,512"
+    )
     parser.add_argument("--connect", metavar="ADDR", help="measure the engine at this address")
     add_engine_options(parser)
     return parser
+
+
+def _parse_rows(text: str) -> tuple[int, ...]:
+    """'1,8' as numbers. Errors: argparse's, for anything else."""
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) <= 2**20 for word in words):
+        raise argparse.ArgumentTypeError(f"expected numbers of rows from 1 to {2**20} as 1,8,32, got {text!r}")
+    return tuple(map(int, words))
 
 
 def _workloads(parsed: argparse.Namespace) -> list[Workload]:
@@ -116,6 +129,9 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
+    if parsed.benchmark in ("gemm", "kernels"):
+        _run_kernels(parsed, options)
+        return
     measure = measure_ipc if parsed.benchmark == "ipc" else measure_capture
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
     for rep in range(parsed.reps):
@@ -129,6 +145,21 @@ def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     for rep in range(parsed.reps):
         measured = measure_cleanly(config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds)
         print_record(startup_record(config, config.threads or len(os.sched_getaffinity(0)), measured, rep=rep))
+
+
+def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
+    # Imported here: they need torch, which takes seconds.
+    from tools.bench.gemm import measure_gemm
+    from tools.bench.kernels import measure_kernels
+
+    config = config_from_options(**options)
+    for rep in range(parsed.reps):
+        wait_until_quiet(parsed.quiet_seconds)
+        measured = (
+            measure_gemm(config, parsed.rows, rep) if parsed.benchmark == "gemm" else measure_kernels(config, rep)
+        )
+        for record in measured:
+            print_record(record)
 
 
 def _host_options(options: dict[str, Any], folder: Path) -> dict[str, Any]:

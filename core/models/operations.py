@@ -1,0 +1,94 @@
+"""Operations: what a model is put together from, beside its products; torch's or the C kernels', chosen once."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from core.models.config import Activation, ModelConfig
+from core.models.cpu_operations import CpuOperations
+from core.models.torch_operations import TorchOperations
+from ipc.config import Numerics
+from kernels.attention_metadata import AnyInts
+from kernels.cpu_library import CpuLibrary
+from kernels.cpu_sampling import CpuSampler
+from kernels.kv_cache import KVCache
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+#: A step's attention work for the layers of one window; only the operations that made it know what is in it.
+AttentionWork = Any
+
+
+class Norm(Protocol):
+    """Root mean square normalisation of the last dimension; rounds once."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, d] -> [T, d]."""
+
+    def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """hidden [T, d] float32 += x [T, d]; then hidden normalised."""
+
+
+class Operations(Protocol):
+    @property
+    def variant(self) -> str:
+        """Names what fixes the results' bits; part of the fingerprint."""
+
+    @property
+    def is_exact(self) -> bool:
+        """A row's bits do not depend on other rows (numerics level L2)."""
+
+    @property
+    def sampler(self) -> CpuSampler | None:
+        """The kernel that draws tokens; None: torch's operations (core/sampler.py)."""
+
+    def embedding(self, table: torch.Tensor, scale: float) -> Operation:
+        """Of ids [T] int64 -> table's rows times scale [T, d] float32."""
+
+    def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
+        """weight [d] float32; results are of dtype."""
+
+    def gated_activation(self, function: Activation) -> Operation:
+        """Of gate and up [T, 2 * I] -> [T, I]."""
+
+    def attention(
+        self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
+    ) -> Callable[[torch.Tensor, Any, int], torch.Tensor]:
+        """Of qkv [T, (H + 2 * Hkv) * D], a step and the layer's index -> [T, H * D]: heads normalised by these weights
+        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: index into what the step has for each kind."""
+
+    def step(
+        self,
+        slots: torch.Tensor,
+        tables: list[tuple[torch.Tensor, torch.Tensor]],
+        work: tuple[AttentionWork, ...],
+        cache: KVCache,
+    ) -> Any:
+        """What attention needs of a step. slots [T]; tables: kernels.rope.rotary_tables of all rows, for each kind."""
+
+    def attention_work(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+        num_rows: int,
+        window: int | None,
+    ) -> AttentionWork:
+        """See kernels.attention_metadata."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Of KV cache, all layers together."""
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Errors: MemoryError."""
+
+
+def choose_operations(
+    config: ModelConfig, dtype: torch.dtype, numerics: Numerics, library: CpuLibrary | None
+) -> Operations:
+    """library: of the C kernels; None = torch's. Level L0 is torch's own attention."""
+    if library is None or numerics == "L0":
+        return TorchOperations(config, dtype, numerics)
+    return CpuOperations(config, dtype, library)

@@ -1,0 +1,79 @@
+/* Where numbers stand in the KV cache.
+ *
+ * The unit is four bytes: a pair of bfloat16 (two neighbours along the axis that a product sums over) or one float32.
+ * A layer is [block][K or V][head][chunk][head_dim_padded * 16 numbers]; a chunk is 16 tokens. K of a chunk is
+ * [pair of dimensions][token] units, V is [pair of tokens][dimension] units, so that both are the right operands of
+ * their products as they are. Blocks of fewer than 16 tokens hold plain rows [token][dimension]; whoever reads them
+ * makes chunks of them first (find_chunk). */
+#ifndef CACHE_LAYOUT_H
+#define CACHE_LAYOUT_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "vectors.h"
+
+#define CHUNK 16 /* tokens */
+
+typedef struct {
+    int32_t num_kv_heads, head_dim, block_size;
+    int32_t dtype; /* BFLOAT16 or FLOAT32 */
+} CacheShape;
+
+INLINE int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+INLINE int number_bytes(const CacheShape *shape) { return shape->dtype == BFLOAT16 ? 2 : 4; }
+
+INLINE size_t chunk_bytes(const CacheShape *shape) {
+    return (size_t)CHUNK * padded_dim(shape->head_dim) * number_bytes(shape);
+}
+
+/* The first byte of one head's K (0) or V (1) in a block. */
+INLINE size_t head_offset(const CacheShape *shape, int64_t block, int is_value, int head) {
+    size_t head_bytes = (size_t)shape->block_size * padded_dim(shape->head_dim) * number_bytes(shape);
+    return ((size_t)(block * 2 + is_value) * shape->num_kv_heads + head) * head_bytes;
+}
+
+/* Copy a row of head_dim numbers of one token, the K or the V of a head, into a chunk. */
+INLINE void put_in_chunk(const CacheShape *shape, void *chunk, int is_value, int token, const void *row) {
+    const int bytes = number_bytes(shape), width = padded_dim(shape->head_dim);
+    if (!is_value) {
+        for (int unit = 0; unit < shape->head_dim * bytes / 4; unit++)
+            memcpy((char *)chunk + (unit * CHUNK + token) * 4, (const char *)row + unit * 4, 4);
+    } else if (shape->dtype == FLOAT32) {
+        memcpy((float *)chunk + token * width, row, shape->head_dim * sizeof(float));
+    } else {
+        uint16_t *to = (uint16_t *)chunk + token / 2 * width * 2 + token % 2;
+        for (int dim = 0; dim < shape->head_dim; dim++) to[dim * 2] = ((const uint16_t *)row)[dim];
+    }
+}
+
+/* Store a row of one head at offset tokens into its block. */
+INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, int offset, int is_value, int head,
+                                const void *row) {
+    char *place = (char *)layer + head_offset(shape, block, is_value, head);
+    size_t bytes = number_bytes(shape);
+    if (shape->block_size >= CHUNK)
+        put_in_chunk(shape, place + offset / CHUNK * chunk_bytes(shape), is_value, offset % CHUNK, row);
+    else
+        memcpy(place + (size_t)offset * padded_dim(shape->head_dim) * bytes, row, shape->head_dim * bytes);
+}
+
+/* The chunk of tokens from `first` on, a multiple of 16, of a context with this block table: in the cache, or gathered
+ * into room. The table must reach to token `last`; what lies beyond it is left as it is in room. */
+INLINE const char *find_chunk(const CacheShape *shape, const void *layer, const int32_t *table, int is_value,
+                                     int head, int first, int last, char *room) {
+    int size = shape->block_size;
+    if (size >= CHUNK)
+        return (const char *)layer + head_offset(shape, table[first / size], is_value, head) +
+               first % size / CHUNK * chunk_bytes(shape);
+    size_t row_bytes = (size_t)padded_dim(shape->head_dim) * number_bytes(shape);
+    for (int token = first; token <= last && token < first + CHUNK; token++) {
+        const char *from = (const char *)layer + head_offset(shape, table[token / size], is_value, head);
+        put_in_chunk(shape, room, is_value, token - first, from + token % size * row_bytes);
+    }
+    return room;
+}
+
+#endif

@@ -1,0 +1,68 @@
+#include "gemm.h"
+#include "pool.h"
+#include "vectors.h"
+
+/* Steps of a panel that are filled before the next: the columns' cache lines are read once. */
+enum { STEPS_AT_ONCE = 32 };
+
+static int64_t num_steps(int64_t depth, int dtype) { return dtype == FLOAT32 ? depth : (depth + 1) / 2; }
+
+EXPORT int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype) {
+    int64_t num_panels = (num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    return num_panels * num_steps(depth, dtype) * PANEL_COLUMNS * 4;
+}
+
+INLINE uint32_t word_of(float value) {
+    uint32_t word;
+    memcpy(&word, &value, sizeof word);
+    return word;
+}
+
+INLINE float float_at(const char *row, int64_t index, const int dtype) {
+    float value;
+    uint16_t bits;
+    if (dtype == FLOAT32) {
+        memcpy(&value, row + index * 4, sizeof value);
+        return value;
+    }
+    memcpy(&bits, row + index * 2, sizeof bits);
+    return dtype == BFLOAT16 ? float_of_bfloat16(bits) : float_of_float16(bits);
+}
+
+/* The step of one column: its float32, or its two bfloat16, the first in the lower half. */
+INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int source_dtype, const int dtype) {
+    if (dtype == FLOAT32) return word_of(float_at(row, step, source_dtype));
+    int64_t index = step * 2;
+    uint32_t low = bfloat16_of_float(float_at(row, index, source_dtype));
+    uint32_t high = index + 1 < depth ? bfloat16_of_float(float_at(row, index + 1, source_dtype)) : 0;
+    return low | high << 16;
+}
+
+INLINE void pack_panel(const GemmPack *args, int64_t panel, const int source_dtype, const int dtype) {
+    const int64_t steps = num_steps(args->depth, dtype), first = panel * PANEL_COLUMNS;
+    const int64_t row_bytes = args->source_stride * element_bytes(source_dtype);
+    uint32_t *to = (uint32_t *)args->packed + panel * steps * PANEL_COLUMNS;
+    for (int64_t begin = 0; begin < steps; begin += STEPS_AT_ONCE) {
+        int64_t end = begin + STEPS_AT_ONCE < steps ? begin + STEPS_AT_ONCE : steps;
+        for (int64_t column = 0; column < PANEL_COLUMNS; column++) {
+            const char *row = (const char *)args->source + (first + column) * row_bytes;
+            int exists = first + column < args->num_columns;
+            for (int64_t step = begin; step < end; step++)
+                to[step * PANEL_COLUMNS + column] = exists ? step_at(row, step, args->depth, source_dtype, dtype) : 0;
+        }
+    }
+}
+
+void gemm_pack_part(const GemmPack *args, int thread, int num_threads) {
+    int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    int64_t last = num_panels * (thread + 1) / num_threads;
+    int source_dtype = args->source_dtype, dtype = args->dtype;
+    for (int64_t panel = num_panels * thread / num_threads; panel < last; panel++) {
+        if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* compiled for these constants: the usual case */
+            pack_panel(args, panel, BFLOAT16, BFLOAT16);
+        else
+            pack_panel(args, panel, source_dtype, dtype);
+    }
+}
+
+EXPORT void gemm_pack(const GemmPack *args) { pool_run((Job)gemm_pack_part, (void *)args); }

@@ -1,0 +1,133 @@
+#define _GNU_SOURCE
+#include "pool.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "vectors.h"
+
+/* Longer than the gaps between the kernels of a step, shorter than a scheduler's slice: next to a busy process, sleeping
+ * soon gives the core to whoever is waited for. */
+#define SPIN_NS 40000
+#define PAUSES_PER_LOOK 32 /* between two looks at the clock */
+#define MAX_THREADS 1024
+
+static struct {
+    /* Each on a cache line of its own: arriving threads must not disturb those that watch the phase. */
+    _Alignas(64) _Atomic uint32_t phase; /* barriers passed; the futex */
+    _Alignas(64) _Atomic int num_arrived;
+    _Atomic int num_asleep;
+    _Alignas(64) Job job; /* NULL: end. Written before a barrier, read after it */
+    void *args;
+    _Atomic int num_threads; /* 0: none were started */
+    int fork_is_handled;
+    pthread_t workers[MAX_THREADS];
+} pool;
+
+static void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void wait_for_phase_after(uint32_t phase) {
+    int64_t end = now_ns() + SPIN_NS;
+    do {
+        for (int i = 0; i < PAUSES_PER_LOOK; i++) {
+            if (atomic_load_explicit(&pool.phase, memory_order_acquire) != phase) return;
+            pause_briefly();
+        }
+    } while (now_ns() < end);
+    /* Whoever ends the phase looks for sleepers after that; we are counted before the kernel compares the phase. */
+    atomic_fetch_add(&pool.num_asleep, 1);
+    while (atomic_load(&pool.phase) == phase)
+        syscall(SYS_futex, &pool.phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+    atomic_fetch_sub(&pool.num_asleep, 1);
+}
+
+EXPORT void pool_barrier(void) {
+    if (pool.num_threads <= 1) return;
+    uint32_t phase = atomic_load_explicit(&pool.phase, memory_order_acquire);
+    if (atomic_fetch_add(&pool.num_arrived, 1) + 1 < pool.num_threads) {
+        wait_for_phase_after(phase);
+        return;
+    }
+    atomic_store_explicit(&pool.num_arrived, 0, memory_order_relaxed);
+    atomic_fetch_add(&pool.phase, 1);
+    if (atomic_load(&pool.num_asleep) > 0)
+        syscall(SYS_futex, &pool.phase, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+static void *work(void *thread) {
+    for (;;) {
+        pool_barrier();
+        if (pool.job == NULL) return NULL;
+        pool.job(pool.args, (int)(intptr_t)thread, pool.num_threads);
+        pool_barrier();
+    }
+}
+
+EXPORT void pool_run(Job job, void *args) {
+    if (pool.num_threads <= 1) {
+        job(args, 0, 1);
+        return;
+    }
+    pool.job = job;
+    pool.args = args;
+    pool_barrier();
+    job(args, 0, pool.num_threads);
+    pool_barrier();
+}
+
+/* A forked child has this memory and none of the threads. */
+static void forget_threads(void) {
+    pool.num_threads = 0;
+    atomic_store(&pool.num_arrived, 0);
+    atomic_store(&pool.num_asleep, 0);
+}
+
+EXPORT void pool_start(int num_threads) {
+    if (num_threads < 1) num_threads = 1;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    if (num_threads == pool.num_threads) return;
+    pool_stop();
+    if (!pool.fork_is_handled) pool.fork_is_handled = pthread_atfork(NULL, NULL, forget_threads) == 0;
+    pool.num_threads = num_threads;
+    sigset_t all, before; /* signals are for the program's own threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int thread = 1; thread < num_threads; thread++) {
+        if (pthread_create(&pool.workers[thread], NULL, work, (void *)(intptr_t)thread) != 0) {
+            pool.num_threads = thread; /* no worker has passed the first barrier: the caller has not been there */
+            break;
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+EXPORT void pool_stop(void) {
+    int num_threads = pool.num_threads;
+    if (num_threads > 1) {
+        pool.job = NULL;
+        pool_barrier();
+    }
+    for (int thread = 1; thread < num_threads; thread++) pthread_join(pool.workers[thread], NULL);
+    pool.num_threads = 0;
+}
+
+EXPORT int pool_num_threads(void) { return pool.num_threads > 1 ? pool.num_threads : 1; }

@@ -1,0 +1,258 @@
+#include "sampling.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "pool.h"
+#include "vector_math.h"
+
+/* Logits of which only the largest is looked at first. */
+#define GROUP 64
+
+/* Candidates to begin with where top_k does not say; a multiple as many where they are not enough. */
+#define FIRST_CANDIDATES 64
+#define MORE 8
+
+typedef struct {
+    float value; /* logit / temperature */
+    int32_t id;
+} Candidate;
+
+/* One row under way. */
+typedef struct {
+    const float *logits;
+    float temperature, largest; /* the largest logit / temperature */
+    float min_p;
+    int64_t size;
+    double uniform;
+    float *group_maxima;  /* [number of groups] of logits */
+    Candidate *candidates; /* [size] */
+} Row;
+
+/* A number in (0, 1) of these two words of the stream: 52 bits, and half a step. */
+static double philox_uniform(uint64_t seed, uint32_t position, uint32_t choice) {
+    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    uint32_t counter[4] = {position, choice, 0, 0}; /* purpose 0: to draw a token; lane 0 */
+    for (int round = 0; round < 10; round++) {
+        uint64_t first = (uint64_t)counter[0] * 0xD2511F53u, third = (uint64_t)counter[2] * 0xCD9E8D57u;
+        uint32_t second = counter[1], fourth = counter[3];
+        counter[0] = (uint32_t)(third >> 32) ^ second ^ key[0];
+        counter[1] = (uint32_t)third;
+        counter[2] = (uint32_t)(first >> 32) ^ fourth ^ key[1];
+        counter[3] = (uint32_t)first;
+        key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u;
+    }
+    uint64_t bits = ((uint64_t)counter[0] << 32 | counter[1]) >> 12;
+    return ((double)bits + 0.5) * 0x1p-52;
+}
+
+/* Some logits from index on; past the end minus infinity. */
+INLINE Floats load_logits(const float *logits, int64_t index, int64_t size) {
+    if (index + LANES <= size) return load_floats(logits + index);
+    float numbers[LANES];
+    for (int i = 0; i < LANES; i++) numbers[i] = index + i < size ? logits[index + i] : -INFINITY;
+    return load_floats(numbers);
+}
+
+/* Index of the largest logit, the first of equals, or of the first NaN; fills group_maxima. */
+static int64_t find_largest(const float *logits, int64_t size, float *group_maxima) {
+    int64_t best_group = 0;
+    float best = -INFINITY;
+    for (int64_t begin = 0; begin < size; begin += GROUP) {
+        Floats maximum = all_floats(-INFINITY);
+        Signed is_nan = {0};
+        for (int64_t i = begin; i < begin + GROUP && i < size; i += LANES) {
+            Floats x = load_logits(logits, i, size);
+            is_nan |= x != x;
+            maximum = larger(x, maximum);
+        }
+        float nans = sum_of(choose(is_nan, all_floats(1.0f), all_floats(0.0f)));
+        if (nans > 0.0f) {
+            while (logits[begin] == logits[begin]) begin++;
+            return begin;
+        }
+        float largest = group_maxima[begin / GROUP] = largest_of(maximum);
+        if (largest > best) best = largest, best_group = begin;
+    }
+    while (best_group + 1 < size && logits[best_group] != best) best_group++;
+    return logits[best_group] == best ? best_group : 0;
+}
+
+/* Weights of some logits: exp(logit / temperature - largest), exactly 0 for minus infinity; 0 below min_p. */
+INLINE Floats weights_of(const Row *row, Floats logits) {
+    Floats x = logits / row->temperature - row->largest;
+    Floats weights = choose(x < -87.0f, all_floats(0.0f), exponential(x));
+    return choose(weights < row->min_p, all_floats(0.0f), weights);
+}
+
+/* The sum of a group's weights, one after the other, on top of sum. */
+INLINE double add_group(const Row *row, int64_t begin, double sum) {
+    float weights[GROUP];
+    for (int i = 0; i < GROUP; i += LANES) {
+        if (begin + i >= row->size) break;
+        store_floats(weights + i, weights_of(row, load_logits(row->logits, begin + i, row->size)));
+    }
+    double sums[4] = {0};
+    int64_t count = row->size - begin < GROUP ? row->size - begin : GROUP;
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4)
+        for (int j = 0; j < 4; j++) sums[j] += weights[i + j];
+    for (; i < count; i++) sums[0] += weights[i];
+    return sum + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+static double total_weight(const Row *row) {
+    double total = 0.0;
+    for (int64_t begin = 0; begin < row->size; begin += GROUP) total = add_group(row, begin, total);
+    return total;
+}
+
+/* Below total also after rounding. */
+static double target_of(double uniform, double total) { return fmin(uniform * total, nextafter(total, 0.0)); }
+
+static int64_t draw_in_vocabulary_order(const Row *row) {
+    const double target = target_of(row->uniform, total_weight(row));
+    double sum = 0.0;
+    int64_t last = 0; /* the last token with a weight, should sums be rounded apart */
+    for (int64_t begin = 0; begin < row->size; begin += GROUP) {
+        double after = add_group(row, begin, sum);
+        if (after > target) {
+            for (int64_t i = begin; i < begin + GROUP && i < row->size; i++) {
+                float weight = weights_of(row, all_floats(row->logits[i]))[0];
+                sum += weight;
+                if (weight > 0.0f) last = i;
+                if (sum > target) return i;
+            }
+            return last;
+        }
+        sum = after;
+    }
+    return last;
+}
+
+/* Floats as integers of the same order. */
+INLINE int32_t ordered(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits < 0 ? (int32_t)(0x80000000u - (uint32_t)bits) : bits;
+}
+
+INLINE float unordered(int32_t key) {
+    int32_t bits = key < 0 ? (int32_t)(0x80000000u - (uint32_t)key) : key;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static int64_t count_from(const float *x, int64_t size, float bound) {
+    Signed counts = {0};
+    for (int64_t i = 0; i < size; i += LANES) counts -= load_logits(x, i, size) >= bound;
+    int64_t count = 0;
+    for (int i = 0; i < LANES; i++) count += counts[i];
+    return count;
+}
+
+/* A bound that at least `wanted` of x reach, the greatest there is: bisection. wanted <= size; no NaN in x. */
+static float bound_of(const float *x, int64_t size, int64_t wanted) {
+    int64_t low = ordered(-INFINITY), high = ordered(INFINITY);
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (count_from(x, size, unordered((int32_t)middle)) >= wanted)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return unordered((int32_t)low);
+}
+
+static int compare(const void *left, const void *right) {
+    const Candidate *a = left, *b = right;
+    if (a->value != b->value) return a->value > b->value ? -1 : 1;
+    return a->id < b->id ? -1 : 1;
+}
+
+/* All tokens whose logit reaches a bound that at least `wanted` do, in descending order; returns their number. Each
+ * group of logits has its largest: as many groups as wanted have a logit each. */
+static int64_t find_candidates(const Row *row, int64_t wanted) {
+    const int64_t num_groups = (row->size + GROUP - 1) / GROUP;
+    float bound = wanted >= row->size    ? -INFINITY
+                  : wanted <= num_groups ? bound_of(row->group_maxima, num_groups, wanted)
+                                         : bound_of(row->logits, row->size, wanted);
+    int64_t count = 0;
+    for (int64_t group = 0; group < num_groups; group++) {
+        if (row->group_maxima[group] < bound) continue;
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP && i < row->size; i++) {
+            if (row->logits[i] < bound) continue;
+            row->candidates[count++] = (Candidate){row->logits[i] / row->temperature, (int32_t)i};
+        }
+    }
+    qsort(row->candidates, count, sizeof *row->candidates, compare);
+    return count;
+}
+
+static float candidate_weight(const Row *row, int64_t i) {
+    float x = row->candidates[i].value - row->largest;
+    return x < -87.0f ? 0.0f : exponential(all_floats(x))[0];
+}
+
+static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top_p) {
+    const double total = top_k ? 0.0 : total_weight(row);
+    for (int64_t wanted = top_k ? top_k : FIRST_CANDIDATES;; wanted *= MORE) {
+        const int64_t count = find_candidates(row, wanted < row->size ? wanted : row->size);
+        /* Every filter keeps a prefix: those above min_p, of those the first top_k and the ties of the last. */
+        int64_t kept = 0;
+        double sum = 0.0;
+        for (; kept < count; kept++) {
+            const Candidate *candidate = &row->candidates[kept];
+            if (top_k && kept >= top_k && candidate->value < row->candidates[top_k - 1].value) break;
+            float weight = candidate_weight(row, kept);
+            if (weight < row->min_p || candidate->value == -INFINITY) break;
+            sum += weight;
+        }
+        const double bound = top_p * (top_k ? sum : total);
+        const int is_all = top_k || kept < count || count == row->size;
+        if (!is_all && sum < bound) continue;
+        if (top_p < 1.0f) { /* a token stays if those before it have less than top_p together; the first always does */
+            int64_t by_p = 0;
+            for (sum = 0.0; by_p < kept && (by_p == 0 || sum < bound); by_p++) sum += candidate_weight(row, by_p);
+            kept = by_p;
+        }
+        const double target = target_of(row->uniform, sum);
+        double cumulative = 0.0;
+        for (int64_t i = 0; i < kept; i++) {
+            cumulative += candidate_weight(row, i);
+            if (cumulative > target) return row->candidates[i].id;
+        }
+        return row->candidates[kept - 1].id;
+    }
+}
+
+static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
+    const int64_t size = args->vocab_size, top_k = args->top_k[index];
+    const float temperature = args->temperature[index], top_p = args->top_p[index];
+    Row row = {.logits = args->logits + index * size, .size = size, .min_p = args->min_p[index]};
+    row.temperature = temperature > 0.0f ? temperature : 1.0f;
+    row.candidates = (Candidate *)scratch;
+    row.group_maxima = (float *)(scratch + size * sizeof(Candidate));
+    const int64_t best = find_largest(row.logits, size, row.group_maxima);
+    row.largest = row.logits[best] / row.temperature;
+    if (!isfinite(row.largest)) return -1;
+    if (temperature == 0.0f) return (int32_t)best;
+    row.uniform = philox_uniform(args->seed[index], (uint32_t)args->position[index], (uint32_t)args->choice[index]);
+    const int has_top_k = top_k > 0 && top_k < size;
+    if (has_top_k || top_p < 1.0f) return (int32_t)draw_in_descending_order(&row, has_top_k ? top_k : 0, top_p);
+    return (int32_t)draw_in_vocabulary_order(&row);
+}
+
+EXPORT int64_t sampling_scratch_bytes(int64_t vocab_size) {
+    return (vocab_size * (int64_t)sizeof(Candidate) + (vocab_size / GROUP + 1) * 4 + 63) / 64 * 64;
+}
+
+void sample_part(const Sampling *args, int thread, int num_threads) {
+    char *scratch = args->scratch + thread * sampling_scratch_bytes(args->vocab_size);
+    for (int64_t i = thread; i < args->num_rows; i += num_threads) args->tokens[i] = sample_row(args, i, scratch);
+}
+
+static void sample_job(void *args, int thread, int num_threads) { sample_part(args, thread, num_threads); }
+
+EXPORT void sample(const Sampling *args) { pool_run(sample_job, (void *)args); }

@@ -1,0 +1,129 @@
+/* The few functions on vectors of floats that the kernels need, each with a fixed order of operations: a number's bits
+ * depend neither on where it stands nor on its neighbours.
+ */
+#ifndef VECTOR_MATH_H
+#define VECTOR_MATH_H
+
+#include "vectors.h"
+
+/* Numbers that one thread has worked through before another one has woken up: fewer are not shared. */
+enum { NOT_SHARED = 16384 };
+
+typedef int32_t Signed __attribute__((vector_size(VECTOR_BYTES)));
+
+/* yes where mask is -1, no where it is 0. */
+INLINE Floats choose(Signed mask, Floats yes, Floats no) {
+    return (Floats)((mask & (Signed)yes) | (~mask & (Signed)no));
+}
+
+/* The larger one; a NaN in x is passed over. */
+INLINE Floats larger(Floats x, Floats than) { return choose(x > than, x, than); }
+
+/* Lane i becomes lane i ^ n. */
+#if defined(__clang__)
+#define PERMUTED(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define PERMUTED(x, ...) __builtin_shuffle(x, (Signed){__VA_ARGS__})
+#endif
+#if LANES == 16
+#define SWAPPED(x, n)                                                                                                  \
+    PERMUTED(x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n, 8 ^ n, 9 ^ n, 10 ^ n, 11 ^ n, 12 ^ n, 13 ^ n,  \
+             14 ^ n, 15 ^ n)
+#elif LANES == 8
+#define SWAPPED(x, n) PERMUTED(x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n)
+#else
+#define SWAPPED(x, n) PERMUTED(x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n)
+#endif
+
+/* The sum of all lanes: halves are added to each other, then quarters, and so on. */
+INLINE float sum_of(Floats x) {
+#if LANES == 16
+    x = x + SWAPPED(x, 8);
+#endif
+#if LANES >= 8
+    x = x + SWAPPED(x, 4);
+#endif
+    x = x + SWAPPED(x, 2);
+    x = x + SWAPPED(x, 1);
+    return x[0];
+}
+
+INLINE float largest_of(Floats x) {
+#if LANES == 16
+    x = larger(x, SWAPPED(x, 8));
+#endif
+#if LANES >= 8
+    x = larger(x, SWAPPED(x, 4));
+#endif
+    x = larger(x, SWAPPED(x, 2));
+    x = larger(x, SWAPPED(x, 1));
+    return x[0];
+}
+
+/* 2 ** (whole + part), whole being an integer from -126 to 127 and part from -0.5 to 0.5; relative error 1e-7. The
+ * polynomial is (2 ** x - 1) / x interpolated at Chebyshev's points. */
+INLINE Floats power_of_two(Floats whole, Floats part) {
+    Floats p = all_floats(1.5461448e-04f);
+    p = multiply_add(p, part, all_floats(1.3390867e-03f));
+    p = multiply_add(p, part, all_floats(9.6180570e-03f));
+    p = multiply_add(p, part, all_floats(5.5503570e-02f));
+    p = multiply_add(p, part, all_floats(2.4022650e-01f));
+    p = multiply_add(p, part, all_floats(6.9314720e-01f));
+    p = multiply_add(p, part, all_floats(1.0f));
+    return p * (Floats)((__builtin_convertvector(whole, Signed) + 127) << 23);
+}
+
+/* x to the nearest integer, for |x| < 2 ** 22: adding this number rounds the fraction away. */
+INLINE Floats nearest(Floats x) { return (x + 12582912.0f) - 12582912.0f; }
+
+/* 2 ** x for x <= 0: exactly 1 at 0, exactly 0 below -125; NaN stays NaN. */
+INLINE Floats exp2_negative(Floats x) {
+    Signed is_tiny = x < -125.0f;
+    x = choose(is_tiny, all_floats(-125.0f), x);
+    Floats whole = nearest(x);
+    return choose(is_tiny, all_floats(0.0f), power_of_two(whole, x - whole));
+}
+
+/* e ** x with the exponent held between -87 and 88; NaN stays NaN. */
+INLINE Floats exponential(Floats x) {
+    x = choose(x < -87.0f, all_floats(-87.0f), x);
+    x = choose(x > 88.0f, all_floats(88.0f), x);
+    Floats whole = nearest(x * 1.44269504f);
+    Floats part = multiply_add(whole, all_floats(-0.693359375f), x); /* ln 2 in two parts; this product is exact */
+    part = multiply_add(whole, all_floats(2.12194440e-4f), part);
+    return power_of_two(whole, part * 1.44269504f);
+}
+
+/* Vectors of a row of float32 or bfloat16. */
+INLINE Floats load_numbers(const void *row, int64_t index, const int dtype) {
+    return dtype == FLOAT32 ? load_floats((const float *)row + index) : load_bfloat16((const uint16_t *)row + index);
+}
+
+INLINE void store_numbers(void *row, int64_t index, Floats values, const int dtype) {
+    if (dtype == FLOAT32)
+        store_floats((float *)row + index, values);
+    else
+        store_bfloat16((uint16_t *)row + index, values);
+}
+
+/* The last, incomplete vector of a row; lanes past the end load as zero and are not stored. */
+INLINE Floats load_tail(const void *row, int64_t index, int64_t count, const int dtype) {
+    float numbers[LANES] = {0};
+    for (int64_t i = 0; i < count; i++)
+        numbers[i] = dtype == FLOAT32 ? ((const float *)row)[index + i]
+                                      : float_of_bfloat16(((const uint16_t *)row)[index + i]);
+    return load_floats(numbers);
+}
+
+INLINE void store_tail(void *row, int64_t index, int64_t count, Floats values, const int dtype) {
+    float numbers[LANES];
+    store_floats(numbers, values);
+    for (int64_t i = 0; i < count; i++) {
+        if (dtype == FLOAT32)
+            ((float *)row)[index + i] = numbers[i];
+        else
+            ((uint16_t *)row)[index + i] = bfloat16_of_float(numbers[i]);
+    }
+}
+
+#endif

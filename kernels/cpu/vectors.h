@@ -1,0 +1,108 @@
+/* Vectors of the widest kind that the compiler's flags allow, and the conversions every kernel needs.
+ *
+ * The same source makes every variant of the library: VECTOR_BYTES is 64 (AVX-512), 32 (AVX2) or 16 (SSE2, NEON, ...).
+ * -ffp-contract=off holds for all files: a product and a sum are rounded once only where multiply_add() says so.
+ */
+#ifndef VECTORS_H
+#define VECTORS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+#define LANES (VECTOR_BYTES / 4)
+
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+/* Element types as Python passes them. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+INLINE int64_t element_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+/* No alignment is needed to load and store. */
+INLINE Floats load_floats(const void *from) {
+    Floats loaded;
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+INLINE Words load_words(const void *from) {
+    Words loaded;
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+INLINE void store_floats(void *to, Floats values) { memcpy(to, &values, sizeof values); }
+
+INLINE Floats all_floats(float value) { return value - (Floats){0}; }
+INLINE Words all_words(uint32_t value) { return value - (Words){0}; }
+
+/* a * b + c: rounded once where the instruction set can (AVX-512, AVX2 with FMA), else twice. */
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* bfloat16 is the upper half of a float32. Rounding is to nearest even; a NaN stays one. */
+INLINE float float_of_bfloat16(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+INLINE uint16_t bfloat16_of_float(float value) {
+    uint32_t word;
+    memcpy(&word, &value, sizeof word);
+    if ((word & 0x7fffffff) > 0x7f800000) return (uint16_t)(word >> 16) | 0x40;
+    return (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+INLINE Floats load_bfloat16(const uint16_t *from) {
+    Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+INLINE void store_bfloat16(uint16_t *to, Floats values) {
+    Words words = (Words)values;
+    Words is_nan = (Words)((words & 0x7fffffff) > 0x7f800000);
+    Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    Words quiet = (words >> 16) | 0x40;
+    Halves halves = __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+
+/* IEEE half precision; exact. */
+INLINE float float_of_float16(uint16_t bits) {
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    uint32_t word = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
+    float value;
+    if (rest < 0x0400) { /* zero and subnormal: units of 2**-24 */
+        value = (float)rest * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+#endif

@@ -1,0 +1,91 @@
+"""PackedMatrix: a weight matrix in the C kernel's layout, multiplied with any number of rows (kernels/cpu/gemm.h)."""
+
+import ctypes
+
+import torch
+
+from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
+
+
+class GemmArguments(ctypes.Structure):
+    """struct Gemm."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth", "x_stride", "y_stride")),
+        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype")),
+    )
+
+
+class _PackArguments(ctypes.Structure):
+    """struct GemmPack."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "packed")),
+        *((name, ctypes.c_int64) for name in ("num_columns", "depth", "source_stride")),
+        *((name, ctypes.c_int32) for name in ("source_dtype", "dtype")),
+    )
+
+
+class PackedMatrix:
+    """y = x @ weight.T + bias; weight [out, in] float32, bfloat16 or float16 is packed as `dtype` and not kept.
+
+    An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype: its
+    bits do not depend on the number of rows, the row's place among them, or the number of threads.
+    """
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,  # float32 or bfloat16; None = the weight's
+        out_dtype: torch.dtype | None = None,  # the same; None = dtype
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype or weight.dtype
+        self.out_dtype = out_dtype or self.dtype
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.packed = _pack(library, weight, self.dtype)
+        self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
+        self._arguments = GemmArguments(
+            weights=self.packed.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_columns=self.out_features,
+            depth=self.in_features,
+            dtype=ELEMENT_TYPES[self.dtype],
+            y_dtype=ELEMENT_TYPES[self.out_dtype],
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] of dtype, elements of a row side by side -> [T, out] of out_dtype."""
+        assert x.dtype == self.dtype, (x.dtype, self.dtype)
+        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
+        assert x.stride(1) == 1 or x.shape[1] == 1, x.stride()
+        y = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
+        arguments = self._arguments
+        arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
+        arguments.num_rows, arguments.x_stride, arguments.y_stride = x.shape[0], x.stride(0), self.out_features
+        self._gemm(arguments)
+        return y
+
+
+def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight [out, in], any strides -> bytes [packed_bytes(...)]."""
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+    packed_bytes = library.function("packed_bytes", *sizes, result=ctypes.c_int64)
+    packed = library.allocate(packed_bytes(*weight.shape, ELEMENT_TYPES[dtype]))
+    arguments = _PackArguments(
+        source=weight.data_ptr(),
+        packed=packed.data_ptr(),
+        num_columns=weight.shape[0],
+        depth=weight.shape[1],
+        source_stride=weight.stride(0),
+        source_dtype=ELEMENT_TYPES[weight.dtype],
+        dtype=ELEMENT_TYPES[dtype],
+    )
+    library.function("gemm_pack", ctypes.POINTER(_PackArguments))(arguments)
+    return packed

@@ -1,0 +1,65 @@
+"""CpuRope: rotary embedding, head norms and the cache write, by the C kernel (kernels/cpu/rope.h)."""
+
+import ctypes
+
+import torch
+
+from kernels.cpu_kv_cache import CacheShape, CpuKVCache
+from kernels.cpu_library import CpuLibrary
+
+MAX_HEAD_DIM = 512
+
+
+class RopeArguments(ctypes.Structure):
+    """struct RopeKvWrite."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "head_norms", "slots", "q", "layer")),
+        ("shape", CacheShape),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_tokens")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class CpuRope:
+    """One layer's. head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation."""
+
+    def __init__(
+        self, library: CpuLibrary, num_heads: int, head_norms: torch.Tensor | None = None, eps: float = 0.0
+    ) -> None:
+        self.num_heads, self.eps = num_heads, eps
+        self.head_norms = None if head_norms is None else head_norms.contiguous()
+        self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: CpuKVCache,
+        layer: int,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, cos and sin of rotary_tables, slots [T] int64 (-1: do not
+        store) -> Q [T, H, D], the cache's dtype."""
+        assert qkv.is_contiguous(), qkv.stride()
+        assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
+        assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim
+        assert cache.head_dim % 2 == 0, cache.head_dim
+        q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=cache.dtype)
+        self._run(
+            RopeArguments(
+                qkv.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                None if self.head_norms is None else self.head_norms.data_ptr(),
+                slots.data_ptr(),
+                q.data_ptr(),
+                cache.layers[layer].data_ptr(),
+                cache.shape,
+                self.num_heads,
+                len(qkv),
+                self.eps,
+            )
+        )
+        return q

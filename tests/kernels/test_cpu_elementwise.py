@@ -1,0 +1,177 @@
+"""The C kernels that go row by row - norm, gated activations, rope and cache write, embedding: right, and each row the
+same bits wherever it stands, whatever the number of threads; in every variant of the library that this CPU runs."""
+
+import pytest
+import torch
+
+from kernels.cpu_build import usable_variants
+from kernels.cpu_embedding import CpuEmbedding
+from kernels.cpu_gated_activation import CpuGatedActivation
+from kernels.cpu_kv_cache import CpuKVCache
+from kernels.cpu_library import load_cpu_library
+from kernels.cpu_rms_norm import CpuNorm
+from kernels.cpu_rope import CpuRope
+from kernels.rms_norm import rms_norm
+from kernels.rope import rotary_frequencies, rotary_tables, rotate
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=usable_variants())
+def library(request):
+    return load_cpu_library(request.param)
+
+
+def tolerance(dtype):
+    return 2**-8 if dtype == torch.bfloat16 else 2e-6
+
+
+def check_rows(function, rows, library):
+    """function maps rows [T, ...] to [T, ...], in any cut and with any number of threads."""
+    whole = function(rows)
+    for num_threads in (1, 2, 3):
+        library.start_threads(num_threads)
+        for count in (0, 1, 2, 3, 13, 40)[:: num_threads if num_threads < 3 else 5]:
+            for first in (0, 1, len(rows) - count):
+                assert torch.equal(function(rows[first : first + count].clone()), whole[first : first + count])
+        assert torch.equal(function(rows), whole)
+    library.stop_threads()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 33, 96, 576])
+def test_norm(width, x_dtype, dtype, library):
+    generator = torch.Generator().manual_seed(width)
+    x = (torch.randn(50, width, generator=generator) * torch.rand(50, 1, generator=generator) * 9).to(x_dtype)
+    norm = CpuNorm(library, torch.randn(width, generator=generator), 1e-5, dtype)
+    exact = x.double() * torch.rsqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-5) * norm.weight
+    got = norm(x)
+    assert got.dtype == dtype
+    assert torch.allclose(got.double(), exact, rtol=tolerance(dtype), atol=1e-7)
+    check_rows(norm, x, library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [7, 33, 576])
+def test_addition_before_a_norm(width, dtype, library):
+    generator = torch.Generator().manual_seed(width)
+    hidden = torch.randn(50, width, generator=generator)
+    x = torch.randn(50, width, generator=generator).to(dtype)
+    norm = CpuNorm(library, torch.randn(width, generator=generator), 1e-6, dtype)
+    expected = hidden + x
+    got = norm.after(hidden, x)
+    assert torch.equal(hidden, expected)
+    assert torch.equal(got, norm(expected))
+    assert torch.allclose(got.float(), rms_norm(expected, norm.weight, 1e-6, torch.float32), rtol=tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 33, 100, 1536])
+@pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])
+def test_gated_activation(function, width, dtype, library):
+    x = (torch.randn(50, 2 * width, generator=torch.Generator().manual_seed(width)) * 4).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0] = -300.0, 300.0, -9.0
+    operation = CpuGatedActivation(library, function)
+    gate, up = x.double().chunk(2, -1)
+    silu = gate * gate.sigmoid()
+    exact = (silu if function == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
+    got = operation(x)
+    assert got.dtype == dtype
+    assert torch.allclose(got.double(), exact, rtol=tolerance(dtype), atol=1e-6)
+    check_rows(operation, x, library)
+    x[3, 0] = torch.nan
+    assert got.isfinite().all()
+    assert operation(x)[3, 0].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [7, 64])
+def test_embedding(width, dtype, library):
+    table = torch.randn(90, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    embedding = CpuEmbedding(library, table, 1.25)
+    ids = torch.randint(0, 90, (50,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(embedding(ids), table[ids].float() * 1.25)
+    check_rows(embedding, ids, library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 20, 64, 80, 256])
+@pytest.mark.parametrize("normalises", [False, True])
+def test_rope(normalises, head_dim, dtype, library):
+    """Without head norms: the very bits of kernels.rope; with them, near the same."""
+    num_heads, num_kv_heads = 5, 2
+    qkv = torch.randn(40, (num_heads + 2 * num_kv_heads) * head_dim, generator=torch.Generator().manual_seed(0))
+    qkv = qkv.to(dtype)
+    norms = torch.rand(num_heads + num_kv_heads, head_dim, generator=torch.Generator().manual_seed(1)) + 0.5
+    rope = CpuRope(library, num_heads, norms if normalises else None, 1e-6)
+    cache = CpuKVCache(2, 5, 16, num_kv_heads, head_dim, dtype)
+    slots = torch.arange(16, 56)
+    cos, sin = rotary_tables(torch.arange(40) * 13, rotary_frequencies(head_dim, 10_000.0))
+    heads = qkv.view(40, -1, head_dim)[:, : num_heads + num_kv_heads].float()
+    if normalises:
+        heads = rms_norm(heads, norms, 1e-6, torch.float32)
+    expected = rotate(heads, cos, sin).to(dtype)
+    q = rope(qkv, cos, sin, cache, 1, slots)
+    keys = cache.keys(1).flatten(0, 1)[slots]
+    got = torch.cat((q, keys), 1)
+    assert got.dtype == dtype
+    if not normalises:
+        assert torch.equal(got, expected)
+    error = (got.float() - expected.float()).abs()
+    assert (error <= tolerance(dtype) * 2 * expected.float().abs() + 1e-5 * normalises).all()
+
+    def at_positions(rows):
+        width = qkv.shape[1]
+        tables = (part.view(-1, 1, head_dim) for part in rows[:, width:].contiguous().split(head_dim, -1))
+        return rope(
+            rows[:, :width].to(dtype).contiguous(), *(t.contiguous() for t in tables), cache, 0, slots[: len(rows)]
+        )
+
+    check_rows(at_positions, torch.cat((qkv.float(), cos[:, 0], sin[:, 0]), 1), library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+def test_cache_write_stores_what_it_should_where_it_should(block_size, dtype, library):
+    num_slots = 3 * 64
+    caches = [CpuKVCache(2, num_slots // block_size, block_size, 2, 12, dtype) for _ in range(2)]
+    for cache in caches:
+        for layer in cache.layers:
+            layer.fill_(-7.0)
+    qkv = torch.randn(6, (4 + 2 * 2) * 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = rotary_tables(torch.tensor([0, 1, 9, 3, 4, 7]), rotary_frequencies(12, 100.0))
+    slots = torch.tensor([64, 191, -1, 101, 100, 79])
+    stored = torch.tensor([0, 1, 3, 4, 5])
+    CpuRope(library, 4)(qkv, cos, sin, caches[0], 1, slots)
+    rotated = rotate(qkv.view(6, 8, 12)[:, 4:6], cos, sin).to(dtype)
+    kv = torch.cat((rotated.flatten(1), qkv[:, 6 * 12 :]), 1)
+    caches[1].write(1, slots[stored], kv[stored])
+    for mine, expected in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(mine, expected)
+    assert torch.equal(caches[0].keys(1).flatten(0, 1)[slots[stored]].flatten(1), kv[stored, :24])
+    assert torch.equal(caches[0].values(1).flatten(0, 1)[slots[stored]].flatten(1), kv[stored, 24:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_shows_in_its_key(bad, dtype, library):
+    cache = CpuKVCache(1, 3, 16, 2, 16, dtype)
+    qkv = torch.ones(2, 8 * 16, dtype=dtype)
+    qkv[1, 7 * 16 + 3] = bad
+    cos, sin = rotary_tables(torch.tensor([0, 1]), rotary_frequencies(16, 100.0))
+    CpuRope(library, 4)(qkv, cos, sin, cache, 0, torch.tensor([16, 17]))
+    keys = cache.keys(0).flatten(0, 1)[16:18]
+    assert keys[1, 1].isnan().any()
+    assert keys[0].isfinite().all()
+    assert keys[1, 0].isfinite().all()
+
+
+def test_a_head_is_normalised_by_its_own_weight(library):
+    norms = torch.arange(1.0, 4.0)[:, None].expand(3, 8)
+    cos, sin = rotary_tables(torch.zeros(1, dtype=torch.long), rotary_frequencies(8, 100.0))
+    cache = CpuKVCache(1, 2, 16, 1, 8, torch.float32)
+    q = CpuRope(library, 2, norms, 0.0)(torch.ones(1, 4 * 8), cos, sin, cache, 0, torch.tensor([16]))
+    assert torch.equal(q, norms[None, :2])
+    assert torch.equal(cache.keys(0)[1, 0, 0], norms[2])
+    assert torch.equal(cache.values(0)[1, 0, 0], torch.ones(8))

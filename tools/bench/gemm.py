@@ -1,0 +1,115 @@
+"""The model's linear layers alone: the C kernel's, torch's and oneDNN's products of the same tensors.
+
+Weights come from memory, as in an engine: each product has copies enough that none is still in the cache when its turn
+comes again. A time is the least of many, for whatever else runs on the machine only adds to it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from core.cpu_kernels import num_threads, start_cpu_kernels
+from core.model_config import ModelConfig, read_model_config
+from ipc.config import EngineConfig
+from ipc.model_files import resolve_model
+from kernels.cpu_gemm import PackedMatrix
+from kernels.linear import KERNELS
+from tools.version import DISTRIBUTION, version
+
+_HEAD_ROWS = 32  # at most: one for each request that samples
+
+_COPIES_BYTES = 96 << 20  # three times a large cache
+_MAX_COPIES = 64
+_SECONDS = 0.3  # for each product
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Shape(NamedTuple):
+    name: str
+    out_features: int
+    in_features: int
+    layers: int  # of the model that have it
+
+
+def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterator[dict[str, Any]]:
+    """A record for each product, number of rows and kernel, and one for all linear layers of the model together.
+    Errors: ModelFileError, UnsupportedModelError; ConfigError without C kernels when the config demands them."""
+    shapes = _shapes(read_model_config(resolve_model(config.model)))
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    threads = num_threads(config)
+    library = start_cpu_kernels(config)
+    kernels: dict[str, Callable[[torch.Tensor], Product]] = dict(KERNELS)
+    if library is not None:
+        made = library
+        kernels = {f"c-{library.variant}": lambda weight: PackedMatrix(made, weight), **kernels}
+    for kernel, pack in kernels.items():
+        torch.set_num_threads(1 if kernel.startswith("c-") else threads)
+        common: dict[str, Any] = {"engine": DISTRIBUTION, "version": version(), "workload": "gemm", "kernel": kernel}
+        common |= {"dtype": str(dtype).removeprefix("torch."), "threads": threads, "rep": rep}
+        totals = dict.fromkeys(rows, 0.0)
+        for shape in shapes:
+            for num_rows, seconds in _measure(shape, pack, dtype, rows).items():
+                totals[num_rows] += seconds * shape.layers
+                yield common | _record(shape.name, [shape._replace(layers=1)], num_rows, seconds, dtype)
+        for num_rows, seconds in totals.items():
+            yield common | _record("all", shapes, num_rows, seconds, dtype)
+    if library is not None:
+        library.stop_threads()
+
+
+def _shapes(config: ModelConfig) -> list[Shape]:
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    hidden, intermediate, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    return [
+        Shape("qkv", heads + 2 * kv_heads, hidden, layers),
+        Shape("o", hidden, heads, layers),
+        Shape("gate_up", 2 * intermediate, hidden, layers),
+        Shape("down", hidden, intermediate, layers),
+        Shape("head", config.vocab_size, hidden, 1),
+    ]
+
+
+@torch.inference_mode()
+def _measure(
+    shape: Shape, pack: Callable[[torch.Tensor], Product], dtype: torch.dtype, rows: Sequence[int]
+) -> dict[int, float]:
+    """Rows -> seconds of one product."""
+    weight = torch.randn(shape.out_features, shape.in_features, dtype=dtype)
+    products = [pack(weight) for _ in range(min(_MAX_COPIES, math.ceil(_COPIES_BYTES / weight.nbytes)))]
+    best: dict[int, float] = {}
+    for num_rows in rows:
+        x = torch.randn(_rows(shape.name, num_rows), shape.in_features, dtype=dtype)
+        times: list[float] = []
+        end = time.perf_counter() + _SECONDS
+        while not times or time.perf_counter() < end:
+            for product in products:
+                begin = time.perf_counter()
+                product(x)
+                times.append(time.perf_counter() - begin)
+        best[num_rows] = min(times)
+    return best
+
+
+def _rows(name: str, num_rows: int) -> int:
+    return min(num_rows, _HEAD_ROWS) if name == "head" else num_rows
+
+
+def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, dtype: torch.dtype) -> dict[str, Any]:
+    """Bytes are the weights', read once."""
+    num_weights = sum(shape.out_features * shape.in_features * shape.layers for shape in shapes)
+    num_products = sum(
+        shape.out_features * shape.in_features * shape.layers * _rows(shape.name, num_rows) for shape in shapes
+    )
+    return {
+        "product": name,
+        "shape": [shapes[0].out_features, shapes[0].in_features] if len(shapes) == 1 else None,
+        "rows": num_rows,
+        "us": round(seconds * 1e6, 2),
+        "gflop_s": round(2 * num_products / seconds / 1e9, 1),
+        "gb_s": round(num_weights * dtype.itemsize / seconds / 1e9, 2),
+    }

@@ -1,0 +1,210 @@
+"""The C kernels other than the matrix product, each beside torch's own operation on the same tensors.
+
+Fractions are of what the C matrix product reaches here: of memory's bandwidth with one row and a matrix from memory, of
+the peak with many rows and a matrix in cache. A time is the least of many, for whatever else runs on the machine only
+adds to it; tensors that fit a cache are in it, hence bandwidths above memory's.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
+
+from core.cpu_kernels import num_threads, start_cpu_kernels
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+from kernels.cpu_attention import CpuAttention
+from kernels.cpu_attention_plan import attention_plan
+from kernels.cpu_gated_activation import CpuGatedActivation
+from kernels.cpu_gemm import PackedMatrix
+from kernels.cpu_kv_cache import CpuKVCache
+from kernels.cpu_library import CpuLibrary
+from kernels.cpu_rms_norm import CpuNorm
+from kernels.cpu_rope import CpuRope
+from kernels.cpu_sampling import CpuSampler
+from kernels.rope import rotary_frequencies, rotary_tables, rotate
+from tools.version import DISTRIBUTION, version
+
+_SECONDS = 0.3  # for each operation
+
+#: Of SmolLM2-135M.
+_HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN, _INTERMEDIATE, _VOCAB = 9, 3, 64, 576, 1536, 49152
+
+#: Name, requests, tokens of context each, tokens of them computed.
+_BATCHES = (("prefill", 1, 2000, 2000), ("decode", 1, 2000, 1), ("decode", 8, 512, 1), ("decode", 32, 2000, 1))
+
+
+class Case(NamedTuple):
+    kernel: str
+    shape: str
+    run: Callable[[], object]
+    torch_run: Callable[[], object]
+    num_bytes: float  # read and written at least once
+    num_flops: float
+
+
+@torch.inference_mode()
+def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
+    """A record for each kernel and shape. Errors: ConfigError where there are no C kernels."""
+    library = start_cpu_kernels(config)
+    if library is None:
+        raise ConfigError("bench kernels measures the C kernels, and there are none here; see cpu_kernels")
+    threads = num_threads(config)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    bandwidth, peak = _limits(library, dtype)
+    common: dict[str, Any] = {
+        "engine": DISTRIBUTION,
+        "version": version(),
+        "workload": "kernels",
+        "variant": library.variant,
+    }
+    common |= {"dtype": str(dtype).removeprefix("torch."), "threads": threads, "rep": rep}
+    for case in _cases(library, dtype):
+        seconds = _least(case.run)
+        torch.set_num_threads(threads)
+        torch_seconds = _least(case.torch_run)
+        torch.set_num_threads(1)
+        yield common | {
+            "kernel": case.kernel,
+            "shape": case.shape,
+            "us": round(seconds * 1e6, 2),
+            "torch_us": round(torch_seconds * 1e6, 2),
+            "gb_s": round(case.num_bytes / seconds / 1e9, 2),
+            "gflop_s": round(case.num_flops / seconds / 1e9, 1),
+            "of_bandwidth": round(case.num_bytes / seconds / bandwidth, 3),
+            "of_peak": round(case.num_flops / seconds / peak, 3),
+        }
+    library.stop_threads()
+
+
+def _least(run: Callable[[], object]) -> float:
+    """Seconds of the fastest run."""
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _limits(library: CpuLibrary, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes/s from memory, and operations/s."""
+    large, small = torch.zeros(1 << 16, 1024, dtype=dtype), torch.zeros(512, 512, dtype=dtype)
+    x, row = torch.zeros(512, 512, dtype=dtype), torch.zeros(1, 1024, dtype=dtype)
+    matrix, square = PackedMatrix(library, large), PackedMatrix(library, small)
+    return large.nbytes / _least(lambda: matrix(row)), 2 * 512**3 / _least(lambda: square(x))
+
+
+def _cases(library: CpuLibrary, dtype: torch.dtype) -> Iterator[Case]:
+    for name, requests, length, count in _BATCHES:
+        yield _attention(library, dtype, name, requests, length, count)
+    for rows in (1, 32, 512):
+        yield from _row_cases(library, dtype, rows)
+    for rows in (1, 32):
+        yield from _sampler_cases(library, rows)
+
+
+def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int, length: int, count: int) -> Case:
+    blocks = -(-length // 16)
+    cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
+    cache.layers[0].normal_()
+    tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
+    plan = attention_plan(np.full(requests, count), np.full(requests, length), tables, _HEADS, _KV_HEADS)
+    q = torch.randn(requests * count, _HEADS, _HEAD_DIM).to(dtype)
+    attention = CpuAttention(library)
+    theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(dtype)
+    keys, values = torch.randn(2, requests, _KV_HEADS, length, _HEAD_DIM).to(dtype)
+    group = _HEADS // _KV_HEADS
+    if count == 1:  # the query heads of a KV head as rows of one head: torch's fastest way
+        theirs = theirs.view(requests, _KV_HEADS, group, _HEAD_DIM)
+    else:
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    seen = requests * (count * (length - count) + count * (count + 1) / 2)
+    return Case(
+        f"attention {name}",
+        f"{requests}x{length}",
+        lambda: attention(q, cache, 0, plan, 0.125),
+        lambda: scaled_dot_product_attention(theirs, keys, values, is_causal=count > 1),
+        2 * requests * length * _KV_HEADS * _HEAD_DIM * dtype.itemsize,
+        4 * seen * _HEADS * _HEAD_DIM,
+    )
+
+
+def _row_cases(library: CpuLibrary, dtype: torch.dtype, rows: int) -> Iterator[Case]:
+    hidden, x, weight = torch.randn(rows, _HIDDEN), torch.randn(rows, _HIDDEN).to(dtype), torch.ones(_HIDDEN)
+    norm, size = CpuNorm(library, weight, 1e-5, dtype), dtype.itemsize
+    yield Case(
+        "norm after addition",
+        f"{rows}x{_HIDDEN}",
+        lambda: norm.after(hidden, x),
+        lambda: rms_norm(hidden.add_(x), (_HIDDEN,), weight, 1e-5).to(dtype),
+        rows * _HIDDEN * (8 + 2 * size),
+        rows * _HIDDEN * 5,
+    )
+    gate_up = torch.randn(rows, 2 * _INTERMEDIATE).to(dtype)
+    gate, up = gate_up.chunk(2, -1)
+    for function, theirs in (("silu", silu), ("gelu_pytorch_tanh", partial(gelu, approximate="tanh"))):
+        yield Case(
+            f"{function} * up",
+            f"{rows}x{_INTERMEDIATE}",
+            partial(CpuGatedActivation(library, function), gate_up),
+            partial(_gated, theirs, gate, up),
+            rows * _INTERMEDIATE * 3 * size,
+            rows * _INTERMEDIATE * 15,
+        )
+    width = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
+    qkv, slots = torch.randn(rows, width).to(dtype), torch.arange(16, 16 + rows)
+    cache, rope = CpuKVCache(1, rows // 16 + 2, 16, _KV_HEADS, _HEAD_DIM, dtype), CpuRope(library, _HEADS)
+    cos, sin = rotary_tables(torch.arange(rows), rotary_frequencies(_HEAD_DIM, 1e4))
+    heads, plain = qkv.view(rows, -1, _HEAD_DIM)[:, : _HEADS + _KV_HEADS], torch.empty(rows + 16, width, dtype=dtype)
+
+    def theirs_rope() -> None:
+        rotated = rotate(heads, cos, sin).to(dtype).flatten(1)
+        plain[:, : rotated.shape[1]].index_copy_(0, slots, rotated)
+
+    yield Case(
+        "rope and cache write",
+        f"{rows}x{width}",
+        lambda: rope(qkv, cos, sin, cache, 0, slots),
+        theirs_rope,
+        rows * (2 * width * size + 2 * _HEAD_DIM * 4),
+        rows * (_HEADS + _KV_HEADS) * _HEAD_DIM * 3,
+    )
+
+
+def _sampler_cases(library: CpuLibrary, rows: int) -> Iterator[Case]:
+    logits = torch.randn(rows, _VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    sampler, none, zero = CpuSampler(library), np.ones(rows), np.zeros(rows)
+    for name, temperature, top_k, top_p in (
+        ("greedy", 0.0, 0, 1.0),
+        ("plain", 1.0, 0, 1.0),
+        ("top_k 50", 1.0, 50, 1.0),
+        ("top_p 0.9", 1.0, 0, 0.9),
+    ):
+        columns = (none * temperature, none * top_k, none * top_p, zero, np.arange(rows), zero, zero)
+        yield Case(
+            f"sampler {name}",
+            f"{rows}x{_VOCAB}",
+            partial(sampler, logits, columns),
+            partial(_sample, logits, temperature, top_k, top_p),
+            rows * _VOCAB * 4,
+            rows * _VOCAB,
+        )
+
+
+def _gated(function: Callable[[torch.Tensor], torch.Tensor], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return function(gate) * up
+
+
+def _sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """The torch operations that any such draw needs."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    values = logits.topk(top_k).values if top_k else logits.sort(-1).values if top_p < 1 else logits
+    return torch.multinomial(values.softmax(-1), 1)
