@@ -29,8 +29,8 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
         model_config = read_model_config(path)
         weights = open_weights(config.load_format, path, model_config, dtype)
         library = start_cpu_kernels(config)
-        model = Llama(model_config, weights.tensors, dtype, config.numerics, library)
-        return LoadedModel(model, weights.fingerprint, weights.label)
+        native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
+        return LoadedModel(native, weights.fingerprint, weights.label)
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
     # Imported here: transformers takes seconds, and models of our own never need it.
