@@ -35,14 +35,23 @@ class ModelRunner:
     """Owns the runner's table, the sampling columns and the KV cache."""
 
     def __init__(
-        self, model: Model, *, num_rows: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        model: Model,
+        *,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        eos_token_ids: tuple[int, ...],
+        num_swap_blocks: int = 0,
     ) -> None:
-        """Errors: MemoryError when the cache cannot be allocated."""
+        """num_swap_blocks: of the host pool, to which preempted requests are copied. Errors: MemoryError when a cache
+        cannot be allocated."""
         self.model = model
         self.block_size = block_size
         self.table = RunnerTable(num_rows, block_size)
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
         self.cache = model.allocate_cache(num_blocks, block_size)
+        self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and append what it sampled to the table."""
@@ -67,6 +76,9 @@ class ModelRunner:
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.table.apply(plan)
+        if self.swap_cache is not None:
+            self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
+            self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
         for row in plan.removed_rows.tolist():
             self.sampling.remove(row)
         for new in plan.added:
