@@ -116,9 +116,9 @@ def crossing_counts(num_rows: int, num_crossing: int) -> list[Counter[str]]:
     messages = [request(number, 31 if number < num_crossing else 20) for number in range(num_rows)]
     engine = prefilled(messages)
     free_before = engine.scheduler.pool.num_free
-    names_before = engine.scheduler.pool.num_remembered
+    names_before = len(engine.scheduler.pool.names)
     counts = [phases_of_step(engine), phases_of_step(engine)]
-    assert engine.scheduler.pool.num_remembered - names_before == num_crossing
+    assert len(engine.scheduler.pool.names) - names_before == num_crossing
     assert free_before - engine.scheduler.pool.num_free == num_crossing
     return counts
 
