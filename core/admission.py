@@ -112,7 +112,7 @@ class Admission:
 
     def _try(self, request: Request, draft: Draft, room: "_Room") -> Examined | None:
         """Start the request, or say what it lacks; nobody is preempted for one that cannot start."""
-        if any(preempted.request is request for preempted in draft.preempted):
+        if draft.preempted and any(preempted.request is request for preempted in draft.preempted):
             return Examined(request, Verdict.PREEMPTED, 0, 0)
         needs = self._needs(request, draft)
         lack = needs.num_blocks - len(needs.hits) - self._blocks_left(request, needs, draft, room)
@@ -133,14 +133,15 @@ class Admission:
             return Examined(request, Verdict.NO_BUDGET, needs.least_tokens, budget)
         if needs.num_computed_tokens + num_tokens < request.num_tokens and room.partial >= self._max_partial:
             return Examined(request, Verdict.PARTIAL_PREFILLS, 1, 0)
-        for row in victims.tolist():
-            room.make(self._batch.num_promised_blocks_of(row))
-            self._preemption.preempt(draft, row, Cause.MORE_URGENT)
+        if len(victims):
+            for row in victims.tolist():
+                room.make(self._batch.num_promised_blocks_of(row))
+                self._preemption.preempt(draft, row, Cause.MORE_URGENT)
+            left = self._blocks_left(request, needs, draft, room)
+            if needs.num_blocks - len(needs.hits) > left:
+                return Examined(request, Verdict.FENCED, needs.num_blocks - len(needs.hits), left)
         if draft.budget < num_tokens:
             draft.take_budget(skipped, num_tokens - draft.budget)
-        left = self._blocks_left(request, needs, draft, room)
-        if needs.num_blocks - len(needs.hits) > left:
-            return Examined(request, Verdict.FENCED, needs.num_blocks - len(needs.hits), left)
         self._start(request, needs, num_tokens, draft, room)
         return None
 
@@ -165,7 +166,8 @@ class Admission:
         if len(self._batch) or draft.starts:
             most = -(-(request.max_total_tokens - 1) // self._batch.block_size) - needs.num_blocks
             margin = self._watermark + min((1 << request.num_preemptions) - 1, most)
-        return pool.num_free - pool.num_revived(needs.hits) - room.promised - margin
+        revived = pool.num_revived(needs.hits) if len(needs.hits) else 0
+        return pool.num_free - revived - room.promised - margin
 
     def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
         """How many of these rows must go, from the first on, to make room for so many rows and blocks, and how many
@@ -184,13 +186,13 @@ class Admission:
         batch, size, hits = self._batch, self._batch.block_size, needs.hits
         end = needs.num_computed_tokens + count
         num_given = needs.num_blocks if needs.is_reserved else -(-end // size)
-        batch.pool.hold(hits)  # before anything is allocated, which might evict them
+        if len(hits):
+            batch.pool.hold(hits)  # before anything is allocated, which might evict them
         block_ids = batch.pool.allocate(num_given - len(hits))
         if len(hits):
             block_ids = np.concatenate([hits, block_ids])
         full = end // size  # named now, so that who starts after it in this step finds them
-        tokens = request.token_ids[len(hits) * size : full * size]
-        content = batch.prefix_cache.name_run(block_ids[len(hits) : full], needs.content, tokens)
+        content = batch.prefix_cache.name_first_blocks(request, block_ids[:full], len(hits), needs.content)
         self._preemption.swap_in(request, block_ids, len(hits))
         draft.starts.append(Start(request, block_ids, needs.num_computed_tokens, full, content, count))
         draft.budget -= count

@@ -78,15 +78,15 @@ class Batch:
             gone = np.zeros(len(table.tenancy), np.bool_)
             gone[rows] = True
             self.rows = self.rows[~gone[self.rows]]
-        numbers = rows.tolist()
-        self.carried.removed_rows.extend(numbers)
-        return table.remove(numbers)
+        self.carried.removed_rows.extend(rows.tolist())
+        return table.remove(rows)
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that goes on later: it gets its tokens back."""
         token_ids = self.table.token_ids(row)
         (request,) = self.release(np.array([row]))
         request.token_ids = token_ids
+        self.prefix_cache.prepare(request)
         return request
 
     def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:

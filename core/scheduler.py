@@ -77,6 +77,7 @@ class Scheduler:
             request.arrival_ns = now_ns
             self._requests.add(request, deadline_ns)
             self.policy.arrive(request)
+            self.batch.prefix_cache.prepare(request)
             self.waiting.push(request)
 
     def finish_requests(self, client: int, numbers: list[int], choices: list[int] | None = None) -> None:

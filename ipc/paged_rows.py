@@ -67,9 +67,26 @@ class PagedRows:
         positions = np.arange(length, end)
         self._flat[self._slots_of_row(row, positions)] = values
 
+    def fill(self, rows: Ints, values: list[Ints]) -> None:
+        """Write values[i] at positions 0, 1, ... of rows[i], which are clear; one write for all."""
+        lengths = np.array([len(part) for part in values])
+        counts = (lengths + self._mask) >> self._shift
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            self._add_pages(row, count)
+        firsts = np.cumsum(lengths) - lengths
+        positions = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
+        self._flat[self._slots(np.repeat(rows, lengths), positions)] = np.concatenate(values)
+
     def read(self, row: int, start: int, stop: int) -> Int32s:
         """A copy of positions start..stop-1 of one row."""
         return self._flat[self._slots_of_row(row, np.arange(start, stop))]
+
+    def clear_all(self, rows: Ints) -> None:
+        """Give the pages of these rows back."""
+        counts = self._num_pages[rows]
+        used = np.arange(self._index.shape[1]) < counts[:, None]
+        self._free.extend(self._index[rows][used].tolist()[::-1])
+        self._num_pages[rows] = 0
 
     def clear(self, row: int) -> None:
         """Give the row's pages back."""
@@ -98,8 +115,11 @@ class PagedRows:
             self._index = wider
         while len(self._free) < count - have:
             self._grow_pool()
-        for page in range(have, count):
-            self._index[row, page] = self._free.pop()
+        if count == have + 1:
+            self._index[row, have] = self._free.pop()
+        else:
+            self._index[row, have:count] = self._free[: have - count - 1 : -1]
+            del self._free[have - count :]
         self._num_pages[row] = count
 
     def _grow_pool(self) -> None:
