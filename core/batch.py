@@ -25,7 +25,7 @@ class Batch:
         self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
         self.stop_check = StopCheck(self.table, eos_token_ids)
         self.rows: Ints = np.zeros(0, np.int64)
-        self.in_flight: deque[tuple[int, Ints]] = deque()  # (step, tenancy of the plan's rows)
+        self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.carried = Carried()
 
     def __len__(self) -> int:

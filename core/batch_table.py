@@ -158,13 +158,15 @@ class BatchTable:
         self.num_blocks[rows] += counts
         return block_rows
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
-        """One sampled token for each of these rows."""
+    def append_tokens(self, rows: Ints, token_ids: Int32s) -> Ints:
+        """One sampled token for each of these rows; returns their tokens now."""
         lengths = self.num_tokens[rows]
-        self.tokens.ensure(rows, lengths + 1)
+        longer: Ints = lengths + 1
+        self.tokens.ensure(rows, longer)
         self.tokens.set(rows, lengths, token_ids)
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows] = longer
         self.num_placeholders[rows] -= 1
+        return longer
 
     def check_integrity(self, running: Ints) -> None:
         """AssertionError with the numbers when a column contradicts another or the list of running rows."""

@@ -51,7 +51,7 @@ class BlockNames:
         self.content = np.zeros(num_blocks, np.int64)
         self.events: KVEventLog | None = None  # set while somebody listens
         self._parent = np.zeros(num_blocks, np.int64)
-        self._key = np.zeros(num_blocks, np.uint64)
+        self._key = [0] * num_blocks
         self._tokens = np.zeros((num_blocks, block_size), np.int32)
         self._block_of_key: dict[int, int] = {}
         self._num_contents = 0
@@ -85,17 +85,15 @@ class BlockNames:
         keys = hash_blocks(token_ids)
         keys = (parents.astype(np.uint64) * np.uint64(_ODD_CONTENT) + keys) * np.uint64(_ODD_FINAL)
         keys ^= keys >> np.uint64(32)
-        enter = self._block_of_key.setdefault
-        owners = np.array(
-            [enter(key, block) for key, block in zip(keys.tolist(), blocks.tolist(), strict=True)], np.int64
-        )
+        numbers = keys.tolist()
+        owners = np.array(list(map(self._block_of_key.setdefault, numbers, blocks.tolist())), np.int64)
         contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
         self._num_contents += len(blocks)
         new = owners == blocks
         if new.all():
-            self._enter(blocks, contents, parents, keys, token_ids)
+            self._enter(blocks, contents, parents, numbers, token_ids)
             return contents
-        self._enter(blocks[new], contents[new], parents[new], keys[new], token_ids[new])
+        self._enter(blocks[new], contents[new], parents[new], keys[new].tolist(), token_ids[new])
         old = np.flatnonzero(~new)
         same = self._parent[owners[old]] == parents[old]
         same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
@@ -107,7 +105,8 @@ class BlockNames:
         last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
         content, enter = parent, self._block_of_key.setdefault
         for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
-            key = _key(content, value)
+            key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
+            key ^= key >> 32
             owner = enter(key, block)
             if owner != block and self._holds(owner, content, token_ids[index]):
                 content = int(self.content[owner])
@@ -127,8 +126,8 @@ class BlockNames:
         """These blocks, which have names, are not found any more."""
         if self.events is not None:
             self.events.removed(self.content[blocks])
-        for key in self._key[blocks].tolist():
-            del self._block_of_key[key]
+        for block in blocks.tolist():
+            del self._block_of_key[self._key[block]]
         self.content[blocks] = UNNAMED
 
     def forget_all(self) -> None:
@@ -141,12 +140,13 @@ class BlockNames:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 
     def _enter(
-        self, blocks: Int32s, contents: Ints, parents: Ints, keys: npt.NDArray[np.uint64], token_ids: Int32s
+        self, blocks: Int32s, contents: Ints, parents: Ints, keys: list[int], token_ids: Int32s
     ) -> None:
         self.content[blocks] = contents
         self._parent[blocks] = parents
-        self._key[blocks] = keys
         self._tokens[blocks] = token_ids
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            self._key[block] = key
         if self.events is not None:
             self.events.stored(contents, parents, token_ids)
 

@@ -74,8 +74,7 @@ class PrefixCache:
     def _name_one_each(self, rows: Ints, indices: Ints) -> None:
         """The rows' blocks at these indices."""
         table, size = self._table, self._block_size
-        positions = (indices * size)[:, None] + np.arange(size)
-        token_ids = table.tokens.get(np.repeat(rows, size), positions.reshape(-1)).reshape(-1, size)
+        token_ids = table.tokens.get_runs(rows, indices * size, size)
         blocks = table.blocks.get(rows, indices)
         table.content[rows] = self._names.name(blocks, table.content[rows], token_ids)
         table.num_named_blocks[rows] = indices + 1
