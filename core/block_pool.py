@@ -38,6 +38,7 @@ class BlockPool:
         self._tail = 0
         self._ring_position = np.full(num_blocks, _NOT_IN_RING, np.int64)  # block -> its live entry
         self._num_cached = 0
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Int32s]] = deque()
         self.num_fenced = 0
@@ -82,9 +83,10 @@ class BlockPool:
         counts = self.ref_count[blocks]
         assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
         released = blocks[counts == 0]
-        _, last = np.unique(released[::-1], return_index=True)
-        if len(last) < len(released):  # shared by requests that end together: goes with the last of them
-            released = released[np.sort(len(released) - 1 - last)]
+        places = np.arange(len(released))
+        self._place[released] = places
+        if (last := self._place[released] == places).sum() < len(released):
+            released = released[last]  # shared by requests that end together: goes with the last of them
         if fence is None:
             self._make_free(released)
         elif len(released):

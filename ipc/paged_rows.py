@@ -84,9 +84,7 @@ class PagedRows:
     def fill(self, rows: Ints, values: list[Ints]) -> None:
         """Write values[i] at positions 0, 1, ... of rows[i], which are clear; one write for all."""
         lengths = np.array([len(part) for part in values])
-        counts = (lengths + self._mask) >> self._shift
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            self._add_pages(row, count)
+        self.ensure(rows, lengths)
         firsts = np.cumsum(lengths) - lengths
         positions = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
         self._flat[self._slots(np.repeat(rows, lengths), positions)] = np.concatenate(values)
