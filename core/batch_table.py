@@ -4,10 +4,24 @@ Row numbers are stable while a request runs and are reused after it; `tenancy` t
 Token ids and block tables lie in paged pools addressed by the row.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from core.request import NO_ROW, Request
 from ipc.paged_rows import Int32s, Ints, PagedRows
+
+
+class Start(NamedTuple):
+    """A request that is to have a row."""
+
+    request: Request
+    block_ids: Int32s  # enough for this step's tokens
+    num_computed_tokens: int
+    num_named_blocks: int
+    content: int  # of the named blocks
+    count: int  # tokens of this step
+
 
 TOKENS_PER_PAGE = 256
 BLOCKS_PER_PAGE = 64
@@ -24,7 +38,9 @@ class BatchTable:
     num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
     max_total_tokens [rows]: a request with so many tokens is finished
     min_total_tokens [rows]: below it nothing but the length ends a request
-    num_blocks, num_hashed_blocks [rows]: blocks in the row's table; those whose content has a name
+    num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
+    content [rows]: number of the content of the named blocks; see core/block_names.py
+    rank, serial, level [rows]: the request's place in the order of the scheduling policy
     ignore_eos, has_stop_ids [rows] bool
     """
 
@@ -40,7 +56,11 @@ class BatchTable:
         self.max_total_tokens = np.zeros(num_rows, np.int64)
         self.min_total_tokens = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
-        self.num_hashed_blocks = np.zeros(num_rows, np.int64)
+        self.num_named_blocks = np.zeros(num_rows, np.int64)
+        self.content = np.zeros(num_rows, np.int64)
+        self.rank = np.zeros(num_rows, np.int64)
+        self.serial = np.zeros(num_rows, np.int64)
+        self.level = np.zeros(num_rows, np.int64)
         self.ignore_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
@@ -49,42 +69,82 @@ class BatchTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_tenancies = 0
 
-    def add(self, request: Request, num_computed_tokens: int, block_ids: Int32s, num_hashed_blocks: int) -> int:
-        """Give the request a row; its tokens move into the table."""
-        row = self._free_rows.pop()
-        self.tenancy[row] = self._num_tenancies
-        self._num_tenancies += 1
-        self.client[row] = request.client
-        self.number[row] = request.number
-        self.choice[row] = request.choice
-        self.num_tokens[row] = request.num_tokens
-        self.num_placeholders[row] = 0
-        self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.num_computed_tokens[row] = num_computed_tokens
-        self.max_total_tokens[row] = request.max_total_tokens
-        self.min_total_tokens[row] = request.num_prompt_tokens + request.params.min_tokens
-        self.num_blocks[row] = len(block_ids)
-        self.num_hashed_blocks[row] = num_hashed_blocks
-        self.ignore_eos[row] = request.params.ignore_eos
-        self.has_stop_ids[row] = bool(request.params.stop_token_ids)
-        self.tokens.extend(row, 0, request.token_ids)
-        self.blocks.extend(row, 0, block_ids)
-        self.request[row] = request
-        request.row = row
-        return row
+    def add(self, starts: list[Start]) -> Ints:
+        """Give these requests rows; their tokens move into the table."""
+        rows = np.array([self._free_rows.pop() for _ in starts])
+        requests = [start.request for start in starts]
+        self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
+        self._num_tenancies += len(rows)
+        self._set(rows, np.array([self._entries(start) for start in starts]))
+        self.num_placeholders[rows] = 0
+        self.ignore_eos[rows] = [request.params.ignore_eos for request in requests]
+        self.has_stop_ids[rows] = [bool(request.params.stop_token_ids) for request in requests]
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            request.row = row
+            self.request[row] = request
+        self.tokens.fill(rows, [request.token_ids for request in requests])
+        self.blocks.fill(rows, [start.block_ids for start in starts])
+        return rows
 
-    def remove(self, row: int) -> Request:
-        """Free the row; the request gets its tokens back. The caller has taken care of the blocks."""
-        request = self.request[row]
-        assert request is not None, f"row {row} is free"
-        request.token_ids = self.tokens.read(row, 0, int(self.num_tokens[row]))
-        request.row = NO_ROW
-        self.tokens.clear(row)
-        self.blocks.clear(row)
-        self.tenancy[row] = FREE_ROW
-        self.request[row] = None
-        self._free_rows.append(row)
-        return request
+    def _entries(self, start: Start) -> tuple[int, ...]:
+        """In the order of _set()."""
+        request = start.request
+        num_prompt_tokens = request.num_prompt_tokens
+        return (
+            request.client,
+            request.number,
+            request.choice,
+            request.num_tokens,
+            num_prompt_tokens,
+            start.num_computed_tokens,
+            request.max_total_tokens,
+            num_prompt_tokens + request.params.min_tokens,
+            len(start.block_ids),
+            start.num_named_blocks,
+            start.content,
+            request.rank,
+            request.serial,
+            request.level,
+        )
+
+    def _set(self, rows: Ints, entries: Ints) -> None:
+        columns = (
+            self.client,
+            self.number,
+            self.choice,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.max_total_tokens,
+            self.min_total_tokens,
+            self.num_blocks,
+            self.num_named_blocks,
+            self.content,
+            self.rank,
+            self.serial,
+            self.level,
+        )
+        for column, values in zip(columns, entries.T, strict=True):
+            column[rows] = values
+
+    def remove(self, rows: Ints) -> list[Request]:
+        """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
+        removed = []
+        for row in rows.tolist():
+            request = self.request[row]
+            assert request is not None, f"row {row} is free"
+            request.row = NO_ROW
+            self.request[row] = None
+            removed.append(request)
+        self.tokens.clear_all(rows)
+        self.blocks.clear_all(rows)
+        self.tenancy[rows] = FREE_ROW
+        self._free_rows.extend(rows.tolist())
+        return removed
+
+    def token_ids(self, row: int) -> Int32s:
+        """Prompt and output so far."""
+        return self.tokens.read(row, 0, int(self.num_tokens[row]))
 
     def block_ids(self, row: int) -> Int32s:
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
@@ -99,13 +159,15 @@ class BatchTable:
         self.num_blocks[rows] += counts
         return block_rows
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
-        """One sampled token for each of these rows."""
+    def append_tokens(self, rows: Ints, token_ids: Int32s) -> Ints:
+        """One sampled token for each of these rows; returns their tokens now."""
         lengths = self.num_tokens[rows]
-        self.tokens.ensure(rows, lengths + 1)
+        longer: Ints = lengths + 1
+        self.tokens.ensure(rows, longer)
         self.tokens.set(rows, lengths, token_ids)
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows] = longer
         self.num_placeholders[rows] -= 1
+        return longer
 
     def check_integrity(self, running: Ints) -> None:
         """AssertionError with the numbers when a column contradicts another or the list of running rows."""
@@ -120,4 +182,4 @@ class BatchTable:
         assert (self.num_computed_tokens[used] <= known).all(), f"computed {self.num_computed_tokens[used]} of {known}"
         assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
         assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
-        assert (self.num_hashed_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"
+        assert (self.num_named_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"

@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from core.block_names import UNNAMED, BlockNames
 from ipc.paged_rows import Int32s, Ints
 
 NULL_BLOCK = 0
@@ -24,14 +25,12 @@ class BlockPool:
     that touches it is in flight; free after that step's update).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.ref_count[NULL_BLOCK] = 1
-        self._digest: list[bytes | None] = [None] * num_blocks
-        self._has_digest = np.zeros(num_blocks, np.bool_)
-        self._block_of_digest: dict[bytes, int] = {}
+        self.names = BlockNames(num_blocks, block_size)
         self._blank = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack: the top is the end
         self._num_blank = num_blocks - 1
         self._ring = np.zeros(2 * num_blocks, np.int32)  # freed cached blocks, oldest at head; some entries stale
@@ -39,6 +38,7 @@ class BlockPool:
         self._tail = 0
         self._ring_position = np.full(num_blocks, _NOT_IN_RING, np.int64)  # block -> its live entry
         self._num_cached = 0
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Int32s]] = deque()
         self.num_fenced = 0
@@ -48,30 +48,19 @@ class BlockPool:
         """Blocks that allocate() can hand out now."""
         return self._num_blank + self._num_cached
 
-    @property
-    def num_remembered(self) -> int:
-        """Blocks findable by content, held or free."""
-        return len(self._block_of_digest)
-
     def allocate(self, count: int) -> Int32s:
         """Blocks with ref_count 1. The caller has compared count with num_free."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
         from_blank = min(count, self._num_blank)
-        blank = self._blank[self._num_blank - from_blank : self._num_blank][::-1]
-        self._num_blank -= from_blank
-        blocks = blank.copy() if from_blank == count else np.concatenate([blank, self._evict(count - from_blank)])
+        if from_blank:
+            blocks = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
+            self._num_blank -= from_blank
+            if from_blank < count:
+                blocks = np.concatenate([blocks, self._evict(count - from_blank)])
+        else:
+            blocks = self._evict(count)
         self.ref_count[blocks] = 1
         return blocks
-
-    def find(self, digests: list[bytes]) -> Int32s:
-        """Blocks of the longest run of known digests from the start."""
-        found = []
-        for digest in digests:
-            block = self._block_of_digest.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        return np.array(found, np.int32)
 
     def num_revived(self, blocks: Int32s) -> int:
         """How many of these found blocks are free now, and would leave the free lists when held."""
@@ -85,24 +74,22 @@ class BlockPool:
         self._fence_of[blocks] = _NO_FENCE
         self.ref_count[blocks] += 1
 
-    def remember(self, block: int, digest: bytes) -> None:
-        """Make a held block findable. The first block of a content keeps the name: block tables are append-only."""
-        if digest not in self._block_of_digest:
-            assert self._digest[block] is None, f"block {block} has a name already"
-            self._block_of_digest[digest] = block
-            self._digest[block] = digest
-            self._has_digest[block] = True
-
     def free(self, blocks: Int32s, fence: int | None) -> None:
-        """Drop one reference to each of these distinct blocks, which go in this order: give a request's tail first.
+        """Drop one reference for each of these, which go in this order: give a request's tail first.
 
         fence: the last step in flight that may touch them, None when there is none.
         """
-        self.ref_count[blocks] -= 1
-        released = blocks[self.ref_count[blocks] == 0]
-        assert not len(blocks) or self.ref_count[blocks].min() >= 0, (
-            f"freed twice: {blocks[self.ref_count[blocks] < 0]}"
-        )
+        places = np.arange(len(blocks))
+        self._place[blocks] = places
+        last = self._place[blocks] == places
+        if last.all():
+            self.ref_count[blocks] -= 1
+        else:  # shared by requests that end together: goes with the last of them
+            np.subtract.at(self.ref_count, blocks, 1)
+            blocks = blocks[last]
+        counts = self.ref_count[blocks]
+        assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
+        released = blocks[counts == 0]
         if fence is None:
             self._make_free(released)
         elif len(released):
@@ -124,26 +111,17 @@ class BlockPool:
         entries = np.arange(self._head, self._tail)
         blocks = self._ring[entries % len(self._ring)]
         free = blocks[self._ring_position[blocks] == entries]
-        for digest, block in self._block_of_digest.items():
-            assert self._digest[block] == digest, f"block {block} lost its name"
-            self._digest[block] = None
-        self._block_of_digest.clear()
-        self._has_digest[:] = False
+        self.names.forget_all()
         self._ring_position[:] = _NOT_IN_RING
         self._head = self._tail = self._num_cached = 0
         self._push_blank(free)
 
     def forget_names(self, blocks: Int32s) -> None:
         """These held blocks are not found any more."""
-        for block in blocks[self._has_digest[blocks]].tolist():
-            digest = self._digest[block]
-            assert digest is not None, f"block {block} should have a name"
-            del self._block_of_digest[digest]
-            self._digest[block] = None
-        self._has_digest[blocks] = False
+        self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
 
     def _make_free(self, blocks: Int32s) -> None:
-        named = self._has_digest[blocks]
+        named = self.names.content[blocks] != UNNAMED
         self._push_blank(blocks[~named])
         self._push_ring(blocks[named])
 
@@ -170,6 +148,19 @@ class BlockPool:
 
     def _evict(self, count: int) -> Int32s:
         """The count least recently freed cached blocks, forgotten."""
+        evicted = self._oldest(count)
+        self.names.forget(evicted)
+        self._ring_position[evicted] = _NOT_IN_RING
+        self._num_cached -= count
+        return evicted
+
+    def _oldest(self, count: int) -> Int32s:
+        """Take them off the ring."""
+        start = self._head % len(self._ring)
+        first = self._ring[start : start + count]
+        if len(first) == count and (self._ring_position[first] == np.arange(self._head, self._head + count)).all():
+            self._head += count  # none of them was revived meanwhile
+            return first.copy()
         victims: list[Int32s] = []
         missing = count
         while missing:
@@ -180,16 +171,7 @@ class BlockPool:
             self._head += int(live[-1]) + 1 if len(live) == missing else len(entries)
             victims.append(blocks[live])
             missing -= len(live)
-        evicted = np.concatenate(victims)
-        for block in evicted.tolist():
-            digest = self._digest[block]
-            assert digest is not None, f"block {block} is in the ring without a name"
-            del self._block_of_digest[digest]
-            self._digest[block] = None
-        self._has_digest[evicted] = False
-        self._ring_position[evicted] = _NOT_IN_RING
-        self._num_cached -= count
-        return evicted
+        return np.concatenate(victims)
 
     def check_integrity(self, tables: list[Ints]) -> None:
         """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""
@@ -215,10 +197,7 @@ class BlockPool:
         self._check_names(states)
 
     def _check_names(self, states: npt.NDArray[np.bool_]) -> None:
-        for digest, block in self._block_of_digest.items():
-            assert self._digest[block] == digest, f"block {block} does not know its name"
-        named = np.flatnonzero(self._has_digest)
-        assert len(named) == len(self._block_of_digest), f"{len(named)} named, {len(self._block_of_digest)} findable"
+        self.names.check_integrity()
+        named = self.names.content != UNNAMED
         assert not states[named, 1].any(), "a blank block has a name"
-        cached = np.flatnonzero(states[:, 2])
-        assert self._has_digest[cached].all(), "a block without a name is in the ring"
+        assert named[states[:, 2]].all(), "a block without a name is in the ring"

@@ -114,6 +114,7 @@ class _Tap:
         self.info = executor.info
         self.determine_num_available_blocks = executor.determine_num_available_blocks
         self.initialize_cache = executor.initialize_cache
+        self.measure_costs = executor.measure_costs
         self.close = executor.close
         self._execute = executor.execute
         self._on_plan = on_plan

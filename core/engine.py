@@ -110,7 +110,7 @@ class EngineCore:
         choices = [request_from_message(message, client, serial + n, length, n) for n in range(message.params.n)]
         self._num_requests += len(choices)
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
-        self.scheduler.add_request(choices, deadline_ns)
+        self.scheduler.add_request(choices, now_ns, deadline_ns)
 
     def statistics(self, call: int) -> Statistics:
         scheduler = self.scheduler

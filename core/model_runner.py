@@ -44,8 +44,10 @@ class ModelRunner:
         block_size: int,
         eos_token_ids: tuple[int, ...],
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        num_swap_blocks: int = 0,
     ) -> None:
-        """Errors: MemoryError when the cache cannot be allocated."""
+        """num_swap_blocks: of the host pool, to which preempted requests are copied. Errors: MemoryError when a cache
+        cannot be allocated."""
         self.model = model
         self._tells_processed = logprobs_mode.startswith("processed")
         self._tells_logits = logprobs_mode.endswith("logits")
@@ -53,6 +55,7 @@ class ModelRunner:
         self.table = RunnerTable(num_rows, block_size)
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
         self.cache = model.allocate_cache(num_blocks, block_size)
+        self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and append what it sampled to the table."""
@@ -79,6 +82,9 @@ class ModelRunner:
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.table.apply(plan)
+        if self.swap_cache is not None:
+            self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
+            self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
         for row in plan.removed_rows.tolist():
             self.sampling.remove(row)
         for new in plan.added:

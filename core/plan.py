@@ -22,6 +22,9 @@ NO_TOKEN = -1
 FAILED_TOKEN = -2
 
 
+_NO_BLOCKS = np.zeros(0, np.int32)
+
+
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A request that begins (or begins again after preemption) in this step, and all the executor must know of it."""
 
@@ -41,7 +44,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step's plan. The executor applies removed, added and new blocks, in that order, then runs the batch."""
+    """One step's plan. The executor applies removed, added and new blocks, then copies blocks out of the cache to the
+    host and from the host back into it, in that order, then runs the batch."""
 
     step: int
     removed_rows: Int32s  # rows whose request finished, was aborted or preempted; may be added again in this plan
@@ -50,6 +54,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_ids: Int32s  # [n]
     rows: Int32s  # [R] the batch, in scheduling order
     num_scheduled_tokens: Int32s  # [R] > 0
+    swapped_out_blocks: Int32s = _NO_BLOCKS  # [n] of the cache, copied to
+    swapped_out_slots: Int32s = _NO_BLOCKS  # [n] blocks of the host pool
+    swapped_in_slots: Int32s = _NO_BLOCKS  # [m] of the host pool, copied to
+    swapped_in_blocks: Int32s = _NO_BLOCKS  # [m] blocks of the cache
 
     @property
     def num_tokens(self) -> int:

@@ -1,84 +1,82 @@
-"""PrefixCache: whole KV blocks found again by their content.
-
-A block's name is a chained hash over (parent block, tokens, extra keys). blake2b-128 is cryptographic, so a hit needs
-no comparison of tokens; it is keyed by nothing, so a log replays equal.
-"""
-
-from hashlib import blake2b
+"""PrefixCache: whole KV blocks found again by their content. See core/block_names.py for how."""
 
 import numpy as np
 
 from core.batch_table import BatchTable
-from core.block_pool import BlockPool
+from core.block_names import BlockNames, hash_blocks, root_content
 from core.request import Request
 from ipc.paged_rows import Int32s, Ints
 
-DIGEST_BYTES = 16
-
-
-def root_digest(cache_salt: str) -> bytes:
-    """Parent of a request's first block. Extra keys are tagged: a salt can never equal a key of another kind."""
-    salt = cache_salt.encode()
-    return blake2b(b"cache_salt" + len(salt).to_bytes(4, "little") + salt, digest_size=DIGEST_BYTES).digest()
-
-
-def block_digest(parent: bytes, token_ids: Int32s) -> bytes:
-    """token_ids: the block's int32[block_size]."""
-    return blake2b(parent + token_ids.tobytes(), digest_size=DIGEST_BYTES).digest()
-
-
-def extend_digests(digests: list[bytes], token_ids: Int32s, block_size: int, cache_salt: str) -> None:
-    """Append the digests of the whole blocks in token_ids, which begin where the digests end."""
-    parent = digests[-1] if digests else root_digest(cache_salt)
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_digest(parent, token_ids[start : start + block_size])
-        digests.append(parent)
+_NONE = np.zeros(0, np.int32)
 
 
 class PrefixCache:
-    """Names the blocks of running rows in the pool, and finds the blocks of waiting requests."""
+    """Names the blocks of running rows and finds the blocks of waiting requests."""
 
-    def __init__(self, table: BatchTable, pool: BlockPool, block_size: int, enabled: bool) -> None:
+    def __init__(self, table: BatchTable, names: BlockNames, enabled: bool) -> None:
         self._table = table
-        self._pool = pool
-        self._block_size = block_size
+        self._names = names
+        self._block_size = names.block_size
         self._enabled = enabled
 
-    def find(self, request: Request) -> Int32s:
-        """Blocks that hold the waiting request's first tokens; never its last token, which has to be computed; none
-        where the prompt's log probabilities are wanted, for which all of it has to be."""
-        if not self._enabled or request.wants_prompt_logprobs:
-            return np.zeros(0, np.int32)
-        start = len(request.digests) * self._block_size
-        extend_digests(request.digests, request.token_ids[start:], self._block_size, request.cache_salt)
-        return self._pool.find(request.digests[: (request.num_tokens - 1) // self._block_size])
+    def prepare(self, request: Request) -> None:
+        """Hash the blocks of a request that is going to wait: it may be looked up in many steps, and is hashed once."""
+        if self._enabled and (count := request.num_tokens // self._block_size) > (have := len(request.block_hashes)):
+            token_ids = request.token_ids[have * self._block_size : count * self._block_size]
+            request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
 
-    def name_full_blocks(self, rows: Ints) -> None:
-        """Name the blocks whose tokens are all known and computed by the end of the step being planned.
+    def find(self, request: Request) -> tuple[Int32s, int]:
+        """Blocks that hold the waiting request's first tokens, and the content of the last; never its last token,
+        which has to be computed; none where the prompt's log probabilities are wanted, for which all of it has to
+        be."""
+        root = root_content(request.cache_salt)
+        if not self._enabled or request.wants_prompt_logprobs:
+            return _NONE, root
+        count = (request.num_tokens - 1) // self._block_size
+        if not count or not self._names.knows(root, request.block_hashes[0]):
+            return _NONE, root
+        token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
+        return self._names.find(root, token_ids, request.block_hashes[:count])
+
+    def name_full_blocks(self, rows: Ints, ends: Ints) -> None:
+        """Name the blocks whose tokens are all known and computed by the end of the step being planned, which is when
+        `ends` tokens of these rows are.
 
         Whoever finds them runs in this step or a later one, and every layer stores the step's K and V before it reads.
         """
         if not self._enabled:
             return
         table = self._table
-        full = np.minimum(table.num_computed_tokens[rows], table.num_tokens[rows]) // self._block_size
-        more = full > table.num_hashed_blocks[rows]
-        for row, end in zip(rows[more].tolist(), full[more].tolist(), strict=True):
-            self._name_blocks(row, end)
+        named = table.num_named_blocks[rows]
+        more = np.minimum(ends, table.num_tokens[rows]) // self._block_size - named
+        full = more > 0
+        if not full.any():
+            return
+        rows, named, more = rows[full], named[full], more[full]
+        one = more == 1
+        if one.any():
+            self._name_one_each(rows[one], named[one])
+        for row, start, count in zip(rows[~one].tolist(), named[~one].tolist(), more[~one].tolist(), strict=True):
+            blocks = table.blocks.read(row, start, start + count)
+            tokens = table.tokens.read(row, start * self._block_size, (start + count) * self._block_size)
+            tokens = tokens.reshape(count, self._block_size)
+            hashes = hash_blocks(tokens).tolist()
+            table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
+            table.num_named_blocks[row] = start + count
 
-    def name_started_blocks(self, row: int, num_tokens: int) -> None:
-        """As name_full_blocks, for a row that starts with these tokens: who starts after it in this step finds them."""
-        if self._enabled and num_tokens // self._block_size > self._table.num_hashed_blocks[row]:
-            self._name_blocks(row, num_tokens // self._block_size)
+    def name_first_blocks(self, request: Request, blocks: Int32s, num_named: int, parent: int) -> int:
+        """Name the request's first blocks, which are full, from num_named on; returns the content of the last."""
+        count = len(blocks)
+        if not self._enabled or count == num_named:
+            return parent
+        token_ids = request.token_ids[num_named * self._block_size : count * self._block_size]
+        token_ids = token_ids.reshape(-1, self._block_size)
+        return self._names.name_run(blocks[num_named:], parent, token_ids, request.block_hashes[num_named:count])
 
-    def _name_blocks(self, row: int, end: int) -> None:
-        table, request = self._table, self._table.request[row]
-        assert request is not None, f"row {row} is scheduled and free"
-        have = len(request.digests)
-        if have < end:
-            tokens = table.tokens.read(row, have * self._block_size, end * self._block_size)
-            extend_digests(request.digests, tokens, self._block_size, request.cache_salt)
-        start = int(table.num_hashed_blocks[row])
-        for index, block in enumerate(table.blocks.read(row, start, end).tolist(), start):
-            self._pool.remember(block, request.digests[index])
-        table.num_hashed_blocks[row] = end
+    def _name_one_each(self, rows: Ints, indices: Ints) -> None:
+        """The rows' blocks at these indices."""
+        table, size = self._table, self._block_size
+        token_ids = table.tokens.get_runs(rows, indices * size, size)
+        blocks = table.blocks.get(rows, indices)
+        table.content[rows] = self._names.name(blocks, table.content[rows], token_ids)
+        table.num_named_blocks[rows] = indices + 1

@@ -1,5 +1,7 @@
 """Request: what the scheduler knows of one request apart from its row in the batch table."""
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
@@ -8,6 +10,13 @@ from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 
 NO_ROW = -1
+
+
+class Swapped(NamedTuple):
+    """What the host keeps of a preempted request."""
+
+    slots: Int32s  # blocks of the host pool, in the order of the request's tokens
+    num_computed_tokens: int  # that they hold
 
 
 class Request(msgspec.Struct, eq=False):
@@ -26,7 +35,15 @@ class Request(msgspec.Struct, eq=False):
     cache_salt: str
     choice: int = 0
     row: int = NO_ROW
-    digests: list[bytes] = msgspec.field(default_factory=list)  # of the whole blocks hashed so far
+    rank: int = 0  # of the scheduling policy: smaller goes first, then the smaller serial
+    level: int = 0  # of the scheduling policy: may take room from running requests of a larger one
+    arrival_ns: int = 0  # on the clock of the step
+    ticket: int = 0  # of its entry in the waiting queue; 0 = it has none
+    block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks, as far as it was looked up
+    swapped: Swapped | None = None
+    num_preemptions: int = 0  # for the room of requests of its own level
+    num_overtaken: int = 0  # by requests that started while this one, which was first, did not fit
+    num_computed_before: int = 0  # tokens computed when it was last preempted: computing them again is waste
     has_started: bool = False
     is_finished: bool = False
 

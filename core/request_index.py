@@ -25,6 +25,10 @@ class RequestIndex:
         """In order of arrival."""
         return [request for choices in self._clients.get(client, {}).values() for request in choices]
 
+    def all(self) -> list[Request]:
+        """Every live request; O(n)."""
+        return [request for client in self._clients for request in self.of_client(client)]
+
     def add(self, request: Request, deadline_ns: int) -> None:
         """deadline_ns: on the clock of the step; 0 = none."""
         self._clients.setdefault(request.client, {}).setdefault(request.number, []).append(request)

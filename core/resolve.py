@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from core.executor.interface import ModelInfo
+from core.executor.interface import Costs, ModelInfo
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 
@@ -24,7 +24,8 @@ def resolve(
     config: EngineConfig, info: ModelInfo, blocks_in: BlocksIn, *, total_memory_bytes: int, num_cpus: int
 ) -> EngineConfig:
     """The config with nothing left open: dtype, max_model_len, kv_cache_memory_bytes, num_blocks_override (the number
-    of KV blocks, null block included) and threads are set.
+    of KV blocks, null block included), threads and num_swap_blocks are set; the costs of preemption are left to
+    resolve_costs(), which needs the cache.
 
     Errors: ConfigError when max_model_len exceeds the model's; OutOfMemoryError when the cache cannot hold one request
     of max_model_len tokens, with the numbers and what to change.
@@ -46,7 +47,28 @@ def resolve(
         kv_cache_memory_bytes=memory_bytes,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
+        num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
     )
+
+
+def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineConfig:
+    """The config with the costs of preemption set: measured where they decide something and are not given."""
+    costs = Costs(1, 1)
+    if config.preemption_mode == "auto" and None in (config.recompute_ns_per_token, config.swap_ns_per_block):
+        costs = measure()
+    return msgspec.structs.replace(
+        config,
+        recompute_ns_per_token=config.recompute_ns_per_token or costs.recompute_ns_per_token,
+        swap_ns_per_block=config.swap_ns_per_block or costs.swap_ns_per_block,
+    )
+
+
+def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    if config.preemption_mode == "recompute":
+        return 0
+    if config.num_swap_blocks is not None:
+        return config.num_swap_blocks
+    return min(config.swap_space_bytes // bytes_per_block, 2**30)
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:

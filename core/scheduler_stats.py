@@ -19,6 +19,9 @@ class SchedulerStats(msgspec.Struct):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     max_used_blocks: int = 0
+    num_recomputed_tokens: int = 0  # computed before, and again after a preemption: the measure of thrash
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
 
     def count_start(self, request: Request, num_cached_tokens: int) -> None:
         self.num_prompt_tokens += request.num_prompt_tokens

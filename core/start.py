@@ -18,7 +18,7 @@ from core.executor.interface import Executor, ModelInfo, load_executor
 from core.io_thread import IOThread
 from core.process import Engine
 from core.reception import Served
-from core.resolve import resolve
+from core.resolve import resolve, resolve_costs
 from core.zap import start_zap
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -76,6 +76,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         num_cpus=len(os.sched_getaffinity(0)),
     )
     executor.initialize_cache(config)
+    config = resolve_costs(config, executor.measure_costs)
     served = Served(
         _welcome(config, executor.info, start.epoch, tokenizer),
         tokenizer,

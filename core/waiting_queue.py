@@ -1,80 +1,71 @@
-"""WaitingQueue: requests that have no row, first come first served; those of a client on hold wait apart."""
-
-from collections import deque
+"""WaitingQueue: requests that have no row, in the order of the scheduling policy; those of a client on hold wait
+apart."""
 
 from core.request import Request
-
-#: Finished requests the queue may hold beside as many as wait.
-_MAX_SPARE = 64
+from core.waiting_lines import FairLine, Line
 
 
 class WaitingQueue:
-    """Every operation on a request is O(1), amortized: an aborted one is marked finished and dropped later, at the head
-    or when such requests are the most of the queue.
+    """num_tokens: of all that wait, those on hold included; num_ready: requests that may start."""
 
-    num_tokens: of all that wait, those on hold included; num_ready: requests that may start.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-        self._held: dict[int, dict[int, Request]] = {}  # by client and number, in order of arrival
+    def __init__(self, line: Line | FairLine) -> None:
+        self._line = line
+        self._held: dict[int, dict[tuple[int, int], Request]] = {}  # by client; (number, choice), in order of arrival
         self._num_held = 0
-        self.num_ready = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        return self.num_ready + self._num_held
+        return len(self._line) + self._num_held
 
-    def append(self, request: Request) -> None:
+    @property
+    def num_ready(self) -> int:
+        return len(self._line)
+
+    def push(self, request: Request) -> None:
         self.num_tokens += request.num_tokens
         lane = self._held.get(request.client)
         if lane is None:
-            self._queue.append(request)
-            self.num_ready += 1
+            self._line.push(request)
         else:
-            lane[request.number] = request
+            lane[request.number, request.choice] = request
             self._num_held += 1
 
-    def prepend(self, request: Request) -> None:
-        """Back to the head: a preempted request is older than every waiting one. Its client is not on hold."""
-        self._queue.appendleft(request)
-        self.num_ready += 1
-        self.num_tokens += request.num_tokens
-
     def discard(self, request: Request) -> None:
-        """The request, which is in the queue, will not be given out again."""
-        request.is_finished = True
+        """The request, which waits, does so no longer."""
         self.num_tokens -= request.num_tokens
         lane = self._held.get(request.client)
-        if lane is not None:
-            del lane[request.number]
+        if lane is None:
+            self._line.discard(request)
+        else:
+            del lane[request.number, request.choice]
             self._num_held -= 1
-            return
-        self.num_ready -= 1
-        if len(self._queue) > 2 * self.num_ready + _MAX_SPARE:
-            self._queue = deque(waiting for waiting in self._queue if not waiting.is_finished)
 
-    def head(self) -> Request | None:
-        while self._queue and self._queue[0].is_finished:
-            self._queue.popleft()
-        return self._queue[0] if self._queue else None
+    def peek(self) -> Request | None:
+        """The first that may start."""
+        return self._line.peek()
 
-    def pop_head(self) -> None:
-        """Remove what head() has returned."""
-        self.num_tokens -= self._queue.popleft().num_tokens
-        self.num_ready -= 1
+    def pop(self) -> Request | None:
+        """Take out the first that may start."""
+        request = self._line.pop()
+        if request is not None:
+            self.num_tokens -= request.num_tokens
+        return request
+
+    def ready(self) -> list[Request]:
+        """All that may start, in order; O(n log n)."""
+        return self._line.in_order()
+
+    def is_held(self, client: int) -> bool:
+        return client in self._held
 
     def hold(self, client: int, requests: list[Request]) -> None:
         """Requests of this client may not start, those that come later included. requests: all that it has, in order of
-        arrival; none has a row, and those in the queue are taken out of it."""
-        others = deque(waiting for waiting in self._queue if waiting.client != client and not waiting.is_finished)
-        lane = {request.number: request for request in requests}
-        self.num_tokens += sum(request.num_tokens for request in requests) - sum(
-            waiting.num_tokens for waiting in self._queue if waiting.client == client and not waiting.is_finished
-        )
-        self._queue, self.num_ready = others, len(others)
-        self._held[client] = lane
-        self._num_held += len(lane)
+        arrival; all of them wait."""
+        for request in requests:
+            self.discard(request)
+        self._held[client] = {}
+        for request in requests:
+            self.push(request)
 
     def release(self, client: int) -> list[Request]:
         """End the hold; the client's requests, which are no longer in the queue."""

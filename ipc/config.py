@@ -14,7 +14,8 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Numerics = Literal["L0", "L2"]
 ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu"]
-SchedulingPolicy = Literal["fcfs"]
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 CpuKernels = Literal["auto", "c", "torch"]
@@ -40,6 +41,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_blocks_override: int | None = None  # exact number of KV blocks, whatever the memory
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_aging_seconds: float = 0.0  # of policy priority: waiting so long weighs as one priority; 0 = no aging
+    fair_quantum: int = 4096  # of policy fair: tokens a client may be ahead before it makes room for another
+    preemption_mode: PreemptionMode = "recompute"  # auto: whichever is cheaper by the two costs below
+    swap_space_bytes: int = 2**30  # of host memory for the blocks of preempted requests; not with recompute
+    num_swap_blocks: int | None = None  # exact number of blocks in that memory
+    recompute_ns_per_token: int | None = None  # None = measured at start, where preemption_mode is auto
+    swap_ns_per_block: int | None = None  # one way; None = measured at start, where preemption_mode is auto
+    enable_chunked_prefill: bool = True  # no: whole prompts, in steps of their own
+    long_prefill_token_threshold: int = 0  # most prompt tokens of one request in a step while others live; 0 = no limit
+    max_num_partial_prefills: int = 0  # prompts that may be in the middle of several steps at once; 0 = no limit
+    scheduler_delay_factor: float = 0.0  # prompts gather for so many times the last prompt step's duration
+    admission_lookahead: int = 8  # requests that may start before an older one that does not fit, in its life
+    watermark: float = 0.01  # share of the KV blocks that a start leaves free while others run
+    reserve_full_length: bool = False  # start only with all the blocks that a request can ever need: no preemption
     max_num_queued_requests: int = 65_536  # of all clients, that have not begun; more are refused with a hint
     max_num_queued_tokens: int = 2**26  # of those requests; int32, so 256 MiB
     max_client_bytes: int = 2**28  # of one client's unfinished requests, as sent
@@ -59,7 +74,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         for name, (low, high) in _RANGES.items():
             _check_integer(name, getattr(self, name), low, high, optional=name in _OPTIONAL)
-        for name in ("enable_prefix_caching", "async_scheduling"):
+        for name, most in _FRACTIONS.items():
+            _check_number(name, getattr(self, name), most)
+        for name in ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "reserve_full_length"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
@@ -67,6 +84,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
         if self.async_scheduling and self.executor == "local":
             raise ConfigError("async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not")
 
@@ -81,6 +100,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "numerics": get_args(Numerics),
     "scheduling_policy": get_args(SchedulingPolicy),
     "logprobs_mode": get_args(LogprobsMode),
+    "preemption_mode": get_args(PreemptionMode),
 }
 _RANGES: dict[str, tuple[int, int]] = {
     "threads": (1, 1024),
@@ -90,6 +110,14 @@ _RANGES: dict[str, tuple[int, int]] = {
     "block_size": (1, 128),
     "kv_cache_memory_bytes": (1, 2**44),
     "num_blocks_override": (2, 2**30),
+    "fair_quantum": (0, 2**40),
+    "swap_space_bytes": (0, 2**44),
+    "num_swap_blocks": (0, 2**30),
+    "recompute_ns_per_token": (1, 10**12),
+    "swap_ns_per_block": (1, 10**12),
+    "long_prefill_token_threshold": (0, 2**20),
+    "max_num_partial_prefills": (0, 65_536),
+    "admission_lookahead": (0, 4096),
     "max_num_queued_requests": (1, 2**24),
     "max_num_queued_tokens": (1, 2**32),
     "max_client_bytes": (1, 2**40),
@@ -99,8 +127,20 @@ _RANGES: dict[str, tuple[int, int]] = {
     "fake_max_model_len": (2, 2**24),
     "max_logprobs": (-1, 2**24),
 }
+#: Numbers from 0 up to this.
+_FRACTIONS = {"priority_aging_seconds": 1e6, "scheduler_delay_factor": 1e6, "watermark": 0.5}
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
-_OPTIONAL = frozenset(("threads", "max_model_len", "kv_cache_memory_bytes", "num_blocks_override"))
+_OPTIONAL = frozenset(
+    (
+        "threads",
+        "max_model_len",
+        "kv_cache_memory_bytes",
+        "num_blocks_override",
+        "num_swap_blocks",
+        "recompute_ns_per_token",
+        "swap_ns_per_block",
+    )
+)
 
 #: Options of vLLM's LLM() that mean nothing here; accepted at the values under which they change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -111,8 +151,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "enforce_eager": (True, False),
     "quantization": (None,),
     "disable_log_stats": (True, False),
-    "enable_chunked_prefill": (True, None),
-    "swap_space": (0, None),
     "tokenizer_mode": ("auto",),
     "revision": (None,),
     "kv_cache_dtype": ("auto",),
@@ -143,7 +181,7 @@ def config_from_options(**options: Any) -> EngineConfig:
         name = _ALIASES.get(given, given)
         if name in accepted:
             raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
-        if name in fields:
+        if name in fields or name == "swap_space":  # vLLM's, in GiB
             accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         elif name in _NEUTRAL or name in _NEUTRAL_NUMBERS:
             _check_neutral(name, value)
@@ -151,6 +189,11 @@ def config_from_options(**options: Any) -> EngineConfig:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(fields)}")
+    if accepted.get("enable_chunked_prefill", True) is None:  # vLLM's "decide yourself"
+        del accepted["enable_chunked_prefill"]
+    if (gibibytes := accepted.pop("swap_space", None)) is not None:
+        _check_number("swap_space", gibibytes, 2**14)
+        accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))
     if isinstance(dtype := accepted.get("dtype"), str):
         accepted["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
     return EngineConfig(**accepted)
@@ -165,6 +208,11 @@ def _check_neutral(name: str, value: object) -> None:
     low, high = _NEUTRAL_NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
         raise ConfigError(f"{name} must be a number above {low} and up to {high}; got {value!r}")
+
+
+def _check_number(name: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ConfigError(f"{name} must be a number from 0 to {most:g}; got {value!r}")
 
 
 def _check_model(model: object) -> None:

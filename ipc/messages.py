@@ -257,6 +257,9 @@ class Statistics(msgspec.Struct, frozen=True, array_like=True, tag=81):
     num_free_blocks: int
     max_used_blocks: int
     block_size: int
+    num_recomputed_tokens: int = 0  # computed again after a preemption: the measure of thrash
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):

@@ -6,7 +6,9 @@ block_size, head_dim]: one head's tokens of a block lie together, so gathering w
 yields the operands of a batched product per head, without a transposition.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.scratch import Scratch
 
@@ -58,6 +60,13 @@ class KVCache:
         block, offset = slots // self.block_size, slots % self.block_size
         heads = torch.arange(2 * self.num_kv_heads)
         return ((block[:, None] * (2 * self.num_kv_heads) + heads) * self.block_size + offset[:, None]).flatten()
+
+    def copy_blocks(self, sources: NDArray[np.int32], target: "KVCache", targets: NDArray[np.int32]) -> None:
+        """Copy whole blocks of all layers to another cache of the same layout, sources[i] to targets[i]."""
+        if len(sources):
+            read, write = torch.from_numpy(sources.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+            for layer, other in zip(self.layers, target.layers, strict=True):
+                other.index_copy_(0, write, layer.index_select(0, read))
 
     def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
         """Store kv [T, 2 * Hkv * D] (K heads, then V heads) at slot_rows(slots)."""

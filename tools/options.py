@@ -27,7 +27,21 @@ HELP = {
     "kv_cache_memory_bytes": "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G",
     "num_blocks_override": "exact number of KV blocks, whatever the memory",
     "enable_prefix_caching": "reuse the KV blocks of equal beginnings",
-    "scheduling_policy": "which waiting request comes next",
+    "scheduling_policy": "who goes first: by arrival, by priority, or clients by what they have been served",
+    "priority_aging_seconds": "policy priority: waiting so long weighs as one priority; 0 = priorities are absolute",
+    "fair_quantum": "policy fair: tokens a client may be ahead of another before it makes room for it",
+    "preemption_mode": "compute again what was preempted, copy it to the host and back, or the cheaper of both",
+    "swap_space_bytes": "host memory for preempted requests, in bytes or as 512M, 2G; not with recompute",
+    "num_swap_blocks": "exact number of KV blocks in that memory; default: what fits",
+    "recompute_ns_per_token": "cost of computing a token again; default: measured at start where it is needed",
+    "swap_ns_per_block": "cost of copying a block to the host; default: measured at start where it is needed",
+    "enable_chunked_prefill": "prompts share steps with decoding; no = whole prompts, in steps of their own",
+    "long_prefill_token_threshold": "most tokens of a prompt in one step while other requests live; 0 = no limit",
+    "max_num_partial_prefills": "prompts that may be in the middle of several steps at once; 0 = no limit",
+    "scheduler_delay_factor": "let prompts gather for so many times the duration of the last step with prompts",
+    "admission_lookahead": "how many requests may start before an older one that does not fit",
+    "watermark": "share of the KV blocks that a start leaves free while others run",
+    "reserve_full_length": "start a request only with all the KV blocks that it can ever need",
     "max_num_queued_requests": "requests of all clients that may wait to begin; more are refused",
     "max_num_queued_tokens": "tokens of those requests",
     "max_client_bytes": "unfinished requests of one client, in bytes or as 512M, 2G",
@@ -115,6 +129,8 @@ def _argument(name: str, kind: Any) -> dict[str, Any]:
     plain = [part for part in get_args(kind) if part is not type(None)] if isinstance(kind, UnionType) else [kind]
     if name.endswith("_bytes"):
         return {"type": parse_bytes, "metavar": "BYTES"}
+    if plain == [float]:
+        return {"type": float, "metavar": "X"}
     return {"type": int, "metavar": "N"} if plain == [int] else {"type": str, "metavar": "PATH"}
 
 

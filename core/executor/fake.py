@@ -7,7 +7,7 @@ depends on every id before it, a token lost, doubled or taken from a neighbour s
 import numpy as np
 import numpy.typing as npt
 
-from core.executor.interface import FinishedStep, ModelInfo, StepHandle
+from core.executor.interface import Costs, FinishedStep, ModelInfo, StepHandle
 from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
 from core.runner_table import RunnerTable
 from ipc.config import EngineConfig
@@ -89,6 +89,10 @@ class FakeExecutor:
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
         self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
+
+    def measure_costs(self) -> Costs:
+        """Made up: a block of 16 tokens is copied five times as fast as it is computed."""
+        return Costs(recompute_ns_per_token=10_000, swap_ns_per_block=32_000)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         table = self._table

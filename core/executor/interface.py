@@ -37,6 +37,13 @@ class FinishedStep(NamedTuple):
         return self.output
 
 
+class Costs(NamedTuple):
+    """Of bringing a preempted request back; at least 1 each."""
+
+    recompute_ns_per_token: int
+    swap_ns_per_block: int  # one way
+
+
 class Executor(Protocol):
     """Runs plans. It sees requests only through them, in step order; its constructor loads the model."""
 
@@ -46,7 +53,10 @@ class Executor(Protocol):
         """KV blocks (null block included) of block_size tokens that fit memory_bytes."""
 
     def initialize_cache(self, config: EngineConfig) -> None:
-        """Allocate the KV cache; config is resolved. Errors: OutOfMemoryError."""
+        """Allocate the KV cache and the host's blocks; config is resolved. Errors: OutOfMemoryError."""
+
+    def measure_costs(self) -> Costs:
+        """Once, before the first step: it writes into free blocks."""
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Begin a step; plan is not empty."""

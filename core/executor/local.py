@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from core.cpu_kernels import num_threads
-from core.executor.interface import FinishedStep, ModelInfo, StepHandle
+from core.executor.interface import Costs, FinishedStep, ModelInfo, StepHandle
 from core.model_runner import ModelRunner
 from core.models.loading import load_model
 from core.plan import SchedulerOutput
@@ -48,9 +48,15 @@ class LocalExecutor:
                 block_size=config.block_size,
                 eos_token_ids=self.info.eos_token_ids,
                 logprobs_mode=config.logprobs_mode,
+                num_swap_blocks=config.num_swap_blocks or 0,
             )
         except MemoryError as error:
-            raise OutOfMemoryError(f"{error}; lower kv_cache_memory_bytes or max_model_len") from error
+            raise OutOfMemoryError(
+                f"{error}; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes"
+            ) from error
+
+    def measure_costs(self) -> Costs:
+        return self.runner.measure_costs()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         return FinishedStep(self.runner.execute(plan))

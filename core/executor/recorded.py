@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.capture_records import Step
-from core.executor.interface import ModelInfo, StepHandle
+from core.executor.interface import Costs, ModelInfo, StepHandle
 from core.plan import ModelRunnerOutput, SchedulerOutput
 from ipc.config import EngineConfig
 
@@ -30,6 +30,10 @@ class RecordedExecutor:
 
     def initialize_cache(self, config: EngineConfig) -> None:
         """There is none."""
+
+    def measure_costs(self) -> Costs:
+        """Those of the capture are in its config; an older one has none and needs none."""
+        return Costs(1, 1)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         return _Recorded(self, plan)

@@ -138,7 +138,7 @@ class Recorder(ModelRunner):
     def _readable(self) -> npt.NDArray[np.bool_]:
         """[blocks, block_size] by the state before the step."""
         pool, table, rows = self.scheduler.pool, self.table, self.scheduler.running
-        is_readable = np.repeat(((pool.ref_count == 0) & pool._has_digest)[:, None], self.block_size, 1)
+        is_readable = np.repeat(((pool.ref_count == 0) & (pool.names.content != 0))[:, None], self.block_size, 1)
         is_readable[0] = True  # the null block holds zeros
         counts = table.num_computed_tokens[rows]
         positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

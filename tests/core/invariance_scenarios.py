@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from core.decisions import Cause
+from core.draft import Draft
 from core.engine import EngineCore, EngineInput
 from core.models.llama import Llama
 from ipc.messages import AddRequest
@@ -87,6 +89,11 @@ def progress(engine: EngineCore) -> tuple[int, int] | None:
     return int(table.num_computed_tokens[row]), int(table.num_tokens[row] - table.num_prompt_tokens[row])
 
 
+def preempt(engine: EngineCore, row: int) -> None:
+    """As if another had needed the row's room: between steps, so that nothing is planned yet."""
+    engine.scheduler.preemption.preempt(Draft(0, 0, 0), row, Cause.MORE_URGENT)
+
+
 class Preempting:
     """Before these steps (all: None) the target is preempted, as it would be for want of blocks; it must be the
     youngest request that runs. forgets: the prefix cache is lost, so that all is computed again."""
@@ -101,7 +108,7 @@ class Preempting:
         at = progress(engine)
         if at is not None and (self._steps is None or self._step in self._steps):
             self.seen.add(at)
-            engine.scheduler._preempt(int(engine.scheduler.running[-1]))
+            preempt(engine, int(engine.scheduler.running[-1]))
             assert progress(engine) is None, "another request was preempted"
             if self._forgets:
                 engine.scheduler.reset_prefix_cache()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from core.request_index import RequestIndex
+from core.waiting_lines import Line
 from core.waiting_queue import WaitingQueue
 from ipc.messages import (
     Abort,
@@ -169,14 +170,15 @@ def test_what_is_kept_of_finished_requests_is_bounded() -> None:
         driver.step([(0, add_message(number, [7] * 4, deadline_ms=10**9)), (0, abort(number))])
     scheduler = driver.scheduler
     assert scheduler.get_request_counts() == (1, 1)
-    assert len(scheduler.waiting._queue) <= 70
+    assert len(scheduler.policy.line._heap) <= 70
     assert len(scheduler._requests._deadlines) <= 70
     driver.drain()
     assert driver.inbox.received[0, 1].finish == FinishReason.LENGTH
 
 
 def test_empty_queue_and_index() -> None:
-    assert (len(WaitingQueue()), WaitingQueue().head(), len(RequestIndex())) == (0, None, 0)
+    queue = WaitingQueue(Line())
+    assert (len(queue), queue.peek(), queue.pop(), len(RequestIndex())) == (0, None, None, 0)
     assert RequestIndex().get(0, 0) == []
     assert RequestIndex().of_client(0) == []
 
@@ -206,7 +208,7 @@ def test_blocks_of_a_failed_request_are_not_found(depth: int) -> None:
     prompt = [POISON, *range(40, 56)]
     (failed,) = driver.run(add_message(1, prompt))
     assert failed.failed is not None
-    assert driver.scheduler.pool.num_remembered == 0
+    assert len(driver.scheduler.pool.names) == 0
     (again,) = driver.run(add_message(2, [*prompt, 1]))
     assert again.cached == 0
 
@@ -303,9 +305,9 @@ def test_reset_with_running_requests_hides_what_they_hold_and_disturbs_nobody(de
 def test_reset_after_work_leaves_only_blank_blocks(depth: int) -> None:
     driver = Driver(small_config(depth=depth))
     driver.run(*(add_message(n, [n] * 20, 9) for n in range(4)))
-    assert driver.scheduler.pool.num_remembered > 0
+    assert len(driver.scheduler.pool.names) > 0
     assert driver.step([(0, ResetPrefixCache(1))]) == [(0, CallDone(1))]
-    assert driver.scheduler.pool.num_remembered == 0
+    assert len(driver.scheduler.pool.names) == 0
     driver.scheduler.check_integrity()
 
 

@@ -125,7 +125,7 @@ class FreeBlock(Recorder):
         late = (self.sampling.seed[plan.rows] == 3) & (inputs.context_lens == 37 + 5)
         pool = self.scheduler.pool
         tables = inputs.block_tables.copy()
-        tables[late, 2] = np.flatnonzero((pool.ref_count == 0) & ~pool._has_digest)[0] if late.any() else 0
+        tables[late, 2] = np.flatnonzero((pool.ref_count == 0) & ~(pool.names.content != 0))[0] if late.any() else 0
         return inputs._replace(block_tables=tables)
 
 

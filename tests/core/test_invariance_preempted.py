@@ -18,7 +18,7 @@ from tests.core.invariance import (
     run,
     tiny_model,
 )
-from tests.core.invariance_scenarios import PROMPT, Preempting, mixed, progress
+from tests.core.invariance_scenarios import PROMPT, Preempting, mixed, preempt, progress
 
 SHORT = PROMPT[:150]  # past the first KV tile and both windows
 CHUNK = 48
@@ -98,7 +98,7 @@ class Crowd:
             self.places.add(place_name(recorder.places[-1]))
             youngest = int(engine.scheduler.running[-1])
             if engine.scheduler.table.number[youngest] == TARGET:
-                engine.scheduler._preempt(youngest)
+                preempt(engine, youngest)
             else:
                 inbox.append((TARGET_CLIENT, HoldClient()))
                 self._steps_held = 2

@@ -129,7 +129,7 @@ def test_disabled_cache_finds_and_names_nothing() -> None:
     driver.run(add_message(1, PROMPT))
     (again,) = driver.run(add_message(2, PROMPT))
     assert again.cached == 0
-    assert driver.scheduler.pool.num_remembered == 0
+    assert len(driver.scheduler.pool.names) == 0
 
 
 def test_waiting_request_hashes_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:

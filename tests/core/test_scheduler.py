@@ -75,7 +75,7 @@ def test_max_num_seqs_caps_admission_and_a_free_row_is_given_again() -> None:
 
 
 def test_a_head_that_does_not_fit_holds_the_rest() -> None:
-    hand = ByHand(small_config(num_blocks=7, max_model_len=24))
+    hand = ByHand(small_config(num_blocks=7, max_model_len=24, admission_lookahead=0))
     hand.add(add_message(1, prompt(12, 1), max_tokens=2))  # 3 of 6 blocks
     hand.add(add_message(2, prompt(16, 2), max_tokens=1))  # 4 blocks
     hand.add(add_message(3, prompt(3, 3), max_tokens=1))  # would fit
@@ -142,11 +142,20 @@ def test_nothing_to_run_is_an_empty_plan_and_no_step() -> None:
     assert hand.schedule().step == 0
 
 
-def test_config_has_to_be_resolved_and_fit_the_cache() -> None:
+def test_config_has_to_be_resolved() -> None:
     with pytest.raises(AssertionError, match="not resolved"):
         Scheduler(EngineConfig(executor="fake"), ())
-    with pytest.raises(AssertionError, match="max_model_len 397 exceeds 396 cache slots"):
-        Scheduler(small_config(max_model_len=397), ())
+
+
+def test_what_could_never_run_is_refused_at_once_with_the_numbers() -> None:
+    hand = ByHand(small_config(num_blocks=7, max_model_len=100))
+    largest = hand.add(add_message(1, prompt(12, 1), max_tokens=13))  # its last token takes no slot
+    refused = hand.add(add_message(2, prompt(12, 2), max_tokens=14))
+    while hand.step():
+        pass
+    assert len(largest.tokens) == 13
+    assert refused.failed is not None
+    assert refused.failed.message == "the request may need 7 KV blocks for 25 tokens, and there are 6"
 
 
 def test_results_out_of_step_order_are_a_broken_invariant() -> None:
@@ -261,8 +270,8 @@ def test_as_many_are_preempted_as_it_takes_and_come_back_in_order() -> None:
     hand = ByHand(small_config(num_blocks=9, max_model_len=32, prefix_caching=False))
     entries = [hand.add(add_message(n, prompt(8, n), max_tokens=9)) for n in range(4)]
     assert list(hand.step()) == [0, 1, 2, 3]
-    assert list(hand.step()) == [0, 1]  # four third blocks wanted: the youngest two give their four
-    assert hand.scheduler.get_request_counts() == (2, 2)
+    assert list(hand.step()) == [0, 1]  # four third blocks wanted: the youngest gives its two, the next keeps its own
+    assert hand.scheduler.get_request_counts() == (3, 1)
     order = []
     for _ in range(60):
         order += [number for number in hand.step() if number not in order]

@@ -17,6 +17,7 @@ from tools.bench.ipc import measure_ipc
 from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
+from tools.bench.scheduler_cost import measure_scheduler
 from tools.bench.startup import measure_cleanly
 from tools.bench.tiny_model import write_tiny_model
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
@@ -31,6 +32,7 @@ DEFAULTS = {
     "capture": [],
     "gemm": [],
     "kernels": [],
+    "scheduler": [],
 }
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -132,7 +134,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark in ("gemm", "kernels"):
         _run_kernels(parsed, options)
         return
-    measure = measure_ipc if parsed.benchmark == "ipc" else measure_capture
+    measure = {"ipc": measure_ipc, "capture": measure_capture, "scheduler": measure_scheduler}[parsed.benchmark]
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)

@@ -1,0 +1,100 @@
+"""Batch: the running requests. Who has a row, in which order, on which blocks; rows begin and end here."""
+
+from collections import deque
+
+import numpy as np
+
+from core.batch_table import BatchTable, Start
+from core.block_pool import BlockPool
+from core.draft import Carried
+from core.prefix_cache import PrefixCache
+from core.request import Request
+from core.stop_check import StopCheck
+from ipc.config import EngineConfig
+from ipc.paged_rows import Ints
+
+
+class Batch:
+    """rows: sorted by (rank, serial)."""
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
+        assert config.num_blocks_override is not None, "the config is not resolved"
+        self.block_size = config.block_size
+        self.table = BatchTable(config.max_num_seqs)
+        self.pool = BlockPool(config.num_blocks_override, config.block_size)
+        self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
+        self.stop_check = StopCheck(self.table, eos_token_ids)
+        self.rows: Ints = np.zeros(0, np.int64)
+        self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
+        self.carried = Carried()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_blocks_of(self, num_tokens: Ints) -> Ints:
+        """Blocks that so many tokens take."""
+        return (num_tokens + (self.block_size - 1)) // self.block_size
+
+    def num_blocks_at_most(self, rows: Ints) -> Ints:
+        """Blocks that the rows can ever need: a request's last token is never computed."""
+        return self.num_blocks_of(self.table.max_total_tokens[rows] - 1)
+
+    def num_promised_blocks(self) -> int:
+        """Blocks that the rows still need for tokens they have: whoever starts must not take them."""
+        table, rows = self.table, self.rows
+        return int(np.maximum(self.num_blocks_of(table.num_tokens[rows]) - table.num_blocks[rows], 0).sum())
+
+    def num_promised_blocks_of(self, row: int) -> int:
+        """Of these, the row's."""
+        return max(0, -(-int(self.table.num_tokens[row]) // self.block_size) - int(self.table.num_blocks[row]))
+
+    def launch(self, starts: list[Start]) -> Ints:
+        """Give these requests rows."""
+        rows = self.table.add(starts)
+        for start in starts:
+            if start.request.params.stop_token_ids:
+                self.stop_check.add(start.request.row, start.request.params.stop_token_ids)
+        table, merged = self.table, np.concatenate([self.rows, rows])
+        keys = (table.serial[merged], table.rank[merged])
+        if len(self.rows) and self._is_sorted(*keys):
+            self.rows = merged
+        else:
+            self.rows = merged[np.lexsort(keys)]
+        return rows
+
+    def release(self, rows: Ints) -> list[Request]:
+        """Free the rows and their blocks, tail first."""
+        table = self.table
+        counts = table.num_blocks[rows]
+        ends = np.cumsum(counts)
+        offsets = np.repeat(ends, counts) - 1 - np.arange(int(ends[-1]))
+        blocks = table.blocks.get(np.repeat(rows, counts), offsets)
+        self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
+        for row in rows[table.has_stop_ids[rows]].tolist():
+            self.stop_check.remove(row)
+        if len(rows) == 1:
+            self.rows = self.rows[self.rows != rows[0]]
+        else:
+            gone = np.zeros(len(table.tenancy), np.bool_)
+            gone[rows] = True
+            self.rows = self.rows[~gone[self.rows]]
+        self.carried.removed_rows.extend(rows.tolist())
+        return table.remove(rows)
+
+    def release_to_wait(self, row: int) -> Request:
+        """Free the row of a request that goes on later: it gets its tokens back."""
+        token_ids = self.table.token_ids(row)
+        (request,) = self.release(np.array([row]))
+        request.token_ids = token_ids
+        self.prefix_cache.prepare(request)
+        return request
+
+    def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:
+        later = (ranks[1:] > ranks[:-1]) | ((ranks[1:] == ranks[:-1]) & (serials[1:] > serials[:-1]))
+        return bool(later.all())
+
+    def check_integrity(self) -> None:
+        """AssertionError with the numbers when anything disagrees with anything."""
+        self.table.check_integrity(self.rows)
+        self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()])
+        assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"

@@ -1,0 +1,169 @@
+"""BlockNames: which KV block holds which content. A radix tree laid out as columns, exact and without cryptography.
+
+Every distinct content (a block's tokens and all tokens before them) gets a number when a block first holds it. A block
+is found under (number of the content before it, its tokens); what is found is compared with both, so a collision of
+the 64-bit keys costs a missed hit and never a wrong one. Names need no hash chain: one block per row is named with a
+few column operations, whatever the number of rows.
+"""
+
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from core.kv_events import KVEventLog
+from ipc.paged_rows import Int32s, Ints
+
+#: Content number of a block that has no name. Numbers of blocks are positive, those of roots negative.
+UNNAMED = 0
+
+_MASK = 2**64 - 1
+_ONE = np.uint64(1)
+_NO_BLOCKS = np.zeros(0, np.int32)
+_ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+_ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
+
+
+def root_content(cache_salt: str) -> int:
+    """Number of the empty content under this salt: what a request's first block follows."""
+    if not cache_salt:
+        return -1
+    return -2 - (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "little") >> 2)
+
+
+@lru_cache(maxsize=8)
+def _powers(block_size: int) -> npt.NDArray[np.uint64]:
+    return np.cumprod(np.full(block_size, _ODD_FINAL, np.uint64))
+
+
+def hash_blocks(token_ids: Int32s) -> npt.NDArray[np.uint64]:
+    """token_ids [n, block_size] -> a hash of each row; equal in every process."""
+    hashes: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
+    return hashes
+
+
+class BlockNames:
+    """content [num_blocks] int64: number of what each block holds, UNNAMED for none."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.content = np.zeros(num_blocks, np.int64)
+        self.events: KVEventLog | None = None  # set while somebody listens
+        self._parent = np.zeros(num_blocks, np.int64)
+        self._key = [0] * num_blocks
+        self._tokens = np.zeros((num_blocks, block_size), np.int32)
+        self._block_of_key: dict[int, int] = {}
+        self._num_contents = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_of_key)
+
+    def knows(self, parent: int, value: int) -> bool:
+        """Whether a block with this hash may be found after this content."""
+        return _key(parent, value) in self._block_of_key
+
+    def find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[Int32s, int]:
+        """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
+        hashes: of these blocks."""
+        content, found, contents = root, [], [root]
+        for value in hashes:
+            block = self._block_of_key.get(_key(content, value))
+            if block is None:
+                break
+            content = int(self.content[block])
+            found.append(block)
+            contents.append(content)
+        if not found:
+            return _NO_BLOCKS, root
+        blocks = np.array(found, np.int32)
+        right = (self._parent[blocks] == contents[:-1]) & (self._tokens[blocks] == token_ids[: len(found)]).all(1)
+        if not right.all():
+            blocks = blocks[: int(right.argmin())]
+        return blocks, contents[len(blocks)]
+
+    def name(self, blocks: Int32s, parents: Ints, token_ids: Int32s) -> Ints:
+        """Name one block of each of several rows: parents [n] contents before them, token_ids [n, block_size] theirs.
+        Returns the contents [n]. The first block of a content keeps the name: block tables are append-only."""
+        keys = hash_blocks(token_ids)
+        keys = (parents.astype(np.uint64) * np.uint64(_ODD_CONTENT) + keys) * np.uint64(_ODD_FINAL)
+        keys ^= keys >> np.uint64(32)
+        numbers = keys.tolist()
+        owners = np.array(list(map(self._block_of_key.setdefault, numbers, blocks.tolist())), np.int64)
+        contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
+        self._num_contents += len(blocks)
+        new = owners == blocks
+        if new.all():
+            self._enter(blocks, contents, parents, numbers, token_ids)
+            return contents
+        self._enter(blocks[new], contents[new], parents[new], keys[new].tolist(), token_ids[new])
+        old = np.flatnonzero(~new)
+        same = self._parent[owners[old]] == parents[old]
+        same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
+        contents[old[same]] = self.content[owners[old[same]]]
+        return contents
+
+    def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s, hashes: list[int]) -> int:
+        """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
+        last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
+        content, enter = parent, self._block_of_key.setdefault
+        for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
+            key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
+            key ^= key >> 32
+            owner = enter(key, block)
+            if owner != block and self._holds(owner, content, token_ids[index]):
+                content = int(self.content[owner])
+                continue
+            self._num_contents += 1
+            if owner == block:
+                self.content[block] = self._num_contents
+                self._parent[block] = content
+                self._key[block] = key
+                self._tokens[block] = token_ids[index]
+                if self.events is not None:
+                    self.events.stored(self.content[[block]], self._parent[[block]], token_ids[index])
+            content = self._num_contents
+        return content
+
+    def forget(self, blocks: Int32s) -> None:
+        """These blocks, which have names, are not found any more."""
+        if self.events is not None:
+            self.events.removed(self.content[blocks])
+        for block in blocks.tolist():
+            del self._block_of_key[self._key[block]]
+        self.content[blocks] = UNNAMED
+
+    def forget_all(self) -> None:
+        if self.events is not None:
+            self.events.cleared()
+        self._block_of_key.clear()
+        self.content[:] = UNNAMED
+
+    def _holds(self, block: int, parent: int, token_ids: Int32s) -> bool:
+        return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
+
+    def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, keys: list[int], token_ids: Int32s) -> None:
+        self.content[blocks] = contents
+        self._parent[blocks] = parents
+        self._tokens[blocks] = token_ids
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            self._key[block] = key
+        if self.events is not None:
+            self.events.stored(contents, parents, token_ids)
+
+    def check_integrity(self) -> None:
+        """AssertionError when a name does not lead to its block or does not say what the block holds."""
+        named = np.flatnonzero(self.content != UNNAMED)
+        assert len(named) == len(self._block_of_key), f"{len(named)} named, {len(self._block_of_key)} findable"
+        hashes = hash_blocks(self._tokens[named]).tolist()
+        parents, contents = self._parent[named].tolist(), self.content[named].tolist()
+        assert len(set(contents)) == len(contents), "two blocks have one content number"
+        for block, parent, value in zip(named.tolist(), parents, hashes, strict=True):
+            key = _key(parent, value)
+            assert self._block_of_key.get(key) == block, f"block {block} is not found under its name"
+
+
+def _key(content: int, value: int) -> int:
+    key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
+    return key ^ (key >> 32)

@@ -1,0 +1,81 @@
+"""Growth: running rows get their next tokens and the blocks for them."""
+
+import numpy as np
+
+from core.batch import Batch
+from core.decisions import Cause
+from core.draft import Draft
+from core.policies import Policy
+from core.preemption import Preemption
+from core.waiting_queue import WaitingQueue
+from ipc.config import EngineConfig
+from ipc.paged_rows import Ints
+
+
+class Growth:
+    """Rows are served in the policy's order. One that is short of blocks takes them from those served after it; where
+    nobody there may be preempted, it keeps what it has and waits."""
+
+    def __init__(
+        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
+    ) -> None:
+        self._batch = batch
+        self._waiting = waiting
+        self._policy = policy
+        self._preemption = preemption
+        self._long_prefill = config.long_prefill_token_threshold
+
+    def fill(self, draft: Draft) -> None:
+        """Give every running row its tokens, out of the draft's budget."""
+        batch, pool = self._batch, self._batch.pool
+        rows = batch.rows
+        counts, needs, num_needed = self._demand(rows, draft.budget)
+        if num_needed > pool.num_free or int(counts.sum()) == draft.budget:  # who goes first matters
+            rows = self._policy.in_order(rows)
+            counts, needs, num_needed = self._demand(rows, draft.budget)
+        while num_needed > pool.num_free + pool.num_fenced:
+            victim = self._victim(rows, needs)
+            if victim is None:
+                break
+            self._preemption.preempt(draft, victim, Cause.OLDER)
+            rows = rows[rows != victim]
+            counts, needs, num_needed = self._demand(rows, draft.budget)
+        if num_needed > pool.num_free:  # blocks come free when fences lift or others end: who does not fit now waits
+            fits = (np.cumsum(needs) <= pool.num_free) | (needs == 0)
+            draft.num_skipped += int(np.count_nonzero(~fits))
+            counts, needs = np.where(fits, counts, 0), np.where(fits, needs, 0)
+            num_needed = int(needs.sum())
+        if num_needed:
+            growing = needs > 0
+            draft.block_ids = pool.allocate(num_needed)
+            draft.block_rows = batch.table.append_blocks(rows[growing], needs[growing], draft.block_ids)
+        draft.rows, draft.counts = rows, counts
+        draft.budget -= int(counts.sum())
+
+    def _demand(self, rows: Ints, budget: int) -> tuple[Ints, Ints, int]:
+        """Tokens for each row, cut where the budget ends; blocks that each lacks for them, and their sum."""
+        table = self._batch.table
+        placeholders = table.num_placeholders[rows]
+        known = table.num_tokens[rows] + placeholders
+        computed = table.num_computed_tokens[rows]
+        wanted = known - computed
+        # A row whose last token is being sampled by a step in flight has nothing left to compute.
+        wanted[(known >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
+        if self._long_prefill and len(rows) + len(self._waiting) > 1:
+            np.minimum(wanted, self._long_prefill, out=wanted)
+        if int(wanted.sum()) > budget:
+            wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        needs = np.maximum(self._batch.num_blocks_of(computed + wanted) - table.num_blocks[rows], 0)
+        return wanted, needs, int(needs.sum())
+
+    def _victim(self, rows: Ints, needs: Ints) -> int | None:
+        """Whom the first row that is short of blocks takes them from: somebody served after it, but of its own level
+        nobody who has all the blocks that he can ever need, and so is sure to end and give them back."""
+        table = self._batch.table
+        short = int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
+        later = rows[short + 1 :]
+        sure = table.num_blocks[later] >= self._batch.num_blocks_at_most(later)
+        candidates = later[~(sure & (table.level[later] == table.level[rows[short]]))]
+        if not len(candidates):
+            return None
+        return int(self._preemption.in_order_of_sacrifice(candidates)[0])

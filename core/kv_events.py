@@ -1,0 +1,35 @@
+"""KVEventLog: what the prefix cache has learned and forgotten since the last step, for routers that follow it.
+
+Contents are numbers of this engine's life: a router matches prompts by the tokens of stored blocks and follows each
+block from there by its number and its parent's (negative: a root, -1 without a cache salt).
+"""
+
+import numpy as np
+
+from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
+from ipc.paged_rows import Int32s, Ints
+
+
+class KVEventLog:
+    """Kept only while a client listens; drained once a step, so it holds what one step can store and evict."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._events: list[KVEvent] = []
+
+    def stored(self, contents: Ints, parents: Ints, token_ids: Int32s) -> None:
+        """contents, parents [n]; token_ids [n, block_size]."""
+        if len(contents):
+            columns = (contents.astype("<i8"), parents.astype("<i8"), np.ascontiguousarray(token_ids, "<i4"))
+            self._events.append(KVBlocksStored(*(column.tobytes() for column in columns), self._block_size))
+
+    def removed(self, contents: Ints) -> None:
+        if len(contents):
+            self._events.append(KVBlocksRemoved(contents.astype("<i8").tobytes()))
+
+    def cleared(self) -> None:
+        self._events.append(KVBlocksCleared())
+
+    def drain(self) -> list[KVEvent]:
+        events, self._events = self._events, []
+        return events

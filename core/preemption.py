@@ -1,0 +1,101 @@
+"""Preemption: who gives way, and how: computed again later, or copied to the host and back."""
+
+import numpy as np
+
+from core.batch import Batch
+from core.decisions import Cause, Preempted
+from core.draft import Draft
+from core.policies import Policy
+from core.request import Request, Swapped
+from core.scheduler_stats import SchedulerStats
+from core.swap_space import SwapSpace
+from core.waiting_queue import WaitingQueue
+from ipc.config import EngineConfig
+from ipc.paged_rows import Ints
+
+
+class Preemption:
+    """Costs are measured where the engine starts and frozen in its config, so that a log replays equal."""
+
+    def __init__(
+        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, stats: SchedulerStats
+    ) -> None:
+        self._batch = batch
+        self._waiting = waiting
+        self._policy = policy
+        self._stats = stats
+        self._mode = config.preemption_mode
+        self._recompute_ns = config.recompute_ns_per_token or 1  # None in captures older than these options
+        self._swap_ns = 2 * (config.swap_ns_per_block or 1)  # out and back
+        self.swap_space = SwapSpace(config.num_swap_blocks or 0)
+
+    def in_order_of_sacrifice(self, candidates: Ints) -> Ints:
+        """These rows, given in the order in which they are served, the first victim first: what the policy values
+        least, of that the cheapest, of those the last."""
+        position = np.arange(len(candidates))
+        strata = self._policy.strata(candidates)
+        order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(strata))))
+        return candidates[order]
+
+    def preempt(self, draft: Draft, row: int, cause: Cause) -> None:
+        """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
+        sampled again: same ids, same position, same token."""
+        computed = int(self._batch.table.num_computed_tokens[row])
+        swapped = self._swap_out(row)
+        request = self._batch.release_to_wait(row)
+        request.swapped = swapped
+        request.num_preemptions += cause is Cause.OLDER
+        request.num_computed_before = computed
+        self._waiting.push(request)
+        draft.drop(row)
+        num_swapped = 0 if swapped is None else len(swapped.slots)
+        draft.preempted.append(Preempted(request, cause, computed, num_swapped))
+        self._stats.num_preemptions += 1
+        self._stats.num_swapped_out_blocks += num_swapped
+
+    def end(self, request: Request) -> None:
+        """The request, which waits, has ended: the host forgets it."""
+        if request.swapped is not None:
+            self.swap_space.give_back(request.swapped.slots)
+            request.swapped = None
+
+    def swap_in(self, request: Request, block_ids: Ints, num_hits: int) -> None:
+        """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""
+        if request.swapped is None:
+            return
+        slots = request.swapped.slots
+        if num_hits < len(slots):
+            self._batch.carried.back.sources.append(slots[num_hits:])
+            self._batch.carried.back.targets.append(block_ids[num_hits : len(slots)])
+            self._stats.num_swapped_in_blocks += len(slots) - num_hits
+        self.swap_space.give_back_after_plan(slots)
+        request.swapped = None
+
+    def _swap_out(self, row: int) -> Swapped | None:
+        """Copy what the row has computed to the host, if that is the mode, the cheaper way and there is room. The last
+        token is left out: whoever resumes computes it, to sample the next."""
+        table = self._batch.table
+        kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
+        count = -(-kept // self._batch.block_size)
+        if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
+            return None
+        slots = self.swap_space.take(count)
+        self._batch.carried.out.sources.append(table.blocks.read(row, 0, count))
+        self._batch.carried.out.targets.append(slots)
+        return Swapped(slots, kept)
+
+    def _prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
+        return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
+
+    def _costs(self, rows: Ints) -> Ints:
+        """ns to bring each row back to where it is."""
+        computed = self._batch.table.num_computed_tokens[rows]
+        again = computed * self._recompute_ns
+        copied = self._batch.num_blocks_of(computed) * self._swap_ns
+        match self._mode:
+            case "recompute":
+                return again
+            case "swap":
+                return copied
+            case "auto":
+                return np.minimum(again, copied)

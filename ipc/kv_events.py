@@ -1,0 +1,27 @@
+"""What a client that follows the prefix cache is told: see docs/scheduling.md."""
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class KVBlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Blocks that can be found from now on."""
+
+    contents: bytes  # int64[n] the number of each block's content, never used for another
+    parents: bytes  # int64[n] the content before it; negative: the beginning of a prompt, -1 without cache_salt
+    token_ids: bytes  # int32[n * block_size]
+    block_size: int
+
+
+class KVBlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Blocks that were given to something else."""
+
+    contents: bytes  # int64[n]
+
+
+class KVBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The prefix cache is empty."""
+
+
+KVEvent: TypeAlias = KVBlocksStored | KVBlocksRemoved | KVBlocksCleared
