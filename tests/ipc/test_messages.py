@@ -16,7 +16,6 @@ from ipc.messages import (
     CallDone,
     CallFailed,
     ClientMessage,
-    Drain,
     EngineStopping,
     ErrorCode,
     GetModelInformation,
@@ -29,20 +28,14 @@ from ipc.messages import (
     Logprobs,
     ModelInformation,
     Outputs,
-    OwnerMessage,
     Pause,
     PauseMode,
-    Ready,
     Refused,
     RequestFailed,
     ResetPrefixCache,
     Resume,
     ServerMessage,
     Shutdown,
-    Start,
-    StartFailed,
-    StartPhase,
-    StartReport,
     Statistics,
     TokenizerFiles,
     Welcome,
@@ -53,6 +46,7 @@ from ipc.messages import (
     unpack_numbers,
 )
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
 
 PARAMS = SamplingParams(
     temperature=0.7,
