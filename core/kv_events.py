@@ -4,6 +4,8 @@ Contents are numbers of this engine's life: a router matches prompts by the toke
 block from there by its number and its parent's (negative: a root, -1 without a cache salt).
 """
 
+from itertools import groupby
+
 import numpy as np
 
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
@@ -31,5 +33,15 @@ class KVEventLog:
         self._events.append(KVBlocksCleared())
 
     def drain(self) -> list[KVEvent]:
-        events, self._events = self._events, []
+        """Since the last time; blocks that were stored one after the other are one event."""
+        events: list[KVEvent] = []
+        for kind, run in groupby(self._events, type):
+            events += [_join(list(run))] if kind is KVBlocksStored else run
+        self._events = []
         return events
+
+
+def _join(run: list[KVEvent]) -> KVBlocksStored:
+    stored = [event for event in run if isinstance(event, KVBlocksStored)]
+    contents, parents = b"".join(one.contents for one in stored), b"".join(one.parents for one in stored)
+    return KVBlocksStored(contents, parents, b"".join(one.token_ids for one in stored), stored[0].block_size)

@@ -12,9 +12,18 @@ import msgspec
 
 from ipc.errors import MalformedMessageError
 from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import (
+    Explain,
+    Explanation,
+    FollowKVEvents,
+    KVEvents,
+    RequestEvents,
+    UnfollowKVEvents,
+)
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1  # 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words
+#: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
+PROTOCOL_MINOR = 2
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -45,7 +54,7 @@ class ErrorCode(IntEnum):
 
 
 class PauseMode(IntEnum):
-    NEW = 0  # no request starts; the running ones go on
+    NEW = 0  # no request begins; those that have begun go on
     ALL = 1  # nothing runs; requests keep their rows and blocks
 
 
@@ -139,8 +148,17 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=23):
     call: int
 
 
+SchedulingCall: TypeAlias = Explain | FollowKVEvents | UnfollowKVEvents
 ClientCall: TypeAlias = (
-    GetTokenizer | GetStatistics | ResetPrefixCache | GetModelInformation | Pause | Resume | BeginDrain | Shutdown
+    GetTokenizer
+    | GetStatistics
+    | ResetPrefixCache
+    | GetModelInformation
+    | Pause
+    | Resume
+    | BeginDrain
+    | Shutdown
+    | SchedulingCall
 )
 ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
 
@@ -216,6 +234,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
+    events: RequestEvents | None = None
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -258,6 +277,19 @@ class Statistics(msgspec.Struct, frozen=True, array_like=True, tag=81):
     num_recomputed_tokens: int = 0  # computed again after a preemption: the measure of thrash
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_skipped: int = 0  # times a running request wanted tokens and got none
+    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by what it lacked
+    num_head_no_budget: int = 0
+    num_head_preempted: int = 0
+    num_head_fenced: int = 0
+    num_head_no_blocks: int = 0
+    num_head_partial_prefills: int = 0
+    num_swapped: int = 0  # requests that wait with a copy on the host, now
+    num_on_hold: int = 0  # requests whose client does not read, now
+    num_unbegun: int = 0  # requests kept waiting by a pause, now
+    num_swap_blocks: int = 0
+    num_free_swap_blocks: int = 0
+    engine_ns: int = 0  # clock of the engine when it answered; only differences mean something
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -297,8 +329,8 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     error: str = ""
 
 
-CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | CallDone | CallFailed
-ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | CallResult | EngineStopping
+CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | CallDone | CallFailed
+ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 
 #: Every call there is, and what answers it unless CallFailed does.
@@ -311,6 +343,9 @@ CALLS: dict[type[ClientCall], type[CallResult]] = {
     Resume: CallDone,
     BeginDrain: CallDone,
     Shutdown: CallDone,
+    Explain: Explanation,
+    FollowKVEvents: CallDone,
+    UnfollowKVEvents: CallDone,
 }
 #: Those that only the owner of the engine may make; others get PERMISSION_DENIED.
 OWNER_CALLS: tuple[type[ClientCall], ...] = (Pause, Resume, BeginDrain, Shutdown)
