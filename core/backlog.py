@@ -16,7 +16,9 @@ from ipc.paged_rows import Ints
 
 #: Bytes of columns that are merged into one message; in it no row comes near the 65,535 tokens that a count can say.
 MAX_MERGED_BYTES = 64 << 10
-_ROW_COLUMNS = frozenset(("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events"))
+_ROW_COLUMNS = frozenset(
+    ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events")
+)
 #: Outputs that say more than these columns are sent as they are.
 _OTHER_FIELDS = tuple(
     (field.name, field.default_factory() if callable(field.default_factory) else field.default)

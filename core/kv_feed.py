@@ -65,7 +65,7 @@ class KVFeed:
         columns = (contents.astype("<i8"), parents.astype("<i8"), np.ascontiguousarray(token_ids, "<i4"))
         first: list[KVEvent] = [KVBlocksCleared()]
         for start in range(0, max(1, len(contents)), MAX_SNAPSHOT_BLOCKS):
-            part = (column[start : start + MAX_SNAPSHOT_BLOCKS].tobytes() for column in columns)
-            stored = KVBlocksStored(*part, self._names.block_size)
+            ids, before, tokens = (column[start : start + MAX_SNAPSHOT_BLOCKS].tobytes() for column in columns)
+            stored = KVBlocksStored(ids, before, tokens, self._names.block_size)
             yield [*first, stored] if stored.contents else first
             first = []

@@ -82,6 +82,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         tokenizer,
         _model_information(config, executor.info),
         start.owner_token,
+        config.client_weights,
     )
     io = IOThread(context, router, served)
     if capture is None:
