@@ -53,7 +53,7 @@ def test_a_request_from_its_start_to_its_end():
     assert progress.token_ids.tolist() == [11, 12, 13]
     assert journal.read(0, 2).token_ids.tolist() == [13]
     assert (progress.finish, progress.stop_token, progress.num_cached_tokens) == (FinishReason.STOP, 13, 2)
-    assert progress[4:] == (1.0, 2.0, 3.0, 3.0, None, None)
+    assert progress[4:] == (1.0, 2.0, 3.0, 3.0, None, None, ())
 
 
 def test_duplicates_and_overlaps_are_dropped():
