@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from core.decisions import Examined
+from core.decisions import Examined, Verdict
 from core.request import NO_ROW, Request
 from core.scheduler import Scheduler
 from ipc.messages import CallFailed, ErrorCode, PauseMode
@@ -32,6 +32,7 @@ class _Explainer:
         self._scheduler = scheduler
         self._now_ns = now_ns
         self._rows = scheduler.policy.in_order(scheduler.running).tolist()
+        self._places = {row: at for at, row in enumerate(self._rows)}
         self._queue = scheduler.waiting.ready()
         self._positions = {_key(request): at for at, request in enumerate(self._queue)}
         decision = scheduler.decision
@@ -42,6 +43,7 @@ class _Explainer:
                 _key(one.request): one for one in decision.examined if _key(one.request) in self._positions
             }
             self._counts = dict(zip(decision.rows.tolist(), decision.counts.tolist(), strict=True))
+        self._holder = self._find_holder()
 
     def answer(self, policy: str, client: int, call: Explain) -> Explanation | CallFailed:
         session = client if call.session == OWN_SESSION else call.session
@@ -105,7 +107,7 @@ class _Explainer:
             RequestState.RUNNING,
             (reason, needed, available),
             last_tokens=count,
-            position=self._rows.index(row),
+            position=self._places[row],
             num_tokens=num_tokens,
             num_computed_tokens=int(table.num_computed_tokens[row]),
             num_blocks=num_blocks,
@@ -156,10 +158,18 @@ class _Explainer:
             return (Reason.PAUSED, 0, 0), None
         if (own := self._examined.get(key)) is not None:
             return (Reason(own.verdict), own.needed, own.available), None
-        holder = next(reversed(self._examined), None)
-        if holder is None or self._positions[holder] > self._positions[key]:
+        if self._holder is None or self._positions[_key(self._holder)] > self._positions[key]:
             return (Reason.NOT_YET, 0, 0), None
-        return (Reason.BEHIND, 0, 0), self._examined[holder].request
+        return (Reason.BEHIND, 0, 0), self._holder
+
+    def _find_holder(self) -> Request | None:
+        """Whom all that were not looked at wait behind: the last that was, if it lacks what holds the rest; else the first
+        that lacks blocks, which enough others have passed."""
+        examined = list(self._examined.values())
+        if not examined:
+            return None
+        last = examined[-1]
+        return (last if last.verdict < Verdict.HOLDS_THE_REST else examined[0]).request
 
     def _explanation(
         self,

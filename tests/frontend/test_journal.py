@@ -134,7 +134,7 @@ def test_rows_are_reused_and_clean():
     assert add(journal, 1, streaming=False, now=9.0) == first
     assert journal.apply(outputs([(0, 200, [1], 0)]), 3.0).tolist() == []
     progress = journal.read(1)
-    assert progress[1:] == (FinishReason.NONE, None, 0, 9.0, 0.0, 0.0, 0.0, None, None)
+    assert progress[1:] == (FinishReason.NONE, None, 0, 9.0, 0.0, 0.0, 0.0, None, None, ())
     assert len(progress.token_ids) == 0
     assert journal.take_ready().tolist() == []
     assert journal.unfinished().tolist() == [1]
