@@ -137,8 +137,8 @@ class BlockNames:
         self.content[:] = UNNAMED
 
     def columns(self) -> tuple[Ints, Ints, Int32s]:
-        """(contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found, parents first: a content
-        is numbered after the one before it."""
+        """(contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found, parents first: a
+        content is numbered after the one before it."""
         named = np.flatnonzero(self.content != UNNAMED)
         named = named[np.argsort(self.content[named])]
         return self.content[named], self._parent[named], self._tokens[named]

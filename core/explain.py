@@ -163,8 +163,8 @@ class _Explainer:
         return (Reason.BEHIND, 0, 0), self._holder
 
     def _find_holder(self) -> Request | None:
-        """Whom all that were not looked at wait behind: the last that was, if it lacks what holds the rest; else the first
-        that lacks blocks, which enough others have passed."""
+        """Whom those that were not looked at wait behind: the last that was, if it lacks what holds the rest; else the
+        first that lacks blocks, which enough others have passed."""
         examined = list(self._examined.values())
         if not examined:
             return None

@@ -36,7 +36,8 @@ class KVEventLog:
         """Since the last time; blocks that were stored one after the other are one event."""
         events: list[KVEvent] = []
         for kind, run in groupby(self._events, type):
-            events += [_join(list(run))] if kind is KVBlocksStored else run
+            same = list(run)
+            events += [_join(same)] if kind is KVBlocksStored else same
         self._events = []
         return events
 

@@ -260,7 +260,11 @@ class EngineClient(TypedCalls):
         if self._kv_events is not None:
             self._kv_events.close()
         stream = self._kv_events = KVEventStream(self)
-        self.begin_kv_events()
+        try:
+            self.begin_kv_events()
+        except BaseException:
+            self._kv_events = None
+            raise
         return stream
 
     def _send(self, frame: bytes) -> None:

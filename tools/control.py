@@ -1,7 +1,7 @@
 """`engine-core control`: pause, resume, drain or shut down a running engine, as its owner."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from frontend.client import EngineClient
 from frontend.transport import ZmqTransport
@@ -9,7 +9,13 @@ from ipc.errors import ConfigError
 from ipc.messages import PauseMode
 from tools.options import ArgumentParser
 
-_ACTIONS = ("pause", "resume", "drain", "shutdown", "reset-prefix-cache")
+_ACTIONS: dict[str, Callable[[EngineClient, PauseMode], None]] = {
+    "pause": lambda client, mode: client.pause(mode),
+    "resume": lambda client, _: client.resume(),
+    "drain": lambda client, _: client.drain(),
+    "shutdown": lambda client, _: client.shutdown(),
+    "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         usage="engine-core control {pause,resume,drain,shutdown,reset-prefix-cache} --connect ADDR [--owner-file FILE]",
         description="Steer a running engine. All but reset-prefix-cache are its owner's: see serve --owner-file.",
     )
-    parser.add_argument("action", choices=_ACTIONS)
+    parser.add_argument("action", choices=tuple(_ACTIONS))
     parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
     parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
     parser.add_argument(
@@ -28,17 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
     client = EngineClient(ZmqTransport(parsed.connect), name="control", owner_token=token)
     try:
-        match parsed.action:
-            case "pause":
-                client.pause(PauseMode.NEW if parsed.mode == "new" else PauseMode.ALL)
-            case "resume":
-                client.resume()
-            case "drain":
-                client.drain()
-            case "shutdown":
-                client.shutdown()
-            case "reset-prefix-cache":
-                client.reset_prefix_cache()
+        _ACTIONS[parsed.action](client, PauseMode[parsed.mode.upper()])
     finally:
         client.close()
     return 0
