@@ -22,8 +22,9 @@ class KVEventLog:
     def stored(self, contents: Ints, parents: Ints, token_ids: Int32s) -> None:
         """contents, parents [n]; token_ids [n, block_size]."""
         if len(contents):
-            columns = (contents.astype("<i8"), parents.astype("<i8"), np.ascontiguousarray(token_ids, "<i4"))
-            self._events.append(KVBlocksStored(*(column.tobytes() for column in columns), self._block_size))
+            ids, before = contents.astype("<i8").tobytes(), parents.astype("<i8").tobytes()
+            tokens = np.ascontiguousarray(token_ids, "<i4").tobytes()
+            self._events.append(KVBlocksStored(ids, before, tokens, self._block_size))
 
     def removed(self, contents: Ints) -> None:
         if len(contents):
