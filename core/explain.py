@@ -33,15 +33,12 @@ class _Explainer:
         self._now_ns = now_ns
         self._rows = scheduler.policy.in_order(scheduler.running).tolist()
         self._places = {row: at for at, row in enumerate(self._rows)}
-        self._queue = scheduler.waiting.ready()
-        self._positions = {_key(request): at for at, request in enumerate(self._queue)}
+        self._positions: dict[tuple[int, int, int], int] = {}  # of those looked up so far
         decision = scheduler.decision
         self._examined: dict[tuple[int, int, int], Examined] = {}
         self._counts: dict[int, int] = {}
         if decision is not None:
-            self._examined = {
-                _key(one.request): one for one in decision.examined if _key(one.request) in self._positions
-            }
+            self._examined = {_key(one.request): one for one in decision.examined if one.request.ticket}
             self._counts = dict(zip(decision.rows.tolist(), decision.counts.tolist(), strict=True))
         self._holder = self._find_holder()
 
@@ -85,12 +82,14 @@ class _Explainer:
     def _some(self, limit: int) -> tuple[list[Request], int]:
         """The first that run and the first that wait, half of the limit for each where both are many; and how many are
         left out."""
-        waiting = [*self._queue, *self._scheduler.waiting.unbegun(), *self._scheduler.waiting.held()]
+        ready = self._scheduler.waiting.ready(limit)
+        self._positions |= {_key(request): at for at, request in enumerate(ready)}
+        waiting = [*ready, *self._scheduler.waiting.unbegun(), *self._scheduler.waiting.held()]
         num_waiting = min(len(waiting), max(limit - limit // 2, limit - len(self._rows)))
         running = self._rows[: limit - num_waiting]
         requests = [self._scheduler.table.request[row] for row in running]
         chosen = [request for request in requests if request is not None] + waiting[:num_waiting]
-        return chosen, len(self._rows) + len(waiting) - len(chosen)
+        return chosen, len(self._rows) + len(self._scheduler.waiting) - len(chosen)
 
     def _of(self, request: Request) -> RequestExplanation:
         return self._running(request) if request.row != NO_ROW else self._waiting(request)
@@ -140,7 +139,7 @@ class _Explainer:
             request,
             state,
             reason,
-            position=self._positions.get(_key(request), -1),
+            position=self._position(request),
             holder=holder,
             num_tokens=request.num_tokens,
             num_computed_tokens=needs.num_computed_tokens,
@@ -154,13 +153,21 @@ class _Explainer:
         key = _key(request)
         if self._scheduler.waiting.is_held(request.client):
             return (Reason.ON_HOLD, 0, 0), None
-        if key not in self._positions or self._scheduler.pause_mode is PauseMode.ALL:
+        if not request.ticket or self._scheduler.pause_mode is PauseMode.ALL:
             return (Reason.PAUSED, 0, 0), None
         if (own := self._examined.get(key)) is not None:
             return (Reason(own.verdict), own.needed, own.available), None
-        if self._holder is None or self._positions[_key(self._holder)] > self._positions[key]:
+        if self._holder is None or self._position(self._holder) > self._position(request):
             return (Reason.NOT_YET, 0, 0), None
         return (Reason.BEHIND, 0, 0), self._holder
+
+    def _position(self, request: Request) -> int:
+        """In the queue of those that may start; -1 = not there."""
+        key = _key(request)
+        if key not in self._positions:
+            position = self._scheduler.waiting.position(request)
+            self._positions[key] = -1 if position is None else position
+        return self._positions[key]
 
     def _find_holder(self) -> Request | None:
         """Whom those that were not looked at wait behind: the last that was, if it lacks what holds the rest; else the

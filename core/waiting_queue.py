@@ -85,9 +85,13 @@ class WaitingQueue:
             self.num_tokens -= request.num_tokens
         return request
 
-    def ready(self) -> list[Request]:
-        """All that may start, in order; O(n log n)."""
-        return self._line.in_order()
+    def ready(self, count: int) -> list[Request]:
+        """The first `count` that may start, in order; O(n)."""
+        return self._line.first(count)
+
+    def position(self, request: Request) -> int | None:
+        """How many may start before this one; None where it may not. O(n)."""
+        return self._line.position(request) if request.ticket else None
 
     def is_held(self, client: int) -> bool:
         return client in self._held
