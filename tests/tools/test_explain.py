@@ -26,7 +26,7 @@ from tools.control import read_owner_file, write_owner_file
 from tools.explain import read_request
 
 CONFIG = EngineConfig(executor="fake", num_blocks_override=200, max_num_seqs=2, fake_max_model_len=3000)
-LONG = SamplingParams(max_tokens=2900, ignore_eos=True, temperature=0)
+LONG = SamplingParams(max_tokens=29_000, ignore_eos=True, temperature=0)
 
 
 @contextlib.contextmanager
@@ -101,6 +101,7 @@ def test_weights_by_name_and_the_replay_of_calls(tmp_path: Path) -> None:
     """One token a step: the client of weight 3 gets three of four. The capture replays, weights, calls and all."""
     path = tmp_path / "run.cap"
     options = {"scheduling_policy": "fair", "fair_quantum": 0, "max_num_batched_tokens": 1}
+    options |= {"num_blocks_override": 4000, "fake_max_model_len": 30_000}  # neither ends while it is looked at
     with engine(client_weights={"heavy": 3.0}, capture=str(path), **options) as process:
         light, heavy = connected(process, "light"), connected(process, "heavy")
         owner = connected(process, token=process.owner_token)
