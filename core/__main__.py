@@ -18,8 +18,8 @@ from core.lease import Lease
 from core.process import run
 from core.start import StartedEngine, bind, start_engine
 from ipc.errors import EngineCoreError, EngineStartError, OutOfMemoryError
-from ipc.messages import Ready, StartFailed, StartPhase, StartReport
 from ipc.pipes import write_frame
+from ipc.start_messages import Ready, StartFailed, StartPhase, StartReport
 
 EXIT_START_FAILED = 2
 _LOG_S = 0.5  # for the last lines on standard error

@@ -34,6 +34,15 @@ class _Needs(NamedTuple):
     is_reserved: bool  # all are taken at once
 
 
+class Appraisal(NamedTuple):
+    """What a waiting request would need to start now."""
+
+    num_computed_tokens: int  # that it would not compute
+    num_hits: int  # blocks found in the prefix cache
+    num_missing_blocks: int  # to take beside them
+    num_reserve_blocks: int  # that must stay free: the watermark, and more the oftener it was preempted
+
+
 class Admission:
     """Requests are looked at in the policy's order. One that lacks blocks is passed by at most `admission_lookahead`
     others in its life, which is its reservation; one that lacks anything else holds the rest."""
@@ -52,7 +61,7 @@ class Admission:
         self._preemption = preemption
         self._delay = Delay(config.scheduler_delay_factor)
         self._lookahead = config.admission_lookahead
-        self._watermark = int(config.watermark * batch.pool.num_blocks)
+        self._watermark = self.num_watermark_blocks = int(config.watermark * batch.pool.num_blocks)
         self._reserves_all = config.reserve_full_length
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._is_chunked = config.enable_chunked_prefill
@@ -71,6 +80,16 @@ class Admission:
                 f"tokens, and max_num_batched_tokens is {self._budget}"
             )
         return None
+
+    def appraise(self, request: Request) -> Appraisal:
+        """Of a request that waits, between two steps."""
+        draft = Draft(0, 0, 0)
+        room = _Room(self._batch, draft, 0)
+        needs, pool = self._needs(request, draft, room), self._batch.pool
+        left = self._blocks_left(request, needs, draft, room)
+        reserve = pool.num_free - pool.num_revived(needs.hits) - room.promised - left
+        num_hits = len(needs.hits)
+        return Appraisal(needs.num_computed_tokens, num_hits, needs.num_blocks - num_hits, reserve)
 
     def fill(self, draft: Draft, row_limit: int) -> None:
         """Start waiting requests while budget, rows and blocks last."""

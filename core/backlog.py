@@ -10,12 +10,15 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from core.request_events import join_events
 from ipc.messages import Outputs, ServerMessage, encode
 from ipc.paged_rows import Ints
 
 #: Bytes of columns that are merged into one message; in it no row comes near the 65,535 tokens that a count can say.
 MAX_MERGED_BYTES = 64 << 10
-_ROW_COLUMNS = frozenset(("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started"))
+_ROW_COLUMNS = frozenset(
+    ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events")
+)
 #: Outputs that say more than these columns are sent as they are.
 _OTHER_FIELDS = tuple(
     (field.name, field.default_factory() if callable(field.default_factory) else field.default)
@@ -69,8 +72,9 @@ class Backlog:
 def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
     """Messages of one client, in order, as one in which each request (and choice) has one row."""
     started = b"".join(part.started for part in parts)
+    events = join_events([part.events for part in parts if part.events is not None])
     if len(parts) == 1 or not any(part.numbers for part in parts):
-        return msgspec.structs.replace(parts[-1], started=started)
+        return msgspec.structs.replace(parts[-1], started=started, events=events)
     numbers = np.frombuffer(b"".join(part.numbers for part in parts), "<u4").astype(np.int64)
     positions = np.frombuffer(b"".join(part.positions for part in parts), "<u4").astype(np.int64)
     counts = np.frombuffer(b"".join(part.counts for part in parts), "<u2").astype(np.int64)
@@ -97,6 +101,7 @@ def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
         finish=np.maximum.reduceat(finish[order], firsts).tobytes() if finish.any() else b"",
         stop_tokens=_stop_tokens(parts, row_of),
         started=started,
+        events=events,
     )
 
 
@@ -122,4 +127,5 @@ def _is_mergeable(message: Outputs) -> bool:
 
 
 def _num_bytes(message: Outputs) -> int:
-    return 2 * len(message.numbers) + len(message.counts) + len(message.tokens) + len(message.started)
+    events = 0 if message.events is None else 5 * len(message.events.numbers)
+    return 2 * len(message.numbers) + len(message.counts) + len(message.tokens) + len(message.started) + events

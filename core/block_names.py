@@ -140,6 +140,13 @@ class BlockNames:
         self._block_of_key.clear()
         self.content[:] = UNNAMED
 
+    def columns(self) -> tuple[Ints, Ints, Int32s]:
+        """(contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found, parents first: a
+        content is numbered after the one before it."""
+        named = np.flatnonzero(self.content != UNNAMED)
+        named = named[np.argsort(self.content[named])]
+        return self.content[named], self._parent[named], self._tokens[named]
+
     def _holds(self, block: int, parent: int, token_ids: Int32s) -> bool:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 

@@ -6,6 +6,8 @@ from typing import TypeAlias
 import msgspec
 
 from core.executor.interface import Executor
+from core.explain import explain
+from core.kv_feed import KVFeed
 from core.pipeline import Pipeline
 from core.request import request_from_message
 from core.scheduler import Scheduler
@@ -14,6 +16,7 @@ from ipc.messages import (
     Abort,
     AddRequest,
     CallDone,
+    CallFailed,
     GetStatistics,
     Goodbye,
     Outputs,
@@ -25,6 +28,7 @@ from ipc.messages import (
     unpack_choices,
     unpack_numbers,
 )
+from ipc.scheduling_messages import Explain, Explanation, FollowKVEvents, KVEvents, UnfollowKVEvents
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
@@ -35,11 +39,34 @@ class ReleaseClient(msgspec.Struct, frozen=True, array_like=True, tag=121):
     """From the IO thread, never on the wire: the client reads again."""
 
 
+class SetClientWeight(msgspec.Struct, frozen=True, array_like=True, tag=122):
+    """From the IO thread, never on the wire: a client has come whose name has a weight."""
+
+    weight: float
+
+
+class RenewKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=123):
+    """From the IO thread, never on the wire: KV events for the client were dropped; it is to be told everything."""
+
+
 #: What the IO thread lets through to the engine; requests have been validated by then.
 EngineInput: TypeAlias = (
-    AddRequest | Abort | Goodbye | GetStatistics | ResetPrefixCache | Pause | Resume | HoldClient | ReleaseClient
+    AddRequest
+    | Abort
+    | Goodbye
+    | GetStatistics
+    | ResetPrefixCache
+    | Pause
+    | Resume
+    | HoldClient
+    | ReleaseClient
+    | SetClientWeight
+    | RenewKVEvents
+    | Explain
+    | FollowKVEvents
+    | UnfollowKVEvents
 )
-EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | CallDone
+EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed
 
 NS_PER_MS = 1_000_000
 
@@ -53,6 +80,8 @@ class EngineCore:
         self._max_model_len = config.max_model_len
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
+        self._policy = config.scheduling_policy
+        self._kv_feed = KVFeed(self.scheduler.pool.names, epoch)
         self.pipeline = Pipeline(executor, depth=2 if config.async_scheduling else 1)
 
     @property
@@ -75,7 +104,7 @@ class EngineCore:
         plan = self.scheduler.schedule(now_ns)
         done = self.pipeline.execute(plan)
         outputs = self.scheduler.update_from_output(*done) if done else self.scheduler.take_outputs()
-        return [*replies, *outputs]
+        return [*replies, *outputs, *self._kv_feed.drain(plan.step)]
 
     def _receive(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         replies: list[tuple[int, EngineReply]] = []
@@ -88,6 +117,7 @@ class EngineCore:
                     self.scheduler.finish_requests(client, unpack_numbers(message.numbers), choices)
                 case Goodbye():
                     self.scheduler.finish_client(client)
+                    self._kv_feed.unfollow(client)
                 case Pause():
                     self.scheduler.pause(message.mode)
                     replies.append((client, CallDone(message.call)))
@@ -95,15 +125,33 @@ class EngineCore:
                     self.scheduler.resume()
                     replies.append((client, CallDone(message.call)))
                 case HoldClient():
-                    self.scheduler.hold_client(client)
+                    self.scheduler.hold_client(client, now_ns)
                 case ReleaseClient():
                     self._num_requests += self.scheduler.release_client(client, self._num_requests)
                 case GetStatistics():
-                    replies.append((client, self.statistics(message.call)))
+                    replies.append((client, self.statistics(message.call, now_ns)))
                 case ResetPrefixCache():
                     self.scheduler.reset_prefix_cache()
                     replies.append((client, CallDone(message.call)))
+                case SetClientWeight(weight):
+                    self.scheduler.set_weight(client, weight)
+                case RenewKVEvents():
+                    self._kv_feed.renew(client)
+                case Explain() | FollowKVEvents() | UnfollowKVEvents():
+                    replies.append((client, self._scheduling_call(client, message, now_ns)))
         return replies
+
+    def _scheduling_call(
+        self, client: int, message: Explain | FollowKVEvents | UnfollowKVEvents, now_ns: int
+    ) -> EngineReply:
+        match message:
+            case Explain():
+                return explain(self.scheduler, self._policy, client, message, now_ns)
+            case FollowKVEvents():
+                self._kv_feed.follow(client)
+            case UnfollowKVEvents():
+                self._kv_feed.unfollow(client)
+        return CallDone(message.call)
 
     def _add_request(self, client: int, message: AddRequest, now_ns: int) -> None:
         serial, length = self._num_requests, self._max_model_len
@@ -112,8 +160,9 @@ class EngineCore:
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
         self.scheduler.add_request(choices, now_ns, deadline_ns)
 
-    def statistics(self, call: int) -> Statistics:
-        scheduler = self.scheduler
+    def statistics(self, call: int, now_ns: int = 0) -> Statistics:
+        """now_ns: the clock of the step."""
+        scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
         num_running, num_waiting = scheduler.get_request_counts()
         return Statistics(
             call=call,
@@ -122,5 +171,11 @@ class EngineCore:
             num_blocks=scheduler.pool.num_blocks,
             num_free_blocks=scheduler.pool.num_free,
             block_size=scheduler.block_size,
+            num_swapped=scheduler.preemption.num_swapped,
+            num_on_hold=scheduler.waiting.num_held,
+            num_unbegun=scheduler.waiting.num_unbegun,
+            num_swap_blocks=swap_space.num_slots,
+            num_free_swap_blocks=swap_space.num_free,
+            engine_ns=now_ns,
             **msgspec.structs.asdict(scheduler.stats),
         )

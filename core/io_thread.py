@@ -39,7 +39,7 @@ class IOThread:
     def __init__(self, context: Context, router: BoundRouter, served: Served) -> None:
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self.inbox = Inbox()
-        self.sessions = Sessions(router.socket, self.inbox)
+        self.sessions = Sessions(router.socket, self.inbox, served.client_weights)
         self._outbox: queue.Queue[Sequence[Addressed] | EngineStopping] = queue.Queue(MAX_OUTBOX_STEPS)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()

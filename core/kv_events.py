@@ -4,6 +4,8 @@ Contents are numbers of this engine's life: a router matches prompts by the toke
 block from there by its number and its parent's (negative: a root, -1 without a cache salt).
 """
 
+from itertools import groupby
+
 import numpy as np
 
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
@@ -20,8 +22,9 @@ class KVEventLog:
     def stored(self, contents: Ints, parents: Ints, token_ids: Int32s) -> None:
         """contents, parents [n]; token_ids [n, block_size]."""
         if len(contents):
-            columns = (contents.astype("<i8"), parents.astype("<i8"), np.ascontiguousarray(token_ids, "<i4"))
-            self._events.append(KVBlocksStored(*(column.tobytes() for column in columns), self._block_size))
+            ids, before = contents.astype("<i8").tobytes(), parents.astype("<i8").tobytes()
+            tokens = np.ascontiguousarray(token_ids, "<i4").tobytes()
+            self._events.append(KVBlocksStored(ids, before, tokens, self._block_size))
 
     def removed(self, contents: Ints) -> None:
         if len(contents):
@@ -31,5 +34,16 @@ class KVEventLog:
         self._events.append(KVBlocksCleared())
 
     def drain(self) -> list[KVEvent]:
-        events, self._events = self._events, []
+        """Since the last time; blocks that were stored one after the other are one event."""
+        events: list[KVEvent] = []
+        for kind, run in groupby(self._events, type):
+            same = list(run)
+            events += [_join(same)] if kind is KVBlocksStored else same
+        self._events = []
         return events
+
+
+def _join(run: list[KVEvent]) -> KVBlocksStored:
+    stored = [event for event in run if isinstance(event, KVBlocksStored)]
+    contents, parents = b"".join(one.contents for one in stored), b"".join(one.parents for one in stored)
+    return KVBlocksStored(contents, parents, b"".join(one.token_ids for one in stored), stored[0].block_size)

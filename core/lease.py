@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from core import log
 from core.io_thread import IOThread
-from ipc.messages import Drain, Start
 from ipc.pipes import FrameReader, decode_owner_message
 from ipc.sockets import remove_private_address
+from ipc.start_messages import Drain, Start
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
 _STOP_S = 1.0  # for telling the clients

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from core.plan import TokenLogprobs
 from core.request import Request
+from core.request_events import RequestEventLog
 from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
 from ipc.paged_rows import Int32s, Ints
 
@@ -56,6 +57,7 @@ class OutputColumns:
     """Filled during a step, drained at its end."""
 
     def __init__(self, epoch: int) -> None:
+        self.events = RequestEventLog()
         self._epoch = epoch
         self._rows: list[_Rows] = []
         self._started: dict[int, list[tuple[int, int]]] = {}
@@ -116,7 +118,7 @@ class OutputColumns:
         messages: list[Addressed] = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
-        others = dict.fromkeys((*self._started, *self._logprobs))
+        others = dict.fromkeys((*self._started, *self._logprobs, *self.events.clients))
         messages.extend((client, self._without_rows(step, client)) for client in others)
         messages.extend(self._failed)
         self._rows, self._failed = [], []
@@ -150,11 +152,13 @@ class OutputColumns:
             stop_tokens=[(row - start, token) for row, token in packed.stopped if start <= row < end],
             started=_pairs(self._started.pop(client, [])) if self._started else b"",
             logprobs=self._logprobs.pop(client, None) if self._logprobs else None,
+            events=self.events.take(client) if self.events else None,
         )
 
     def _without_rows(self, step: int, client: int) -> Outputs:
         started, logprobs = _pairs(self._started.pop(client, [])), self._logprobs.pop(client, None)
-        return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs)
+        events = self.events.take(client)
+        return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs, events=events)
 
 
 def _choices(choices: Ints) -> bytes:

@@ -28,6 +28,7 @@ class Preemption:
         self._recompute_ns = config.recompute_ns_per_token or 1  # None in captures older than these options
         self._swap_ns = 2 * (config.swap_ns_per_block or 1)  # out and back
         self.swap_space = SwapSpace(config.num_swap_blocks or 0)
+        self.num_swapped = 0  # requests that wait with a copy on the host
 
     def in_order_of_sacrifice(self, candidates: Ints) -> Ints:
         """These rows, given in the order in which they are served, the first victim first: what the policy values
@@ -49,6 +50,7 @@ class Preemption:
         self._waiting.push(request)
         draft.drop(row)
         num_swapped = 0 if swapped is None else len(swapped.slots)
+        self.num_swapped += swapped is not None
         draft.preempted.append(Preempted(request, cause, computed, num_swapped))
         self._stats.num_preemptions += 1
         self._stats.num_swapped_out_blocks += num_swapped
@@ -58,6 +60,7 @@ class Preemption:
         if request.swapped is not None:
             self.swap_space.give_back(request.swapped.slots)
             request.swapped = None
+            self.num_swapped -= 1
 
     def swap_in(self, request: Request, block_ids: Ints, num_hits: int) -> None:
         """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""
@@ -70,6 +73,7 @@ class Preemption:
             self._stats.num_swapped_in_blocks += len(slots) - num_hits
         self.swap_space.give_back_after_plan(slots)
         request.swapped = None
+        self.num_swapped -= 1
 
     def _swap_out(self, row: int) -> Swapped | None:
         """Copy what the row has computed to the host, if that is the mode, the cheaper way and there is room. The last

@@ -58,6 +58,7 @@ class Served(msgspec.Struct, frozen=True):
     tokenizer: TokenizerFiles
     model: ModelInformation
     owner_token: bytes = b""
+    client_weights: dict[str, float] = {}
 
 
 class Reception:

@@ -40,8 +40,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
         self.block_size = config.block_size
         self.max_num_seqs = config.max_num_seqs
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.resume()
+        self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats = SchedulerStats()
         self.outputs = OutputColumns(epoch)
         self.batch = Batch(config, eos_token_ids)
@@ -50,7 +49,7 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy.line)
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._growth = Growth(config, self.batch, self.waiting, self.policy, self.preemption)
-        self._admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
+        self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
         self._fill = self._running_first if config.enable_chunked_prefill else self._prompts_first
         self._requests = RequestIndex()
         self._step = 0
@@ -66,7 +65,7 @@ class Scheduler:
             text = f"request number {number} is still running in this session; numbers are never reused"
             self.outputs.add_failed(client, number, ErrorCode.ALREADY_EXISTS, text)
             return
-        if reason := self._admission.never_fits(choices[0]):
+        if reason := self.admission.never_fits(choices[0]):
             self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
             return
         for request in choices:
@@ -97,12 +96,14 @@ class Scheduler:
         self.waiting.release(client)
         self.policy.forget(client)
 
-    def hold_client(self, client: int) -> None:
+    def hold_client(self, client: int, now_ns: int = 0) -> None:
         """The client does not read: its requests wait, and nobody pays for that. Their rows and blocks are given back;
         the prefix cache remembers the blocks as long as nobody needs the room."""
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
-            self.waiting.push(self.batch.release_to_wait(row))
+            request = self.batch.release_to_wait(row)
+            self.outputs.events.add_hold(request, now_ns)
+            self.waiting.push(request)
         self.waiting.hold(client, requests)
 
     def release_client(self, client: int, serial: int) -> int:
@@ -115,9 +116,24 @@ class Scheduler:
             self.waiting.push(request)
         return len(released)
 
+    def set_weight(self, client: int, weight: float) -> None:
+        """The client's share under policy fair."""
+        self.policy.set_weight(client, weight)
+
+    def find(self, client: int, number: int) -> list[Request]:
+        """The live choices of a request; empty when there are none."""
+        return self._requests.get(client, number)
+
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
         return len(self.batch), len(self.waiting)
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """None: there is no pause."""
+        if not self.waiting.is_shut:
+            return None
+        return PauseMode.NEW if self._token_budget else PauseMode.ALL
 
     @property
     def running(self) -> Ints:
@@ -131,16 +147,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """False: steps change nothing until a message or a deadline comes."""
-        may_start = self._row_limit > 0 and self.waiting.num_ready > 0
-        return self._token_budget > 0 and (len(self.batch) > 0 or may_start)
+        return self._token_budget > 0 and (len(self.batch) > 0 or self.waiting.num_ready > 0)
 
     def pause(self, mode: PauseMode) -> None:
-        """Let nothing start, or nothing run; aborts and deadlines end requests all the same."""
-        self._row_limit = 0
+        """Let nothing begin, or nothing run; aborts and deadlines end requests all the same. What has begun and was
+        preempted goes on under NEW, as what runs does."""
+        self.waiting.shut()
         self._token_budget = 0 if mode == PauseMode.ALL else self.max_num_batched_tokens
 
     def resume(self) -> None:
-        self._row_limit = self.max_num_seqs
+        self.waiting.open()
         self._token_budget = self.max_num_batched_tokens
 
     def reset_prefix_cache(self) -> None:
@@ -163,11 +179,11 @@ class Scheduler:
     def _running_first(self, draft: Draft) -> None:
         """Chunked prefill: prompts share the step with whoever runs already."""
         self._growth.fill(draft)
-        self._admission.fill(draft, self._row_limit)
+        self.admission.fill(draft, self.max_num_seqs)
 
     def _prompts_first(self, draft: Draft) -> None:
         """No chunked prefill: a step either starts requests, with whole prompts, or serves those that run."""
-        self._admission.fill(draft, self._row_limit)
+        self.admission.fill(draft, self.max_num_seqs)
         if not draft.starts:
             self._growth.fill(draft)
 
@@ -202,6 +218,8 @@ class Scheduler:
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
         table, scheduled = self.table, draft.counts > 0
+        if draft.preempted:
+            self.outputs.events.add_preempted(draft.preempted, draft.now_ns)
         rows, counts = draft.rows, draft.counts
         if not scheduled.all():
             rows, counts = rows[scheduled], counts[scheduled]
@@ -210,6 +228,7 @@ class Scheduler:
             rows = np.concatenate([rows, self._launch(draft)])
             counts = np.concatenate([counts, np.array([start.count for start in draft.starts])])
         self.decision = self._decision(draft, rows, counts)
+        self.stats.count_decision(self.decision)
         if not len(rows):
             return finish_plan(draft, rows, counts, Carried())  # does not run: the next one that does tells the rest
         self._step += 1
@@ -240,6 +259,7 @@ class Scheduler:
                     request.choice,
                 )
             )
+            self.outputs.events.add_start(request, draft.now_ns, cached)
             self.stats.num_recomputed_tokens += max(0, request.num_computed_before - cached)
             if not request.has_started:
                 request.has_started = True

@@ -3,8 +3,13 @@
 import msgspec
 
 from core.block_pool import BlockPool
+from core.decisions import Decision, Verdict
 from core.request import Request
 from ipc.paged_rows import Ints
+
+_HEAD_COUNTERS: dict[Verdict, str] = {
+    verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST
+}
 
 
 class SchedulerStats(msgspec.Struct):
@@ -22,11 +27,24 @@ class SchedulerStats(msgspec.Struct):
     num_recomputed_tokens: int = 0  # computed before, and again after a preemption: the measure of thrash
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_skipped: int = 0  # times a running request wanted tokens and got none
+    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by what it lacked
+    num_head_no_budget: int = 0
+    num_head_preempted: int = 0
+    num_head_fenced: int = 0
+    num_head_no_blocks: int = 0
+    num_head_partial_prefills: int = 0
 
     def count_start(self, request: Request, num_cached_tokens: int) -> None:
         self.num_prompt_tokens += request.num_prompt_tokens
         self.prefix_cache_queries += request.num_prompt_tokens
         self.prefix_cache_hits += num_cached_tokens
+
+    def count_decision(self, decision: Decision) -> None:
+        self.num_skipped += decision.num_skipped
+        if decision.examined:
+            name = _HEAD_COUNTERS[decision.examined[0].verdict]
+            setattr(self, name, getattr(self, name) + 1)
 
     def count_step(self, rows: Ints, counts: Ints, pool: BlockPool) -> None:
         self.num_steps += 1

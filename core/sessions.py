@@ -7,16 +7,18 @@ HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session end
 import contextlib
 import os
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 import zmq
 
 from core.backlog import Backlog
-from core.engine import HoldClient, ReleaseClient
+from core.engine import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
 from core.inbox import Inbox
 from core.request_ledger import RequestLedger
+from ipc.kv_events import KVBlocksCleared
 from ipc.messages import ErrorCode, Goodbye, Refused, ServerMessage, encode
+from ipc.scheduling_messages import KVEvents
 from ipc.sockets import Socket
 
 MAX_SESSIONS = 4096
@@ -46,15 +48,17 @@ class Session(msgspec.Struct, eq=False):
     malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
     num_tokenizers: int = 0  # times the tokenizer was handed over
     held_since: float | None = None  # monotonic; its requests wait
+    has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the engine tells everything anew
 
 
 class Sessions:
-    """Owned by the IO thread, like the socket."""
+    """Owned by the IO thread, like the socket. weights: the share of clients of these names under policy fair."""
 
-    def __init__(self, socket: Socket, inbox: Inbox) -> None:
+    def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
         self._socket = socket
         self._inbox = inbox
+        self._weights = weights
         self._by_identity: dict[bytes, Session] = {}
         self._by_client: dict[int, Session] = {}
         self._backlogged: dict[int, Session] = {}
@@ -88,6 +92,8 @@ class Sessions:
         )
         self._by_identity[identity] = session
         self._by_client[session.client] = session
+        if session.name in self._weights:
+            self._inbox.put(session.client, SetClientWeight(self._weights[session.name]))
         return session
 
     def close(self, session: Session) -> None:
@@ -119,23 +125,26 @@ class Sessions:
     # --- sending ---
 
     def send(self, session: Session, message: ServerMessage, now: float) -> None:
-        """Send, or keep for later; closes the session of a client that is gone, ends that of one that is too slow."""
+        """Send, or keep for later; closes the session of a client that is gone, ends that of one that is too slow. KV
+        events are not kept: of those that a client does not read it is told that there is a gap."""
         backlog = session.backlog
         if session.client in self._backlogged:
             if backlog.num_bytes > MAX_BACKLOG_BYTES:
                 self._drop(session, f"{backlog.num_bytes} bytes waited for this client, which did not read")
                 return
-            backlog.append(message)
         else:
-            frame = encode(message)
             try:
-                if self._try_send(session.identity, frame):
+                if self._try_send(session.identity, encode(message)):
                     return
             except _Unreachable:
                 self.close(session)
                 return
-            backlog.append(message)
             self._backlogged[session.client] = session
+        if not isinstance(message, KVEvents):
+            backlog.append(message)
+        elif not session.has_kv_gap:
+            session.has_kv_gap = True
+            backlog.append(msgspec.structs.replace(message, events=[KVBlocksCleared()], gap=True))
         if backlog.num_bytes > HOLD_BYTES and session.held_since is None:
             session.held_since = now
             self._inbox.put(session.client, HoldClient())
@@ -160,6 +169,9 @@ class Sessions:
             return True
         if backlog.num_bytes == 0:
             self._backlogged.pop(session.client)
+            if session.has_kv_gap:
+                session.has_kv_gap = False
+                self._inbox.put(session.client, RenewKVEvents())
         if session.held_since is not None and backlog.num_bytes <= RELEASE_BYTES:
             session.held_since = None
             self._inbox.put(session.client, ReleaseClient())

@@ -27,12 +27,12 @@ from ipc.messages import (
     PROTOCOL_MINOR,
     Limits,
     ModelInformation,
-    Start,
     TokenizerFiles,
     Welcome,
 )
 from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sockets import BoundRouter, Context, bind_router
+from ipc.start_messages import Start
 
 Report = Callable[[str], None]
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -82,6 +82,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         tokenizer,
         _model_information(config, executor.info),
         start.owner_token,
+        config.client_weights,
     )
     io = IOThread(context, router, served)
     if capture is None:

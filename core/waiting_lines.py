@@ -50,6 +50,16 @@ class Line:
             self._length -= 1
         return request
 
+    def first(self, count: int) -> list[Request]:
+        """The first `count`, in order; O(n log count)."""
+        live = (entry for entry in self._heap if entry[2] == entry[3].ticket)
+        return [entry[3] for entry in heapq.nsmallest(count, live)]
+
+    def position(self, request: Request) -> int:
+        """How many are before this one, which waits here; O(n)."""
+        key = (request.rank, request.serial)
+        return sum(entry[:2] < key and entry[2] == entry[3].ticket for entry in self._heap)
+
     def in_order(self) -> list[Request]:
         """All of them; O(n log n)."""
         return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3]) if entry[2] == entry[3].ticket]
@@ -102,5 +112,29 @@ class FairLine:
 
     def in_order(self) -> list[Request]:
         """All of them, as if nobody were served meanwhile; O(n log n)."""
-        clients = sorted(self._lines, key=lambda client: (self._times.of(client), client))
-        return [request for client in clients for request in self._lines[client].in_order()]
+        return [request for client in self._clients() for request in self._lines[client].in_order()]
+
+    def first(self, count: int) -> list[Request]:
+        """The first `count`, as if nobody were served meanwhile."""
+        requests: list[Request] = []
+        for client in self._clients():
+            if len(requests) >= count:
+                break
+            requests += self._lines[client].first(count - len(requests))
+        return requests
+
+    def position(self, request: Request) -> int:
+        """How many are before this one, which waits here, as if nobody were served meanwhile."""
+        before = self._lines[request.client].position(request)
+        for client in self._clients():
+            if client == request.client:
+                break
+            before += len(self._lines[client])
+        return before
+
+    def _clients(self) -> list[int]:
+        """Of the lines, the least served first."""
+        return sorted((client for client in self._lines if len(self._lines[client])), key=self._place)
+
+    def _place(self, client: int) -> tuple[int, int]:
+        return self._times.of(client), client

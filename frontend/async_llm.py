@@ -1,6 +1,7 @@
 """AsyncLLM: requests as async iterators, many at once on one event loop."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -16,6 +17,7 @@ from frontend.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import KVEvents
 
 #: Texts above this many characters are tokenized on a thread: it would hold up the loop for more than a millisecond.
 _LONG_TEXT_CHARS = 4096
@@ -38,6 +40,7 @@ class AsyncLLM:
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
         connect_timeout: float = 10.0,
+        client_name: str = "",
         **options: Any,
     ) -> None:
         self._session = Session(
@@ -48,6 +51,7 @@ class AsyncLLM:
             skip_tokenizer=skip_tokenizer_init,
             start_timeout=start_timeout,
             connect_timeout=connect_timeout,
+            client_name=client_name,
             options=options,
         )
         self._waker: _Waker | None = None
@@ -126,6 +130,11 @@ class AsyncLLM:
         return self._session.tokenizer
 
     @property
+    def client(self) -> EngineClient:
+        """The session's client: statistics, explain, KV events, and for the engine's owner pause, resume and drain."""
+        return self._session.client
+
+    @property
     def numerics(self) -> str:
         """As LLM's."""
         return self._session.client.welcome.numerics
@@ -142,6 +151,28 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks no running request holds. Errors: CallFailedError, EngineDeadError."""
         await asyncio.to_thread(self._session.client.reset_prefix_cache)
+
+    async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
+        """What the engine's prefix cache holds, and every change, as frontend/kv_event_stream.py says; one at a time.
+        Errors: CallFailedError, EngineDeadError."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        stream = await asyncio.to_thread(self._session.client.follow_kv_events)
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(news.set)
+
+        stream.set_listener(wake)
+        try:
+            while stream.is_open:
+                news.clear()
+                message = await asyncio.to_thread(stream.get, 0) if stream.is_broken else stream.get(0)
+                if message is not None:
+                    yield message
+                else:
+                    await news.wait()
+        finally:
+            await asyncio.to_thread(stream.close)
 
     def shutdown(self) -> None:
         """End the session and the engine it started; iterators raise EngineDeadError. Does nothing the second time."""

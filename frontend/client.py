@@ -18,7 +18,9 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
+from frontend.client_errors import fresh, refusal, request_error
 from frontend.journal import Journal, Progress
+from frontend.kv_event_stream import KVEventStream
 from frontend.output_columns import Int64s
 from frontend.transport import Transport
 from frontend.typed_calls import TypedCalls
@@ -57,8 +59,10 @@ from ipc.messages import (
     encode,
 )
 from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import SCHEDULING_MINOR, Explain, Explanation, FollowKVEvents, KVEvents, UnfollowKVEvents
 
 _MAX_NUMBER = 2**32 - 1
+_SCHEDULING_CALLS = (Explain, FollowKVEvents, UnfollowKVEvents)
 _LOST = "the connection to the engine was lost and is being made again; try again"
 
 
@@ -94,6 +98,7 @@ class EngineClient(TypedCalls):
         self._calls: dict[int, Future[CallResult]] = {}
         self._call_numbers = itertools.count(1)
         self._listeners: list[Callable[[], None]] = []
+        self._kv_events: KVEventStream | None = None
         self._error: EngineCoreError | None = None
         self._welcome: Future[Welcome] = Future()
         transport.start(self._on_frames, self._on_dead, self._on_lost)
@@ -210,7 +215,7 @@ class EngineClient(TypedCalls):
     def raise_if_ended(self) -> None:
         """Errors: the reason why the session has ended, if it has."""
         if self._error is not None:
-            raise _fresh(self._error)
+            raise fresh(self._error)
 
     @property
     def num_live(self) -> int:
@@ -232,12 +237,16 @@ class EngineClient(TypedCalls):
         limit = self._call_timeout if timeout is None else timeout
         number = next(self._call_numbers)
         future: Future[CallResult] = Future()
+        message = make(number)
+        if isinstance(message, _SCHEDULING_CALLS) and self.welcome.minor < SCHEDULING_MINOR:
+            theirs, needed = f"{self.welcome.major}.{self.welcome.minor}", f"{PROTOCOL_MAJOR}.{SCHEDULING_MINOR}"
+            raise CallFailedError(f"{name}: the engine speaks protocol {theirs}; this needs {needed}")
         with self._changed:
             self.raise_if_ended()
             if not self._is_connected:
                 raise CallFailedError(f"{name}: {_LOST}")
             self._calls[number] = future
-            self._send(encode(make(number)))
+            self._send(encode(message))
         try:
             return future.result(limit)
         except FutureTimeoutError:
@@ -245,6 +254,18 @@ class EngineClient(TypedCalls):
         finally:
             with self._changed:
                 self._calls.pop(number, None)
+
+    def follow_kv_events(self) -> KVEventStream:
+        """What the engine's prefix cache holds, and every change. One stream at a time; the one before is closed."""
+        if self._kv_events is not None:
+            self._kv_events.close()
+        stream = self._kv_events = KVEventStream(self)
+        try:
+            self.begin_kv_events()
+        except BaseException:
+            self._kv_events = None
+            raise
+        return stream
 
     def _send(self, frame: bytes) -> None:
         """Under the lock. Without a connection nothing is sent: the journal has what the next one needs."""
@@ -287,8 +308,12 @@ class EngineClient(TypedCalls):
                     return False
                 return self._journal.any_ready(self._journal.apply(message, now))
             case RequestFailed():
-                return self._journal.fail(message.number, _request_error(message), now)
-            case TokenizerFiles() | Statistics() | ModelInformation() | CallDone() | CallFailed():
+                return self._journal.fail(message.number, request_error(message), now)
+            case KVEvents():
+                if self._kv_events is not None:
+                    self._kv_events.put(message)
+                return False
+            case TokenizerFiles() | Statistics() | ModelInformation() | Explanation() | CallDone() | CallFailed():
                 future = self._calls.pop(message.call, None)
                 if future is not None:
                     future.set_result(message)
@@ -297,7 +322,7 @@ class EngineClient(TypedCalls):
                 return self._open(message, now)
             case Refused():
                 ended = EngineDeadError(f"the engine ended this session: {message.message}")
-                self._end(ended if self._welcome.done() else _refusal(message))
+                self._end(ended if self._welcome.done() else refusal(message))
                 return False
             case EngineStopping():
                 self._end(EngineDeadError(f"the engine stopped{': ' if message.error else ''}{message.error}"))
@@ -309,7 +334,7 @@ class EngineClient(TypedCalls):
         if self._is_connected:
             return False
         if welcome.major != PROTOCOL_MAJOR:
-            self._end(_refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
+            self._end(refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
             return False
         is_first = not self._welcome.done()
         if not is_first and welcome.engine_id != self.welcome.engine_id:
@@ -322,6 +347,8 @@ class EngineClient(TypedCalls):
         if is_first:
             self._welcome.set_result(welcome)
             return False
+        if self._kv_events is not None and self._kv_events.is_open:
+            self._transport.send(encode(FollowKVEvents(next(self._call_numbers))))
         return self._submit_again(now)
 
     def _submit_again(self, now: float) -> bool:
@@ -357,30 +384,14 @@ class EngineClient(TypedCalls):
             self._error = error
             calls, self._calls = self._calls, {}
             for future in calls.values():
-                future.set_exception(_fresh(error))
+                future.set_exception(fresh(error))
             if not self._welcome.done():
-                self._welcome.set_exception(_fresh(error))
+                self._welcome.set_exception(fresh(error))
             self._changed.notify_all()
         self._notify_listeners()
 
     def _notify_listeners(self) -> None:
         for listener in self._listeners:
             listener()
-
-
-def _fresh(error: EngineCoreError) -> EngineCoreError:
-    """An equal error: one that is raised by several threads would collect their tracebacks."""
-    return type(error)(*error.args)
-
-
-def _request_error(failed: RequestFailed) -> EngineCoreError:
-    if failed.code == ErrorCode.INVALID_ARGUMENT:
-        return InvalidRequestError(failed.message)
-    return RequestFailedError(f"{failed.message} ({ErrorCode(failed.code).name})")
-
-
-def _refusal(refused: Refused) -> HandshakeError:
-    return HandshakeError(
-        f"the engine refused this client: {refused.message} ({ErrorCode(refused.code).name}; it speaks protocol "
-        f"{refused.major}.{refused.minor}, this client {PROTOCOL_MAJOR}.{PROTOCOL_MINOR})"
-    )
+        if self._error is not None and self._kv_events is not None:
+            self._kv_events.wake()

@@ -15,9 +15,9 @@ import msgspec
 import ipc
 from ipc.config import EngineConfig
 from ipc.errors import EngineStartError
-from ipc.messages import Start
 from ipc.pipes import write_frame
 from ipc.sockets import remove_private_address
+from ipc.start_messages import Start
 
 
 class EngineChild(msgspec.Struct, eq=False, weakref=True):

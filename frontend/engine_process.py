@@ -19,10 +19,10 @@ from frontend.engine_child import EngineChild, spawn_engine
 from ipc import errors
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
-from ipc.messages import Drain, Ready, Start, StartFailed, StartPhase
 from ipc.model_files import locate_model
 from ipc.pipes import FrameReader, decode_start_report, write_frame
 from ipc.sockets import check_address, private_ipc_address, remove_private_address
+from ipc.start_messages import Drain, Ready, Start, StartFailed, StartPhase
 
 OnPhase = Callable[[str, float], None]
 
@@ -133,6 +133,11 @@ class EngineProcess:
     @property
     def is_alive(self) -> bool:
         return self._child is not None and self._child.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process lives or when it was closed; negative: the signal that ended it."""
+        return None if self._child is None else self._child.process.poll()
 
     def describe_exit(self) -> str:
         """How the process ended, in words that follow "the engine process"."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.output_columns import Int64s, OutputColumns, columns_of
+from frontend.request_events import RequestEvent, read_events
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.paged_rows import Int32s, PagedRows
@@ -37,6 +38,7 @@ class Progress(NamedTuple):
     finished_time: float
     error: EngineCoreError | None  # why the engine refused or gave up the request
     logprobs: ReceivedLogprobs | None = None  # at least those of the tokens; None where none were asked for
+    events: tuple[RequestEvent, ...] = ()  # of all choices of the request
 
 
 class Journal:
@@ -49,6 +51,7 @@ class Journal:
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._errors: dict[int, EngineCoreError] = {}  # by row
         self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
+        self._events: dict[int, list[RequestEvent]] = {}  # by row of the first choice
         self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # of a first choice with others: rows of all choices
         self._num_choices = np.zeros(_FIRST_ROWS, np.int64)  # of first choices
         self._first = np.zeros(_FIRST_ROWS, np.int64)  # row of the first choice of the row's request
@@ -147,6 +150,7 @@ class Journal:
         self._tokens.clear(row)
         self._errors.pop(row, None)
         self._logprobs.pop(row, None)
+        self._events.pop(row, None)
         self._number[row] = -1
         for column in (self._num_delivered, self._num_cached_tokens, self._finish):
             column[row] = 0
@@ -172,6 +176,7 @@ class Journal:
             finished_time=float(self._finished_time[row]),
             error=self._errors.get(row),
             logprobs=self._logprobs.get(row),
+            events=tuple(self._events.get(int(self._first[row]), ())),
         )
 
     def row(self, number: int, choice: int = 0) -> int:
@@ -296,6 +301,10 @@ class Journal:
             pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
             rows = self.rows_of(pairs[:, 0])
             self._num_cached_tokens[rows[rows >= 0]] = pairs[rows >= 0, 1]
+        if outputs.events is not None:
+            for number, event in read_events(outputs.events):
+                if (row := self.row(number)) >= 0:
+                    self._events.setdefault(row, []).append(event)
         if outputs.logprobs is not None:
             for number, choice, position, logprobs in logprob_columns_of(outputs.logprobs).split():
                 received = self._logprobs.get(self.row(number, choice))

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from frontend.client import EngineClient
 from frontend.outputs import RequestOutput
 from frontend.prompts import PromptInput, split_prompts
 from frontend.request_state import RequestState
@@ -30,8 +31,8 @@ class LLM:
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
     running engine, instead of a model. seed: of requests without one of their own; None = 0. tokenizer: path to take
     the text side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up;
-    connect_timeout: for it to answer. options: those of EngineConfig. Ends with close(), as a context manager, or when
-    it is collected.
+    connect_timeout: for it to answer. client_name: by which the engine knows it (client_weights). options: those of
+    EngineConfig. Ends with close(), as a context manager, or when it is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -45,6 +46,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
         connect_timeout: float = 10.0,
+        client_name: str = "",
         **options: Any,
     ) -> None:
         self._session = Session(
@@ -55,6 +57,7 @@ class LLM:
             skip_tokenizer=skip_tokenizer_init,
             start_timeout=start_timeout,
             connect_timeout=connect_timeout,
+            client_name=client_name,
             options=options,
         )
         self._finalizer = weakref.finalize(self, self._session.close)
@@ -118,6 +121,11 @@ class LLM:
         if self._session.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._session.tokenizer
+
+    @property
+    def client(self) -> EngineClient:
+        """The session's client: statistics, explain, KV events, and for the engine's owner pause, resume and drain."""
+        return self._session.client
 
     @property
     def numerics(self) -> str:

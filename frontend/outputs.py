@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from frontend.request_events import RequestEvent
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -27,6 +29,10 @@ class RequestMetrics:
     last_token_time: float = 0.0
     finished_time: float = 0.0
     num_generation_tokens: int = 0  # of the longest choice
+    first_scheduled_time: float = 0.0  # arrival_time + time_in_queue: no clock of another process
+    time_in_queue: float | None = None  # seconds in the engine before it began; None = it has not, as far as is known
+    num_preemptions: int = 0  # of all choices
+    events: tuple[RequestEvent, ...] = ()  # in the order in which the engine told them
 
     @property
     def ttft(self) -> float | None:

@@ -5,10 +5,12 @@ from frontend.journal import Progress
 from frontend.logprobs import logprob_dicts
 from frontend.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from frontend.prompts import Prompt
+from frontend.request_events import time_in_queue
 from frontend.token_texts import TokenTexts
 from frontend.tokenizer import Tokenizer
 from ipc.messages import FinishReason
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.scheduling_messages import EventKind
 
 
 class RequestState:
@@ -83,10 +85,16 @@ class RequestState:
         first = [one.first_token_time for one in all_progress if one.first_token_time]
         # A stop string ends a choice here, before the engine knows.
         ends = [one.finished_time or one.last_token_time for one in all_progress]
+        events = max((one.events for one in all_progress), key=len)
+        arrival_time, queued_s = min(one.arrival_time for one in all_progress), time_in_queue(events)
         return RequestMetrics(
-            min(one.arrival_time for one in all_progress),
+            arrival_time,
             min(first, default=0.0),
             max(one.last_token_time for one in all_progress),
             max(ends) if self.finished else 0.0,
             max(len(one.token_ids) for one in self.completions),
+            0.0 if queued_s is None else arrival_time + queued_s,
+            queued_s,
+            sum(event.kind is EventKind.PREEMPTED for event in events),
+            events,
         )

@@ -54,8 +54,8 @@ class Session:
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
     address of a running engine, instead of a model. seed: of the requests that bring none; None = 0. tokenizer: path to
     read the text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout:
-    seconds. options: as in EngineConfig. Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError,
-    HandshakeError.
+    seconds. client_name: by which the engine knows it. options: as in EngineConfig. Errors: ConfigError,
+    ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
     def __init__(
@@ -68,11 +68,15 @@ class Session:
         skip_tokenizer: bool,
         start_timeout: float,
         connect_timeout: float,
+        client_name: str,
         options: Mapping[str, Any],
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, (int, type(None))):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
         self._seed = seed or 0
+        if not isinstance(client_name, str):
+            raise ConfigError(f"client_name must be a str, got {client_name!r:.80}")
+        self._client_name = client_name
         self._process: EngineProcess | None = None
         self._owner = os.getpid()
         _check_timeout("start_timeout", start_timeout)
@@ -196,7 +200,12 @@ class Session:
             files = self._read_own_files(process.config)  # while the engine starts
             process.wait_ready()
             transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
-            self.client = EngineClient(transport, owner_token=process.owner_token, hello_timeout=connect_timeout)
+            self.client = EngineClient(
+                transport,
+                name=self._client_name,
+                owner_token=process.owner_token,
+                hello_timeout=connect_timeout,
+            )
         except BaseException:
             process.stop(0.0)
             process.close()
@@ -212,7 +221,7 @@ class Session:
             self._check_hash(files)
 
     def _connect(self, address: str, connect_timeout: float) -> None:
-        self.client = EngineClient(ZmqTransport(address), hello_timeout=connect_timeout)
+        self.client = EngineClient(ZmqTransport(address), name=self._client_name, hello_timeout=connect_timeout)
         try:
             if self._skip_tokenizer:
                 return

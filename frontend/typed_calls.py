@@ -23,8 +23,16 @@ from ipc.messages import (
     Statistics,
     TokenizerFiles,
 )
+from ipc.scheduling_messages import (
+    EVERY_REQUEST,
+    OWN_SESSION,
+    Explain,
+    Explanation,
+    FollowKVEvents,
+    UnfollowKVEvents,
+)
 
-_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, CallDone)
+_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Explanation, CallDone)
 
 
 class TypedCalls(Protocol):
@@ -49,12 +57,33 @@ class TypedCalls(Protocol):
         """The model's text side as the engine has it."""
         return self._ask(GetTokenizer, TokenizerFiles, timeout)
 
+    def explain(
+        self,
+        number: int = EVERY_REQUEST,
+        *,
+        session: int = OWN_SESSION,
+        limit: int = 100,
+        timeout: float | None = None,
+    ) -> Explanation:
+        """Why a request runs or does not: this client's `number`, or that of another session; without a number the
+        scheduler in short, with at most `limit` requests. CallFailedError also for a request that does not live."""
+        return self._ask(lambda call: Explain(call, number, session, limit), Explanation, timeout, "Explain")
+
+    def begin_kv_events(self, timeout: float | None = None) -> None:
+        """Have the engine tell all that its prefix cache holds, and then every change. See follow_kv_events()."""
+        self._ask(FollowKVEvents, CallDone, timeout)
+
+    def end_kv_events(self, timeout: float | None = None) -> None:
+        """Have it stop that."""
+        self._ask(UnfollowKVEvents, CallDone, timeout)
+
     def reset_prefix_cache(self, timeout: float | None = None) -> None:
         """Forget cached blocks that no request holds."""
         self._ask(ResetPrefixCache, CallDone, timeout)
 
     def pause(self, mode: PauseMode = PauseMode.ALL, timeout: float | None = None) -> None:
-        """Let no request start (NEW) or nothing run (ALL) until resume(), for all clients."""
+        """Let no request begin (NEW: those that have begun finish) or nothing run (ALL), until resume(); of all
+        clients."""
         self._ask(lambda call: Pause(call, mode), CallDone, timeout, "Pause")
 
     def resume(self, timeout: float | None = None) -> None:

@@ -43,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     scheduling_policy: SchedulingPolicy = "fcfs"
     priority_aging_seconds: float = 0.0  # of policy priority: waiting so long weighs as one priority; 0 = no aging
     fair_quantum: int = 4096  # of policy fair: tokens a client may be ahead before it makes room for another
+    client_weights: dict[str, float] = {}  # of policy fair: shares of clients by the name in their Hello; others have 1
     preemption_mode: PreemptionMode = "recompute"  # auto: whichever is cheaper by the two costs below
     swap_space_bytes: int = 2**30  # of host memory for the blocks of preempted requests; not with recompute
     num_swap_blocks: int | None = None  # exact number of blocks in that memory
@@ -81,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
             raise ConfigError(f"capture must be the path of a file to write; got {self.capture!r}")
+        _check_weights(self.client_weights)
         _check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
@@ -129,6 +131,7 @@ _RANGES: dict[str, tuple[int, int]] = {
 }
 #: Numbers from 0 up to this.
 _FRACTIONS = {"priority_aging_seconds": 1e6, "scheduler_delay_factor": 1e6, "watermark": 0.5}
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 _OPTIONAL = frozenset(
     (
@@ -213,6 +216,18 @@ def _check_neutral(name: str, value: object) -> None:
 def _check_number(name: str, value: object, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise ConfigError(f"{name} must be a number from 0 to {most:g}; got {value!r}")
+
+
+def _check_weights(weights: object) -> None:
+    if not isinstance(weights, dict) or not all(isinstance(name, str) and name for name in weights):
+        raise ConfigError(f"client_weights must be a dict of client names and weights; got {weights!r:.80}")
+    for name, weight in weights.items():
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not _MIN_WEIGHT <= weight <= _MAX_WEIGHT:
+            raise ConfigError(
+                f"client_weights: the weight of {name!r:.80} must be a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}; "
+                f"got {weight!r:.80}"
+            )
 
 
 def _check_model(model: object) -> None:

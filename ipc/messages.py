@@ -10,12 +10,20 @@ from typing import TypeAlias
 
 import msgspec
 
-from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
 from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import (
+    Explain,
+    Explanation,
+    FollowKVEvents,
+    KVEvents,
+    RequestEvents,
+    UnfollowKVEvents,
+)
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1  # 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words
+#: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
+PROTOCOL_MINOR = 2
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -46,7 +54,7 @@ class ErrorCode(IntEnum):
 
 
 class PauseMode(IntEnum):
-    NEW = 0  # no request starts; the running ones go on
+    NEW = 0  # no request begins; those that have begun go on
     ALL = 1  # nothing runs; requests keep their rows and blocks
 
 
@@ -140,8 +148,17 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=23):
     call: int
 
 
+SchedulingCall: TypeAlias = Explain | FollowKVEvents | UnfollowKVEvents
 ClientCall: TypeAlias = (
-    GetTokenizer | GetStatistics | ResetPrefixCache | GetModelInformation | Pause | Resume | BeginDrain | Shutdown
+    GetTokenizer
+    | GetStatistics
+    | ResetPrefixCache
+    | GetModelInformation
+    | Pause
+    | Resume
+    | BeginDrain
+    | Shutdown
+    | SchedulingCall
 )
 ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
 
@@ -218,6 +235,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
+    events: RequestEvents | None = None
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -260,6 +278,19 @@ class Statistics(msgspec.Struct, frozen=True, array_like=True, tag=81):
     num_recomputed_tokens: int = 0  # computed again after a preemption: the measure of thrash
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_skipped: int = 0  # times a running request wanted tokens and got none
+    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by what it lacked
+    num_head_no_budget: int = 0
+    num_head_preempted: int = 0
+    num_head_fenced: int = 0
+    num_head_no_blocks: int = 0
+    num_head_partial_prefills: int = 0
+    num_swapped: int = 0  # requests that wait with a copy on the host, now
+    num_on_hold: int = 0  # requests whose client does not read, now
+    num_unbegun: int = 0  # requests kept waiting by a pause, now
+    num_swap_blocks: int = 0
+    num_free_swap_blocks: int = 0
+    engine_ns: int = 0  # clock of the engine when it answered; only differences mean something
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -299,8 +330,8 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     error: str = ""
 
 
-CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | CallDone | CallFailed
-ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | CallResult | EngineStopping
+CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | CallDone | CallFailed
+ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 
 #: Every call there is, and what answers it unless CallFailed does.
@@ -313,51 +344,12 @@ CALLS: dict[type[ClientCall], type[CallResult]] = {
     Resume: CallDone,
     BeginDrain: CallDone,
     Shutdown: CallDone,
+    Explain: Explanation,
+    FollowKVEvents: CallDone,
+    UnfollowKVEvents: CallDone,
 }
 #: Those that only the owner of the engine may make; others get PERMISSION_DENIED.
 OWNER_CALLS: tuple[type[ClientCall], ...] = (Pause, Resume, BeginDrain, Shutdown)
-
-
-# --- parent to engine process, over the pipe that is also the child's lease on life -------------------------------
-
-
-class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
-    """The first frame: what to run and where to listen."""
-
-    config: EngineConfig
-    address: str
-    epoch: int = 0  # counts the engine's restarts under one owner
-    owner_token: bytes = b""  # who sends it in Hello is the owner; empty = nobody
-    is_private: bool = False  # the address was made for this engine alone: its directory goes with it
-
-
-class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
-    """Take no more requests, finish the running ones, exit 0. A second one: tell the clients and exit at once, 143."""
-
-
-class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):
-    """Child to parent: a phase of the start has begun."""
-
-    name: str
-    seconds: float  # since the process began
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
-    """Child to parent: the socket answers."""
-
-    address: str
-    seconds: float
-
-
-class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
-    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug."""
-
-    error: str
-    message: str
-
-
-OwnerMessage: TypeAlias = Start | Drain
-StartReport: TypeAlias = StartPhase | Ready | StartFailed
 
 
 def pack_numbers(numbers: list[int]) -> bytes:

@@ -6,7 +6,8 @@ import struct
 import msgspec
 
 from ipc.errors import MalformedMessageError
-from ipc.messages import DECODE_ERRORS, OwnerMessage, StartReport, encode
+from ipc.messages import DECODE_ERRORS, encode
+from ipc.start_messages import OwnerMessage, StartReport
 
 MAX_FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")

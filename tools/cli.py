@@ -16,6 +16,8 @@ from tools.version import version
 COMMANDS = {
     "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
+    "explain": ("tools.explain", "say why a request of a running engine does not run"),
+    "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
 }

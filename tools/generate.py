@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="'-' reads one from standard input; none: a demo")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
+    parser.add_argument(
+        "--client-name", default="generate", metavar="NAME", help="by which serve --client-weight knows it"
+    )
     parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
@@ -82,7 +85,7 @@ def _engine(connect: str | None, options: dict[str, Any]) -> Iterator[tuple[str,
 
 
 async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) -> RunSummary:
-    async with await AsyncLLM.create(connect=address) as llm:
+    async with await AsyncLLM.create(connect=address, client_name=parsed.client_name) as llm:
         tokenizer = _tokenizer(llm)
         questions = read_questions(
             parsed.prompts,

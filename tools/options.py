@@ -30,6 +30,7 @@ HELP = {
     "scheduling_policy": "who goes first: by arrival, by priority, or clients by what they have been served",
     "priority_aging_seconds": "policy priority: waiting so long weighs as one priority; 0 = priorities are absolute",
     "fair_quantum": "policy fair: tokens a client may be ahead of another before it makes room for it",
+    "client_weights": "policy fair: share of the clients of this name; others have 1; may be given again",
     "preemption_mode": "compute again what was preempted, copy it to the host and back, or the cheaper of both",
     "swap_space_bytes": "host memory for preempted requests, in bytes or as 512M, 2G; not with recompute",
     "num_swap_blocks": "exact number of KV blocks in that memory; default: what fits",
@@ -65,6 +66,7 @@ ALIASES = {
     "block_size": ("--page-size",),
     "num_blocks_override": ("--num-gpu-blocks-override",),
     "scheduling_policy": ("--schedule-policy",),
+    "client_weights": ("--client-weight",),
 }
 
 _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -95,7 +97,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     types = get_type_hints(EngineConfig)
     for field in msgspec.structs.fields(EngineConfig):
         text = HELP[field.name]
-        if "default:" not in text and field.default is not None:
+        if "default:" not in text and field.default not in (None, msgspec.NODEFAULT):
             text += f"; default: {_spell(field.default)}"
         arguments = _argument(field.name, types[field.name])
         flag = "--" + field.name.replace("_", "-")
@@ -124,6 +126,8 @@ def parse_bytes(text: str) -> int:
 def _argument(name: str, kind: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
+    if name == "client_weights":
+        return {"action": _Weights, "metavar": "NAME=W"}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     plain = [part for part in get_args(kind) if part is not type(None)] if isinstance(kind, UnionType) else [kind]
@@ -132,6 +136,24 @@ def _argument(name: str, kind: Any) -> dict[str, Any]:
     if plain == [float]:
         return {"type": float, "metavar": "X"}
     return {"type": int, "metavar": "N"} if plain == [int] else {"type": str, "metavar": "PATH"}
+
+
+class _Weights(argparse.Action):
+    """NAME=W, or a JSON object of them; given several times they add up."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        weights = dict(getattr(namespace, self.dest, {}))
+        try:
+            if values.startswith("{"):
+                weights |= msgspec.json.decode(values, type=dict[str, float])
+            else:
+                name, _, weight = values.rpartition("=")
+                weights[name] = float(weight)
+        except ValueError:  # msgspec's are, too
+            parser.error(f'argument {option}: expected NAME=W or {{"NAME": W}}, got {values!r}')
+        setattr(namespace, self.dest, weights)
 
 
 def _spell(default: object) -> str:

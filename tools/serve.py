@@ -5,6 +5,7 @@ the clients and stops it at once, exit status 143.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from frontend.engine_process import EngineProcess
 from frontend.transport import ZmqTransport
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
+from tools.control import write_owner_file
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
@@ -34,11 +36,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--listen", required=True, metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so"
     )
+    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
     config = config_from_options(**engine_options(parsed))
     process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
+    if parsed.owner_file is not None:
+        write_owner_file(parsed.owner_file, process.owner_token)
     stop = _Stop(process)
     for number in _SIGNALS:
         signal.signal(number, lambda *_: stop.tell())
@@ -46,6 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         return _serve(process, stop)
     finally:
         process.close()
+        if parsed.owner_file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(parsed.owner_file)
 
 
 class _Stopped(BaseException):
@@ -128,6 +136,6 @@ async def _watch(process: EngineProcess, stop: _Stop) -> int:
     await ended.wait()
     loop.remove_reader(process.pidfd)
     process.stop(0)
-    if not stop.count:
+    if not stop.count and process.exit_code != 0:  # 0: its owner has had it drained or shut down
         raise EngineDeadError(process.describe_exit())
     return stop.status

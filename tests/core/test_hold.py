@@ -92,3 +92,22 @@ def test_pauses() -> None:
     driver.step([(9, Resume(9))])
     driver.drain()
     assert driver.inbox.received[0, 1].tokens == expected_tokens(message, 1000)
+
+
+def test_what_has_begun_finishes_under_a_pause_of_new_ones() -> None:
+    """Preempted requests come back; queued ones do not start before the pause is over, and then in their order."""
+    driver = Driver(small_config(9, max_num_seqs=3, watermark=0.0))
+    driver.step([(0, add_message(number, [number] * 5, 20)) for number in range(3)])
+    driver.step([(9, Pause(1, PauseMode.NEW)), (1, add_message(1, [5], 3)), (0, add_message(9, [6], 3))])
+    while driver.engine.has_work:
+        driver.step()
+    assert driver.engine.statistics(0).num_preemptions > 0
+    assert [len(driver.inbox.received[0, number].tokens) for number in range(3)] == [20] * 3
+    assert driver.engine.statistics(0).num_unbegun == 2
+    driver.step([(1, HoldClient()), (9, Pause(1, PauseMode.NEW))])
+    assert driver.engine.statistics(0).num_unbegun == 1
+    driver.step([(1, ReleaseClient()), (0, Abort(pack_numbers([9])))])
+    assert driver.engine.count_waiting() == (1, 1)
+    driver.step([(9, Resume(2))])
+    driver.drain()
+    assert len(driver.inbox.received[1, 1].tokens) == 3

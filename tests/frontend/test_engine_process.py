@@ -16,7 +16,8 @@ from frontend.engine_child import spawn_engine
 from frontend.engine_process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileError, OutOfMemoryError
-from ipc.messages import EngineStopping, Outputs, Start
+from ipc.messages import EngineStopping, Outputs
+from ipc.start_messages import Start
 from tests.raw_client import PATIENCE_S, RawClient
 
 ROOT = Path(__file__).resolve().parents[2]

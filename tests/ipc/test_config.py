@@ -7,14 +7,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from ipc.config import _CHOICES, _NEUTRAL, _OPTIONAL, _RANGES, EngineConfig, config_from_options
+from ipc.config import _CHOICES, _FRACTIONS, _NEUTRAL, _OPTIONAL, _RANGES, EngineConfig, config_from_options
 from ipc.errors import ConfigError, EngineCoreError
 
 FIELDS = EngineConfig.__struct_fields__
 
 
 def test_every_option_is_checked_by_some_rule() -> None:
-    assert set(FIELDS) == {*_CHOICES, *_RANGES, "model", "capture", "enable_prefix_caching", "async_scheduling"}
+    switches = {"enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "reserve_full_length"}
+    assert set(FIELDS) == {*_CHOICES, *_RANGES, *_FRACTIONS, *switches, "model", "capture", "client_weights"}
+
+
+@pytest.mark.parametrize("weights", [None, [], {"": 1.0}, {1: 1.0}])
+def test_client_weights_are_by_name(weights: object) -> None:
+    with pytest.raises(ConfigError, match="client_weights must be a dict of client names and weights; got "):
+        config_from_options(client_weights=weights)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, 1001, float("nan"), True, "2", None])
+def test_a_weight_is_a_positive_number(weight: object) -> None:
+    assert config_from_options(client_weights={"a": 0.5, "b": 3}).client_weights == {"a": 0.5, "b": 3}
+    with pytest.raises(ConfigError, match=r"the weight of 'b' must be a number from 0.001 to 1000; got "):
+        config_from_options(client_weights={"a": 1.0, "b": weight})
 
 
 def test_defaults_are_valid_and_frozen() -> None:

@@ -9,6 +9,7 @@ import pytest
 from ipc import messages
 from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
+from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from ipc.messages import (
     Abort,
     AddRequest,
@@ -16,7 +17,6 @@ from ipc.messages import (
     CallDone,
     CallFailed,
     ClientMessage,
-    Drain,
     EngineStopping,
     ErrorCode,
     GetModelInformation,
@@ -29,20 +29,14 @@ from ipc.messages import (
     Logprobs,
     ModelInformation,
     Outputs,
-    OwnerMessage,
     Pause,
     PauseMode,
-    Ready,
     Refused,
     RequestFailed,
     ResetPrefixCache,
     Resume,
     ServerMessage,
     Shutdown,
-    Start,
-    StartFailed,
-    StartPhase,
-    StartReport,
     Statistics,
     TokenizerFiles,
     Welcome,
@@ -53,6 +47,18 @@ from ipc.messages import (
     unpack_numbers,
 )
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.scheduling_messages import (
+    Explain,
+    Explanation,
+    FollowKVEvents,
+    KVEvents,
+    Reason,
+    RequestEvents,
+    RequestExplanation,
+    RequestState,
+    UnfollowKVEvents,
+)
+from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
 
 PARAMS = SamplingParams(
     temperature=0.7,
@@ -88,7 +94,12 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     Resume(6),
     BeginDrain(7),
     Shutdown(8),
+    Explain(9),
+    Explain(10, 2**32 - 1, 7, 5),
+    FollowKVEvents(11),
+    UnfollowKVEvents(12),
 ]
+EXPLAINED = RequestExplanation(7, 1, 0, RequestState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
     Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),
@@ -104,6 +115,10 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     ModelInformation(1, "model", "ab", "L2", "local", "float32", 49_152, [2], 8192, 32, 512, 1000, 16, True),
     EngineStopping(),
     EngineStopping("why"),
+    Statistics(1, *range(32)),
+    Outputs(0, 1, b"", b"", b"", b"", events=RequestEvents(b"n", b"c", b"k", b"u", b"a", b"t")),
+    KVEvents(0, 5, 3, [KVBlocksCleared(), KVBlocksStored(b"c", b"p", b"t", 16), KVBlocksRemoved(b"c")], True),
+    Explanation(1, 2, 3, 4, "fcfs", *range(16), [EXPLAINED], 9),
 ]
 OWNER_MESSAGES: list[msgspec.Struct] = [
     Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),

@@ -6,8 +6,9 @@ import pytest
 
 from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
-from ipc.messages import Drain, Ready, Start, StartPhase, encode
+from ipc.messages import encode
 from ipc.pipes import FrameReader, decode_owner_message, decode_start_report, write_frame
+from ipc.start_messages import Drain, Ready, Start, StartPhase
 
 
 def test_messages_come_out_whole_however_they_are_cut() -> None:

@@ -144,12 +144,15 @@ def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
     parser = ArgumentParser(prog="x")
     add_engine_options(parser)
     assert engine_options(parser.parse_args([])) == {}
-    values = {"model": "m", "scheduling_policy": "fcfs"}
+    values = {"model": "m", "scheduling_policy": "fcfs", "client_weights": "a=b=8"}
+    parsed = {"client_weights": {"a=b": 8.0}}
     for name, aliases in ALIASES.items():
         for flag in (*aliases, "--" + name.replace("_", "-")):
             given = engine_options(parser.parse_args([flag, values.get(name, "8")]))
-            assert given == {name: values.get(name, 8)}, flag
+            assert given == {name: parsed.get(name, values.get(name, 8))}, flag
             assert flag not in aliases or f"{flag} " not in parser.format_help()
+    flags = ["--client-weight", "a=2", "--client-weights", '{"b": 3}', "--client-weight", "a=4"]
+    assert engine_options(parser.parse_args(flags)) == {"client_weights": {"a": 4.0, "b": 3.0}}
     flags = ["--no-enable-prefix-caching", "--async-scheduling", "--kv-cache-memory-bytes", "2G"]
     assert engine_options(parser.parse_args(flags)) == {
         "enable_prefix_caching": False,

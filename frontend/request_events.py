@@ -1,0 +1,45 @@
+"""RequestEvent: what the engine's scheduler did with a request, and when."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ipc.errors import MalformedMessageError
+from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
+
+
+@dataclass(slots=True, frozen=True)
+class RequestEvent:
+    """time: seconds on the engine's clock, which is not this process's: compare it with other events' only."""
+
+    kind: EventKind
+    time: float
+    choice: int = 0
+    cause: EventCause = EventCause.NONE  # of PREEMPTED
+    amount: int = 0  # PREEMPTED: blocks copied to the host, 0 = it is computed again; else: tokens that were found
+
+
+def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
+    """(request number, event) of each, in order. Errors: MalformedMessageError when the columns do not fit."""
+    try:
+        parts = (
+            np.frombuffer(columns.numbers, "<u4").tolist(),
+            np.frombuffer(columns.kinds, "u1").tolist(),
+            np.frombuffer(columns.times, "<i8").tolist(),
+            np.frombuffer(columns.choices, "<u2").tolist(),
+            np.frombuffer(columns.causes, "u1").tolist(),
+            np.frombuffer(columns.amounts, "<u4").tolist(),
+        )
+        return [
+            (number, RequestEvent(EventKind(kind), time / 1e9, choice, EventCause(cause), amount))
+            for number, kind, time, choice, cause, amount in zip(*parts, strict=True)
+        ]
+    except ValueError as error:
+        raise MalformedMessageError(f"the columns of request events do not fit: {error}") from error
+
+
+def time_in_queue(events: tuple[RequestEvent, ...]) -> float | None:
+    """Seconds from QUEUED to SCHEDULED of whichever choice was scheduled first; None before that."""
+    queued = [event.time for event in events if event.kind is EventKind.QUEUED]
+    scheduled = [event.time for event in events if event.kind is EventKind.SCHEDULED]
+    return min(scheduled) - min(queued) if queued and scheduled else None

@@ -1,0 +1,157 @@
+"""What operators and routers ask the scheduler, and what it tells of single requests: events, explanations, the stream
+of KV events. Part of the unions of ipc/messages.py. Times are ns on the engine's own clock, whose zero says nothing."""
+
+from enum import IntEnum
+
+import msgspec
+
+from ipc.kv_events import KVEvent
+
+#: The first protocol minor that has the calls of this file.
+SCHEDULING_MINOR = 2
+#: In Explain.number: no request, but all of the engine in short.
+EVERY_REQUEST = -1
+#: In Explain.session: the asker's own.
+OWN_SESSION = 0
+
+
+class EventKind(IntEnum):
+    """What happened to a choice of a request."""
+
+    QUEUED = 1
+    SCHEDULED = 2  # for the first time
+    PREEMPTED = 3
+    RESUMED = 4
+
+
+class EventCause(IntEnum):
+    """Of PREEMPTED."""
+
+    NONE = 0
+    OLDER = 1  # a running request, served before it, needed blocks
+    MORE_URGENT = 2  # a waiting request took its place
+    HOLD = 3  # its client does not read
+
+
+class RequestEvents(msgspec.Struct, frozen=True, array_like=True):
+    """E events of one client's requests, in the order in which they happened."""
+
+    numbers: bytes  # uint32[E]
+    choices: bytes  # uint16[E]
+    kinds: bytes  # uint8[E] EventKind
+    causes: bytes  # uint8[E] EventCause
+    amounts: bytes  # uint32[E]: PREEMPTED: blocks copied to the host, 0 = computed again later; else: tokens found
+    times: bytes  # int64[E] ns
+
+
+class RequestState(IntEnum):
+    RUNNING = 1
+    WAITING = 2
+    SWAPPED = 3  # waits, and the host has a copy of what it had computed
+    ON_HOLD = 4  # waits, because its client does not read
+
+
+class Reason(IntEnum):
+    """Why a request got no tokens in the last step; `needed` and `available` are of what it lacks."""
+
+    NONE = 0  # it got some
+    NO_ROW = 1  # max_num_seqs requests run
+    NO_BUDGET = 2  # tokens: the step's are given away
+    PREEMPTED = 3  # in the last step
+    FENCED = 4  # blocks: its room is made, and free when the steps in flight are done
+    BEHIND = 5  # it was not looked at: the request named as holder lacks something, and goes first
+    NOT_YET = 6  # no step has looked at it: it has just come, or prompts gather (scheduler_delay_factor)
+    PAUSED = 7  # the engine's owner has paused it
+    ON_HOLD = 8  # its client does not read
+    NO_BLOCKS = 16  # blocks: those left are too few, see the other numbers
+    PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
+    IN_FLIGHT = 32  # it runs, and its last token is in a step in flight
+    SKIPPED_BUDGET = 33  # it runs, and those served before it took the step's tokens
+    SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, and those served before it took the free ones
+
+
+class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
+    """One choice of one request."""
+
+    session: int
+    number: int
+    choice: int
+    state: RequestState
+    reason: Reason
+    needed: int  # of what it lacks
+    available: int
+    last_tokens: int  # given to it in the last step
+    position: int  # in the queue, from 0; of a running one in the order in which rows are served; -1 = in neither
+    holder_session: int  # whom it waits behind; 0 = nobody
+    holder_number: int
+    priority: int
+    num_prompt_tokens: int
+    num_tokens: int  # prompt and output so far
+    max_total_tokens: int
+    num_computed_tokens: int  # of a waiting one: in the prefix cache or on the host
+    num_blocks: int  # of a running one: held; of a waiting one: found in the prefix cache
+    num_missing_blocks: int  # to take beside those, to start or for the tokens that it has
+    num_reserve_blocks: int  # that must stay free beside: watermark and hysteresis
+    num_preemptions: int  # for the room of its own level
+    num_overtaken: int  # times that another started while it was first and did not fit
+    waited_ns: int  # since it came
+
+
+class Explain(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """Why does a request not run? Answered by Explanation, between two steps."""
+
+    call: int
+    number: int = EVERY_REQUEST
+    session: int = OWN_SESSION
+    limit: int = 100  # requests in the answer, at most
+
+
+class FollowKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=25):
+    """Tell this session what the prefix cache holds, and from then on of every change. Answered by CallDone; KVEvents
+    follow. Sent again it begins again."""
+
+    call: int
+
+
+class UnfollowKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=26):
+    """Answered by CallDone; no KVEvents follow it."""
+
+    call: int
+
+
+class KVEvents(msgspec.Struct, frozen=True, array_like=True, tag=68):
+    """What one step stored in the prefix cache and removed from it, in order."""
+
+    epoch: int
+    step: int
+    sequence: int  # of this session's KVEvents, from 0; a number that is missing is a gap
+    events: list[KVEvent]
+    gap: bool = False  # others were dropped here, because the client did not read; all that is cached follows anew
+
+
+class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
+    """The scheduler after its last step, and the requests asked for."""
+
+    call: int
+    session: int  # the asker's
+    step: int
+    now_ns: int  # of the last step
+    policy: str
+    pause: int  # 0 = none, 1 = nothing begins, 2 = nothing runs
+    num_running: int
+    num_waiting: int  # all that follow included
+    num_unbegun: int  # kept waiting by a pause
+    num_on_hold: int
+    num_swapped: int
+    num_skipped: int  # rows that wanted tokens in the last step and got none
+    budget: int  # tokens of the last step that nobody took
+    num_usable_blocks: int
+    num_free_blocks: int
+    num_promised_blocks: int  # of the free ones: needed by running requests for tokens that they have
+    num_fenced_blocks: int  # freed, and touched by a step in flight
+    num_watermark_blocks: int  # that a start leaves free
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    requests: list[RequestExplanation]
+    num_left_out: int  # requests beyond the limit

@@ -1,0 +1,47 @@
+"""What an engine process and its owner tell each other, over the two pipes between them; the first is also the engine's
+lease on life."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from ipc.config import EngineConfig
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
+    """The first frame: what to run and where to listen."""
+
+    config: EngineConfig
+    address: str
+    epoch: int = 0  # counts the engine's restarts under one owner
+    owner_token: bytes = b""  # who sends it in Hello is the owner; empty = nobody
+    is_private: bool = False  # the address was made for this engine alone: its directory goes with it
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
+    """Take no more requests, finish the running ones, exit 0. A second one: tell the clients and exit at once, 143."""
+
+
+class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):
+    """Child to parent: a phase of the start has begun."""
+
+    name: str
+    seconds: float  # since the process began
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
+    """Child to parent: the socket answers."""
+
+    address: str
+    seconds: float
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
+    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug."""
+
+    error: str
+    message: str
+
+
+OwnerMessage: TypeAlias = Start | Drain
+StartReport: TypeAlias = StartPhase | Ready | StartFailed

@@ -1,0 +1,63 @@
+"""`engine-core control`: pause, resume, drain or shut down a running engine, as its owner."""
+
+import os
+from collections.abc import Callable, Sequence
+
+from frontend.client import EngineClient
+from frontend.transport import ZmqTransport
+from ipc.errors import ConfigError
+from ipc.messages import PauseMode
+from tools.options import ArgumentParser
+
+_ACTIONS: dict[str, Callable[[EngineClient, PauseMode], None]] = {
+    "pause": lambda client, mode: client.pause(mode),
+    "resume": lambda client, _: client.resume(),
+    "drain": lambda client, _: client.drain(),
+    "shutdown": lambda client, _: client.shutdown(),
+    "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        prog="engine-core control",
+        usage="engine-core control {pause,resume,drain,shutdown,reset-prefix-cache} --connect ADDR [--owner-file FILE]",
+        description="Steer a running engine. All but reset-prefix-cache are its owner's: see serve --owner-file.",
+    )
+    parser.add_argument("action", choices=tuple(_ACTIONS))
+    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
+    parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
+    parser.add_argument(
+        "--mode", choices=("new", "all"), default="new", help="of pause: nothing begins, or nothing runs; default: new"
+    )
+    parsed = parser.parse_args(arguments)
+    token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
+    client = EngineClient(ZmqTransport(parsed.connect), name="control", owner_token=token)
+    try:
+        _ACTIONS[parsed.action](client, PauseMode[parsed.mode.upper()])
+    finally:
+        client.close()
+    return 0
+
+
+def write_owner_file(path: str, token: bytes) -> None:
+    """A new file that only this user can read. Errors: ConfigError."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"--owner-file {path} exists: remove it if no engine is using it, or name another") from None
+    except OSError as error:
+        raise ConfigError(f"--owner-file {path} cannot be written: {error.strerror}") from None
+    with os.fdopen(fd, "w") as file:
+        file.write(token.hex() + "\n")
+
+
+def read_owner_file(path: str) -> bytes:
+    """Errors: ConfigError."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return bytes.fromhex(file.read(1000).strip())
+    except OSError as error:
+        raise ConfigError(f"--owner-file {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"--owner-file {path} is not one that `engine-core serve --owner-file` wrote") from None

@@ -1,0 +1,164 @@
+"""`engine-core explain`: why a request of a running engine does not run, or what all of them do."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from frontend.client import EngineClient
+from frontend.transport import ZmqTransport
+from ipc.errors import ConfigError
+from ipc.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explanation, Reason, RequestExplanation, RequestState
+from tools.options import ArgumentParser
+
+_PAUSES = ("", "paused: nothing begins, what has begun goes on", "paused: nothing runs")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        prog="engine-core explain",
+        usage="engine-core explain --connect ADDR [REQUEST] [--limit N] [--json]",
+        description="Say why a request of a running engine does not run. Without REQUEST: the scheduler in short.",
+    )
+    parser.add_argument("request", nargs="?", metavar="REQUEST", help="SESSION/NUMBER, as the table shows it")
+    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="requests in the table; default: %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
+    parsed = parser.parse_args(arguments)
+    session, number = read_request(parsed.request)
+    client = EngineClient(ZmqTransport(parsed.connect), name="explain")
+    try:
+        explanation = client.explain(number, session=session, limit=parsed.limit)
+    finally:
+        client.close()
+    if parsed.json:
+        sys.stdout.write(to_json(explanation) + "\n")
+    elif parsed.request is not None:
+        print("\n".join(line for one in explanation.requests for line in describe_request(one, explanation)))
+    else:
+        print("\n".join(describe_all(explanation)))
+    return 0
+
+
+def read_request(text: str | None) -> tuple[int, int]:
+    """(session, number) of "3/17". Errors: ConfigError."""
+    if text is None:
+        return OWN_SESSION, EVERY_REQUEST
+    if not re.fullmatch(r"[0-9]{1,18}/[0-9]{1,10}", text):
+        raise ConfigError(f"a request is named SESSION/NUMBER, as 3/17; got {text!r:.80}")
+    session, number = text.split("/")
+    return int(session), int(number)
+
+
+def to_json(explanation: Explanation) -> str:
+    """Fields by name, codes in words."""
+    values = msgspec.structs.asdict(explanation)
+    values["requests"] = [
+        msgspec.structs.asdict(one) | {"state": one.state.name.lower(), "reason": one.reason.name.lower()}
+        for one in explanation.requests
+    ]
+    return msgspec.json.encode(values).decode()
+
+
+def describe_all(explanation: Explanation) -> list[str]:
+    """The scheduler in short, and a line for each request."""
+    e = explanation
+    lines = [
+        f"step {e.step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests "
+        f"wait ({e.num_swapped} swapped out, {e.num_on_hold} of clients that do not read, {e.num_unbegun} for a pause)",
+        _blocks(e),
+        f"last step: {e.max_num_batched_tokens - e.budget} of {e.max_num_batched_tokens} tokens given, "
+        f"{e.num_skipped} rows skipped",
+    ]
+    if e.pause:
+        lines.append(_PAUSES[e.pause])
+    if e.requests:
+        lines.append(f"{'request':>12}  {'state':8}  {'queue':>6}  {'tokens':>14}  {'waited':>9}  why")
+    for one in e.requests:
+        name = f"{one.session}/{one.number}" + (f".{one.choice}" if one.choice else "")
+        place = str(one.position) if one.position >= 0 else "-"
+        tokens = f"{one.num_computed_tokens}/{one.num_tokens}/{one.max_total_tokens}"
+        waited = f"{one.waited_ns / 1e9:.3f}s"
+        lines.append(f"{name:>12}  {_state(one):8}  {place:>6}  {tokens:>14}  {waited:>9}  {describe_reason(one)}")
+    if e.num_left_out:
+        lines.append(f"... and {e.num_left_out} more (--limit)")
+    return lines
+
+
+def describe_request(one: RequestExplanation, explanation: Explanation) -> list[str]:
+    """All that is known of one request."""
+    name = f"request {one.session}/{one.number}" + (f", choice {one.choice}" if one.choice else "")
+    lines = [
+        f"{name}: {_state(one)} - {describe_reason(one)}",
+        f"  came {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; {one.num_prompt_tokens} prompt tokens, "
+        f"{one.num_tokens} so far, at most {one.max_total_tokens}; {one.num_computed_tokens} computed or found",
+    ]
+    if one.state is RequestState.RUNNING:
+        lines.append(
+            f"  served as number {one.position}; holds {one.num_blocks} blocks, lacks {one.num_missing_blocks} for the "
+            "tokens that it has"
+        )
+    else:
+        place = (
+            f"number {one.position} in the queue" if one.position >= 0 else "not in the queue of those that may start"
+        )
+        lines.append(
+            f"  {place}; to start it takes {one.num_missing_blocks} blocks beside {one.num_blocks} found in the prefix "
+            f"cache, and {one.num_reserve_blocks} must stay free (watermark and hysteresis)"
+        )
+        lines.append("  " + _blocks(explanation))
+    lines.append(
+        f"  preempted {one.num_preemptions} times for the room of its level; overtaken {one.num_overtaken} times while "
+        "it was first"
+    )
+    if explanation.pause:
+        lines.append("  " + _PAUSES[explanation.pause])
+    return lines
+
+
+def describe_reason(one: RequestExplanation) -> str:
+    """In words, with the numbers."""
+    holder = f"{one.holder_session}/{one.holder_number}"
+    match one.reason:
+        case Reason.NONE:
+            return f"got {one.last_tokens} tokens in the last step"
+        case Reason.NO_ROW:
+            return "every row is taken (max_num_seqs)"
+        case Reason.NO_BUDGET:
+            return f"needs {one.needed} tokens of a step's budget, {one.available} were left"
+        case Reason.PREEMPTED:
+            return "was preempted in the last step"
+        case Reason.FENCED:
+            return "its room is made; the steps in flight must end first"
+        case Reason.BEHIND:
+            return f"behind {holder}, which lacks something and goes first"
+        case Reason.NOT_YET:
+            return "no step has looked at it yet"
+        case Reason.PAUSED:
+            return "the engine's owner has paused it"
+        case Reason.ON_HOLD:
+            return "its client does not read its outputs"
+        case Reason.NO_BLOCKS:
+            return f"needs {one.needed} KV blocks, {one.available} may be taken"
+        case Reason.PARTIAL_PREFILLS:
+            return "enough prompts are being computed in chunks (max_num_partial_prefills)"
+        case Reason.IN_FLIGHT:
+            return "its last token is being computed"
+        case Reason.SKIPPED_BUDGET:
+            return f"skipped: wants {one.needed} tokens, {one.available} were left after those before it"
+        case Reason.SKIPPED_BLOCKS:
+            return f"skipped: lacks {one.needed} KV blocks, {one.available} were free"
+
+
+def _state(one: RequestExplanation) -> str:
+    return one.state.name.lower().replace("_", " ")
+
+
+def _blocks(e: Explanation) -> str:
+    return (
+        f"KV blocks: {e.num_free_blocks} of {e.num_usable_blocks} free; of these {e.num_promised_blocks} promised to "
+        f"running requests and {e.num_watermark_blocks} kept by the watermark; {e.num_fenced_blocks} more in flight"
+    )
