@@ -137,7 +137,6 @@ class Admission:
         if needs.num_computed_tokens + num_tokens < request.num_tokens and room.partial >= self._max_partial:
             return Examined(request, Verdict.PARTIAL_PREFILLS, 1, 0)
         if len(victims):
-            self._settle(draft, room)
             for row in victims.tolist():
                 room.make(self._batch.num_promised_blocks_of(row))
                 self._preemption.preempt(draft, row, Cause.MORE_URGENT)
