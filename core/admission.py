@@ -198,7 +198,7 @@ class Admission:
         room.rows -= 1
         room.promised += needs.num_blocks - num_given
         room.partial += end < request.num_tokens
-        self._policy.start(request, count)
+        self._policy.start(request, min(count, max(0, end - request.num_computed_before)))
 
     def _settle(self, draft: Draft, room: "_Room") -> None:
         """Give those that start their blocks, and the full ones of them their names."""

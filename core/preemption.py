@@ -45,7 +45,8 @@ class Preemption:
         request = self._batch.release_to_wait(row)
         request.swapped = swapped
         request.num_preemptions += cause is Cause.OLDER
-        request.num_computed_before = computed
+        self._stats.num_recomputed_tokens -= max(0, request.num_computed_before - computed)  # counted, not done
+        request.num_computed_before = max(request.num_computed_before, computed)
         self._waiting.push(request)
         draft.drop(row)
         num_swapped = 0 if swapped is None else len(swapped.slots)
