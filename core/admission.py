@@ -166,9 +166,11 @@ class Admission:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
         oftener the request was preempted, so that it does not come back only to be preempted again."""
         pool, margin = self._batch.pool, 0
-        if len(self._batch) or draft.starts or room.settling:
-            most = -(-(request.max_total_tokens - 1) // self._batch.block_size) - needs.num_blocks
-            margin = self._watermark + min((1 << request.num_preemptions) - 1, most)
+        if len(self._batch.rows) or draft.starts or room.settling:
+            margin = self._watermark
+            if request.num_preemptions:
+                most = -(-(request.max_total_tokens - 1) // self._batch.block_size) - needs.num_blocks
+                margin += min((1 << request.num_preemptions) - 1, most)
         revived = pool.num_revived(needs.hits) if len(needs.hits) else 0
         return pool.num_free - revived - room.promised - room.unsettled - margin
 

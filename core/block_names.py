@@ -60,6 +60,10 @@ class BlockNames:
         """Blocks that can be found."""
         return len(self._block_of_key)
 
+    def knows(self, parent: int, value: int) -> bool:
+        """Whether a block with this hash may be found after this content."""
+        return _key(parent, value) in self._block_of_key
+
     def find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[Int32s, int]:
         """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
         hashes: of these blocks."""

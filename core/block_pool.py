@@ -79,14 +79,17 @@ class BlockPool:
 
         fence: the last step in flight that may touch them, None when there is none.
         """
-        np.subtract.at(self.ref_count, blocks, 1)
+        places = np.arange(len(blocks))
+        self._place[blocks] = places
+        last = self._place[blocks] == places
+        if last.all():
+            self.ref_count[blocks] -= 1
+        else:  # shared by requests that end together: goes with the last of them
+            np.subtract.at(self.ref_count, blocks, 1)
+            blocks = blocks[last]
         counts = self.ref_count[blocks]
         assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
         released = blocks[counts == 0]
-        places = np.arange(len(released))
-        self._place[released] = places
-        if (last := self._place[released] == places).sum() < len(released):
-            released = released[last]  # shared by requests that end together: goes with the last of them
         if fence is None:
             self._make_free(released)
         elif len(released):

@@ -33,6 +33,8 @@ class PrefixCache:
         if not self._enabled or request.wants_prompt_logprobs:
             return _NONE, root
         count = (request.num_tokens - 1) // self._block_size
+        if not count or not self._names.knows(root, request.block_hashes[0]):
+            return _NONE, root
         token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
         return self._names.find(root, token_ids, request.block_hashes[:count])
 
