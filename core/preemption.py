@@ -56,9 +56,13 @@ class Preemption:
 
     def end(self, request: Request) -> None:
         """The request, which waits, has ended: the host forgets it."""
-        if request.swapped is not None:
+        if request.swapped is None:
+            return
+        if self._batch.carried.out.targets:  # the copy may still be to come
+            self.swap_space.give_back_after_plan(request.swapped.slots)
+        else:
             self.swap_space.give_back(request.swapped.slots)
-            request.swapped = None
+        request.swapped = None
 
     def swap_in(self, request: Request, block_ids: Ints, num_hits: int) -> None:
         """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""
