@@ -18,37 +18,41 @@ class Gold(GoldAdmission):
             self.grow()
         return self.commit()
 
-    def demand(self, rows: list[Entry]) -> list[tuple[Entry, int, int]]:
+    def demand(self, rows: list[Entry], num_growing: int = 10**9) -> list[tuple[Entry, int, int]]:
         """(row, tokens, blocks that it lacks for them)"""
         left, result, most = self.budget, [], self.c.long_prefill_token_threshold
-        for r in rows:
+        for index, r in enumerate(rows):
             known = len(r.tokens) + r.pending
             n = 0 if r.pending and known >= r.max_total else known - r.computed
             n = min(n, left, most if most and len(rows) + len(self.waiting) > 1 else n)
+            n = min(n, len(r.blocks) * self.b.size - r.computed) if index >= num_growing else n
             left -= n
             result.append((r, n, max(0, self.up(r.computed + n) - len(r.blocks))))
         return result
+
+    def first_short(self, served: list[tuple[Entry, int, int]]) -> int:
+        return next(i for i in range(len(served)) if sum(s[2] for s in served[: i + 1]) > self.b.free)
 
     def grow(self) -> None:
         served = self.demand(sorted(self.running, key=lambda r: (r.rank, r.serial)))
         if sum(need for _, _, need in served) > self.b.free or sum(n for _, n, _ in served) == self.budget:
             served = self.demand(sorted(self.running, key=self.place))
         while sum(need for _, _, need in served) > self.b.free + len(self.b.fenced):
-            short = next(i for i in range(len(served)) if sum(s[2] for s in served[: i + 1]) > self.b.free)
-            level = served[short][0].priority
+            short = self.first_short(served)
             later = [r for r, _, _ in served[short + 1 :]]
+            level = served[short][0].priority
             victims = [r for r in later if r.priority != level or len(r.blocks) < self.up(r.max_total - 1)]
             if not victims:
                 break
             self.preempt(victim := self.victims(victims)[0], 1)
             served = self.demand([r for r, _, _ in served if r is not victim])
-        free = self.b.free
+        if sum(need for _, _, need in served) > self.b.free:
+            wanted = served
+            served = self.demand([r for r, _, _ in served], self.first_short(served))
+            self.skipped += sum(before[1] > 0 and not now[1] for before, now in zip(wanted, served, strict=True))
         for r, n, need in served:
-            free -= need
-            fits = free >= 0 or not need
-            self.skipped += not fits
-            self.ran.append((r, n if fits else 0))
-            r.blocks += self.b.allocate(need if fits else 0)
+            self.ran.append((r, n))
+            r.blocks += self.b.allocate(need)
         self.budget -= sum(n for _, n in self.ran)
 
     def commit(self) -> dict[str, Any]:
