@@ -195,7 +195,7 @@ def run(max_examples: int, derandomize: bool) -> None:
     run_state_machine_as_test(
         GoldMachine,
         settings=settings(
-            phases=[Phase.generate],
+            phases=[Phase.generate],  # shrinking takes minutes, and its end says little more
             report_multiple_bugs=False,
             max_examples=max_examples,
             stateful_step_count=20,
