@@ -156,7 +156,6 @@ class Admission:
         if needs.num_computed_tokens + num_tokens < request.num_tokens and room.partial >= self._max_partial:
             return Examined(request, Verdict.PARTIAL_PREFILLS, 1, 0)
         if len(victims):
-            self._settle(draft, room)
             for row in victims.tolist():
                 room.make(self._batch.num_promised_blocks_of(row))
                 self._preemption.preempt(draft, row, Cause.MORE_URGENT)
@@ -220,7 +219,7 @@ class Admission:
         room.rows -= 1
         room.promised += needs.num_blocks - num_given
         room.partial += end < request.num_tokens
-        self._policy.start(request, count)
+        self._policy.start(request, min(count, max(0, end - request.num_computed_before)))
 
     def _settle(self, draft: Draft, room: "_Room") -> None:
         """Give those that start their blocks, and the full ones of them their names."""

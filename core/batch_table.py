@@ -36,6 +36,7 @@ class BatchTable:
     num_tokens [rows]: prompt and known output tokens
     num_placeholders [rows]: tokens that steps in flight will sample
     num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
+    num_computed_before [rows]: how far it was when it was last preempted
     max_total_tokens [rows]: a request with so many tokens is finished
     min_total_tokens [rows]: below it nothing but the length ends a request
     num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
@@ -53,6 +54,7 @@ class BatchTable:
         self.num_placeholders = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
         self.num_computed_tokens = np.zeros(num_rows, np.int64)
+        self.num_computed_before = np.zeros(num_rows, np.int64)
         self.max_total_tokens = np.zeros(num_rows, np.int64)
         self.min_total_tokens = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
@@ -97,6 +99,7 @@ class BatchTable:
             request.num_tokens,
             num_prompt_tokens,
             start.num_computed_tokens,
+            request.num_computed_before,
             request.max_total_tokens,
             num_prompt_tokens + request.params.min_tokens,
             len(start.block_ids),
@@ -115,6 +118,7 @@ class BatchTable:
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_computed_tokens,
+            self.num_computed_before,
             self.max_total_tokens,
             self.min_total_tokens,
             self.num_blocks,

@@ -14,7 +14,8 @@ from ipc.paged_rows import Ints
 
 class Growth:
     """Rows are served in the policy's order. One that is short of blocks takes them from those served after it; where
-    nobody there may be preempted, it keeps what it has and waits."""
+    nobody there may be preempted, it and those after it keep what they have and get tokens for that only: it waits, and
+    the budget goes to those whose end will give it blocks."""
 
     def __init__(
         self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
@@ -40,11 +41,10 @@ class Growth:
             self._preemption.preempt(draft, victim, Cause.OLDER)
             rows = rows[rows != victim]
             counts, needs, num_needed = self._demand(rows, draft.budget)
-        if num_needed > pool.num_free:  # blocks come free when fences lift or others end: who does not fit now waits
-            fits = (np.cumsum(needs) <= pool.num_free) | (needs == 0)
-            draft.num_skipped += int(np.count_nonzero(~fits))
-            counts, needs = np.where(fits, counts, 0), np.where(fits, needs, 0)
-            num_needed = int(needs.sum())
+        if num_needed > pool.num_free:  # blocks come free when fences lift or others end
+            wanted = counts
+            counts, needs, num_needed = self._demand(rows, draft.budget, self._first_short(needs))
+            draft.num_skipped += int(np.count_nonzero((wanted > 0) & (counts == 0)))
         if num_needed:
             growing = needs > 0
             draft.block_ids = pool.allocate(num_needed)
@@ -52,8 +52,9 @@ class Growth:
         draft.rows, draft.counts = rows, counts
         draft.budget -= int(counts.sum())
 
-    def _demand(self, rows: Ints, budget: int) -> tuple[Ints, Ints, int]:
-        """Tokens for each row, cut where the budget ends; blocks that each lacks for them, and their sum."""
+    def _demand(self, rows: Ints, budget: int, num_growing: int | None = None) -> tuple[Ints, Ints, int]:
+        """Tokens for each row, cut where the budget ends; blocks that each lacks for them, and their sum. Only the
+        first num_growing rows may lack blocks, where it is given."""
         table = self._batch.table
         placeholders = table.num_placeholders[rows]
         known = table.num_tokens[rows] + placeholders
@@ -63,16 +64,23 @@ class Growth:
         wanted[(known >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
         if self._long_prefill and len(rows) + len(self._waiting) > 1:
             np.minimum(wanted, self._long_prefill, out=wanted)
+        if num_growing is not None:
+            held = rows[num_growing:]
+            room = table.num_blocks[held] * self._batch.block_size - table.num_computed_tokens[held]
+            np.minimum(wanted[num_growing:], room, out=wanted[num_growing:])
         if int(wanted.sum()) > budget:
             wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
         needs = np.maximum(self._batch.num_blocks_of(computed + wanted) - table.num_blocks[rows], 0)
         return wanted, needs, int(needs.sum())
 
+    def _first_short(self, needs: Ints) -> int:
+        return int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
+
     def _victim(self, rows: Ints, needs: Ints) -> int | None:
         """Whom the first row that is short of blocks takes them from: somebody served after it, but of its own level
         nobody who has all the blocks that he can ever need, and so is sure to end and give them back."""
         table = self._batch.table
-        short = int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
+        short = self._first_short(needs)
         later = rows[short + 1 :]
         sure = table.num_blocks[later] >= self._batch.num_blocks_at_most(later)
         candidates = later[~(sure & (table.level[later] == table.level[rows[short]]))]

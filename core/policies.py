@@ -38,10 +38,11 @@ class Policy(Protocol):
         """The client's share."""
 
     def start(self, request: Request, count: int) -> None:
-        """The request starts with so many tokens in this step."""
+        """The request starts with so many tokens in this step that it never had before."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
-        """These rows get so many tokens in this step; those of requests that start are left out."""
+        """These rows get so many tokens in this step, which are not counted as computed yet; those of requests that
+        start are left out."""
 
     def in_order(self, rows: Ints) -> Ints:
         """The rows, first to be served first."""
@@ -116,7 +117,8 @@ class Fair:
     """Every client its weighted share of tokens, and what others leave; within a client priority, then arrival.
 
     A waiting request takes room from a client that is more than `quantum` tokens ahead of its own, and within its
-    client from less urgent requests.
+    client from less urgent requests. What is computed again after a preemption is not counted: else two clients with
+    long prompts would take each other's room for ever, each ahead again before it has one new token.
     """
 
     def __init__(self, table: BatchTable, quantum: int) -> None:
@@ -142,7 +144,9 @@ class Fair:
         self._times.charge_one(request.client, count)
 
     def serve(self, rows: Ints, counts: Ints) -> None:
-        self._times.charge(self._table.client[rows], counts)
+        table = self._table
+        new = table.num_computed_tokens[rows] + counts - table.num_computed_before[rows]
+        self._times.charge(table.client[rows], np.clip(new, 0, counts))
 
     def in_order(self, rows: Ints) -> Ints:
         table = self._table

@@ -46,7 +46,8 @@ class Preemption:
         request = self._batch.release_to_wait(row)
         request.swapped = swapped
         request.num_preemptions += cause is Cause.OLDER
-        request.num_computed_before = computed
+        self._stats.num_recomputed_tokens -= max(0, request.num_computed_before - computed)  # counted, not done
+        request.num_computed_before = max(request.num_computed_before, computed)
         self._waiting.push(request)
         draft.drop(row)
         num_swapped = 0 if swapped is None else len(swapped.slots)
@@ -57,10 +58,14 @@ class Preemption:
 
     def end(self, request: Request) -> None:
         """The request, which waits, has ended: the host forgets it."""
-        if request.swapped is not None:
+        if request.swapped is None:
+            return
+        if self._batch.carried.out.targets:  # the copy may still be to come
+            self.swap_space.give_back_after_plan(request.swapped.slots)
+        else:
             self.swap_space.give_back(request.swapped.slots)
-            request.swapped = None
-            self.num_swapped -= 1
+        request.swapped = None
+        self.num_swapped -= 1
 
     def swap_in(self, request: Request, block_ids: Ints, num_hits: int) -> None:
         """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""

@@ -183,6 +183,7 @@ class PagedExecutor:
         self._poison = poison
         self._block_size = config.block_size
         self._kv = np.zeros(config.num_blocks_override * config.block_size, np.uint64)
+        self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
         self._table = RunnerTable(config.max_num_seqs, config.block_size)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
 
@@ -203,6 +204,7 @@ class PagedExecutor:
         table.apply(plan)
         for new in plan.added:
             self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
+        self._copy_blocks(plan)
         starts = table.num_computed_tokens[plan.rows]
         samples = table.advance(plan)
         rows = plan.rows.tolist()
@@ -215,6 +217,14 @@ class PagedExecutor:
         table.append_tokens(plan.rows[samples], np.maximum(token_ids[samples], 0))
         self.in_flight.append((plan.step, {block for row in rows for block in self._blocks(row)}))
         return _Handle(self, ModelRunnerOutput(plan.step, token_ids))
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        """Out of the cache, then back into it; _token() sees what was copied wrongly or too late."""
+        blocks = self._kv.reshape(-1, self._block_size)
+        for targets in (plan.swapped_out_slots, plan.swapped_in_blocks):
+            assert len(set(targets.tolist())) == len(targets), f"plan {plan.step} copies twice to one of {targets}"
+        self._host[plan.swapped_out_slots] = blocks[plan.swapped_out_blocks]
+        blocks[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]
 
     def _check_new_blocks(self, plan: SchedulerOutput) -> None:
         """Blocks that this plan begins to fill are touched by no step in flight."""

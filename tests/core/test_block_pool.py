@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from core.block_names import hash_blocks, root_content
 from core.block_pool import NULL_BLOCK, BlockPool
 from ipc.paged_rows import Int32s
 
@@ -16,28 +17,41 @@ def ids(*blocks: int) -> Int32s:
     return np.array(blocks, np.int32)
 
 
-def digest(name: object) -> bytes:
-    return str(name).encode().ljust(16, b".")
+def name(pool: BlockPool, block: int, content: int) -> None:
+    """Blocks are of one token here: its content."""
+    pool.names.name(ids(block), np.array([root_content("")]), ids(content)[:, None])
 
 
-def name_all(pool: BlockPool, blocks: Int32s) -> list[bytes]:
+def find(pool: BlockPool, contents: list[int]) -> Int32s:
+    """The blocks that hold these contents, up to the first that none does."""
+    blocks: list[int] = []
+    for content in contents:
+        tokens = ids(content)[:, None]
+        found, _ = pool.names.find(root_content(""), tokens, hash_blocks(tokens).tolist())
+        if not len(found):
+            break
+        blocks += found.tolist()
+    return ids(*blocks)
+
+
+def name_all(pool: BlockPool, blocks: Int32s) -> list[int]:
     """Each block is named after itself."""
-    digests = [digest(block) for block in blocks.tolist()]
-    for block, its_digest in zip(blocks.tolist(), digests, strict=True):
-        pool.remember(block, its_digest)
-    return digests
+    contents: list[int] = blocks.tolist()
+    for block in contents:
+        name(pool, block, block)
+    return contents
 
 
-def full_pool_freed(num_blocks: int) -> tuple[BlockPool, list[bytes]]:
+def full_pool_freed(num_blocks: int) -> tuple[BlockPool, list[int]]:
     """All blocks named and freed, so that block 1 is the least recently used."""
-    pool = BlockPool(num_blocks)
-    digests = name_all(pool, blocks := pool.allocate(num_blocks - 1))
+    pool = BlockPool(num_blocks, 1)
+    contents = name_all(pool, blocks := pool.allocate(num_blocks - 1))
     pool.free(blocks, None)
-    return pool, digests
+    return pool, contents
 
 
 def test_new_pool_hands_out_ascending_blocks_and_never_the_null_block() -> None:
-    pool = BlockPool(6)
+    pool = BlockPool(6, 1)
     assert pool.num_free == 5
     assert pool.allocate(2).tolist() == [1, 2]
     assert pool.allocate(3).tolist() == [3, 4, 5]
@@ -47,7 +61,7 @@ def test_new_pool_hands_out_ascending_blocks_and_never_the_null_block() -> None:
 
 
 def test_allocating_nothing_changes_nothing() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, 1)
     assert pool.allocate(0).tolist() == []
     assert pool.num_free == 2
     pool.check_integrity([])
@@ -55,11 +69,11 @@ def test_allocating_nothing_changes_nothing() -> None:
 
 def test_allocating_more_than_free_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="3 blocks asked of 2 free"):
-        BlockPool(3).allocate(3)
+        BlockPool(3, 1).allocate(3)
 
 
 def test_freed_twice_is_a_broken_invariant() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, 1)
     blocks = pool.allocate(1)
     pool.free(blocks, None)
     with pytest.raises(AssertionError, match="freed twice"):
@@ -67,7 +81,7 @@ def test_freed_twice_is_a_broken_invariant() -> None:
 
 
 def test_eviction_is_least_recently_freed_first_and_a_tail_goes_before_its_prefix() -> None:
-    pool = BlockPool(7)
+    pool = BlockPool(7, 1)
     first, second = pool.allocate(3), pool.allocate(3)
     name_all(pool, first)
     name_all(pool, second)
@@ -77,17 +91,17 @@ def test_eviction_is_least_recently_freed_first_and_a_tail_goes_before_its_prefi
 
 
 def test_eviction_forgets_the_name_of_the_block_it_takes_and_no_other() -> None:
-    pool, digests = full_pool_freed(5)
+    pool, contents = full_pool_freed(5)
     assert pool.allocate(2).tolist() == [1, 2]
-    assert pool.find([digests[0]]).tolist() == []
-    assert pool.find([digests[1]]).tolist() == []
-    assert pool.find(digests[2:]).tolist() == [3, 4]
-    assert pool.num_remembered == 2
+    assert find(pool, [contents[0]]).tolist() == []
+    assert find(pool, [contents[1]]).tolist() == []
+    assert find(pool, contents[2:]).tolist() == [3, 4]
+    assert len(pool.names) == 2
     pool.check_integrity([ids(1, 2)])
 
 
 def test_blank_blocks_go_before_cached_ones() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(5, 1)
     named, blank = pool.allocate(2), pool.allocate(2)
     name_all(pool, named)
     pool.free(named, None)
@@ -96,33 +110,33 @@ def test_blank_blocks_go_before_cached_ones() -> None:
     assert pool.allocate(2).tolist() == [1, 2]
 
 
-def test_find_stops_at_the_first_unknown_digest() -> None:
-    pool, digests = full_pool_freed(5)
-    assert pool.find([digests[0], digest("unknown"), digests[1]]).tolist() == [1]
-    assert pool.find([]).tolist() == []
+def test_find_stops_at_the_first_unknown_content() -> None:
+    pool, contents = full_pool_freed(5)
+    assert find(pool, [contents[0], 10**6, contents[1]]).tolist() == [1]
+    assert find(pool, []).tolist() == []
 
 
 def test_hits_leave_the_free_list_and_are_not_evicted_by_the_allocation_after_them() -> None:
-    pool, digests = full_pool_freed(6)
-    hits = pool.find([digests[0], digests[2]])
+    pool, contents = full_pool_freed(6)
+    hits = find(pool, [contents[0], contents[2]])
     assert pool.num_revived(hits) == 2
     pool.hold(hits)
     assert pool.num_free == 3
     assert pool.allocate(3).tolist() == [2, 4, 5]
-    assert pool.find([digests[0]]).tolist() == [1]
+    assert find(pool, [contents[0]]).tolist() == [1]
     pool.check_integrity([hits, ids(2, 4, 5)])
 
 
 def test_a_revived_block_is_the_most_recently_used_when_freed_again() -> None:
-    pool, digests = full_pool_freed(5)
-    hits = pool.find(digests[:1])
+    pool, contents = full_pool_freed(5)
+    hits = find(pool, contents[:1])
     pool.hold(hits)
     pool.free(hits, None)
     assert pool.allocate(4).tolist() == [2, 3, 4, 1]
 
 
 def test_a_shared_block_is_free_only_after_its_last_owner() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, 1)
     blocks = pool.allocate(1)
     name_all(pool, blocks)
     pool.hold(blocks)
@@ -135,27 +149,19 @@ def test_a_shared_block_is_free_only_after_its_last_owner() -> None:
 
 
 def test_the_first_block_of_a_content_keeps_the_name() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, 1)
     first, second = pool.allocate(1), pool.allocate(1)
-    pool.remember(int(first[0]), digest("same"))
-    pool.remember(int(second[0]), digest("same"))
-    assert pool.find([digest("same")]).tolist() == first.tolist()
+    name(pool, int(first[0]), 77)
+    name(pool, int(second[0]), 77)
+    assert find(pool, [77]).tolist() == first.tolist()
     pool.free(second, None)  # blank, for it has no name
     pool.free(first, None)
     pool.check_integrity([])
     assert pool.allocate(2).tolist() == [2, 3]
 
 
-def test_a_second_name_is_a_broken_invariant() -> None:
-    pool = BlockPool(4)
-    block = int(pool.allocate(1)[0])
-    pool.remember(block, digest("a"))
-    with pytest.raises(AssertionError, match="has a name already"):
-        pool.remember(block, digest("b"))
-
-
 def test_fenced_blocks_are_free_after_the_update_of_their_step() -> None:
-    pool = BlockPool(6)
+    pool = BlockPool(6, 1)
     early, late = pool.allocate(2), pool.allocate(3)
     name_all(pool, early)
     pool.free(early, 7)
@@ -172,11 +178,11 @@ def test_fenced_blocks_are_free_after_the_update_of_their_step() -> None:
 
 
 def test_a_fenced_block_can_be_found_and_held_and_its_fence_is_gone() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, 1)
     blocks = pool.allocate(2)
-    digests = name_all(pool, blocks)
+    contents = name_all(pool, blocks)
     pool.free(blocks, 3)
-    hits = pool.find(digests[:1])
+    hits = find(pool, contents[:1])
     assert pool.num_revived(hits) == 0  # it is not among the free ones that num_free counts
     pool.hold(hits)
     assert pool.num_fenced == 1
@@ -187,11 +193,11 @@ def test_a_fenced_block_can_be_found_and_held_and_its_fence_is_gone() -> None:
 
 @pytest.mark.parametrize("second_fence", [3, 4])
 def test_a_block_fenced_twice_comes_free_once_and_not_too_early(second_fence: int) -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, 1)
     blocks = pool.allocate(1)
-    digests = name_all(pool, blocks)
+    contents = name_all(pool, blocks)
     pool.free(blocks, 3)
-    pool.hold(pool.find(digests))
+    pool.hold(find(pool, contents))
     pool.free(blocks, second_fence)
     assert pool.num_fenced == 1
     pool.lift_fences(3)
@@ -202,16 +208,16 @@ def test_a_block_fenced_twice_comes_free_once_and_not_too_early(second_fence: in
 
 
 def test_forget_leaves_nothing_to_find_and_loses_no_block() -> None:
-    pool = BlockPool(7)
+    pool = BlockPool(7, 1)
     free, held, fenced = pool.allocate(2), pool.allocate(2), pool.allocate(2)
-    digests = name_all(pool, np.concatenate([free, held, fenced]))
+    contents = name_all(pool, np.concatenate([free, held, fenced]))
     pool.free(free, None)
     pool.free(fenced, 1)
     pool.forget()
-    assert pool.num_remembered == 0
-    assert all(len(pool.find([one])) == 0 for one in digests)
+    assert len(pool.names) == 0
+    assert all(len(find(pool, [one])) == 0 for one in contents)
     pool.check_integrity([held])
-    pool.remember(int(held[0]), digest("again"))
+    name(pool, int(held[0]), 78)
     pool.lift_fences(1)
     pool.free(held, None)
     pool.check_integrity([])
@@ -219,22 +225,22 @@ def test_forget_leaves_nothing_to_find_and_loses_no_block() -> None:
 
 
 def test_forget_names_touches_these_blocks_only() -> None:
-    pool = BlockPool(6)
+    pool = BlockPool(6, 1)
     blocks = pool.allocate(4)
-    digests = name_all(pool, blocks[:3])  # the last has no name
+    contents = name_all(pool, blocks[:3])  # the last has no name
     pool.forget_names(blocks[1:])
-    assert pool.find(digests[:1]).tolist() == [1]
-    assert pool.find(digests[1:]).tolist() == []
+    assert find(pool, contents[:1]).tolist() == [1]
+    assert find(pool, contents[1:]).tolist() == []
     pool.check_integrity([blocks])
     pool.free(blocks, None)
     pool.check_integrity([])
 
 
 def test_the_ring_stays_in_order_and_in_bounds_over_long_churn() -> None:
-    pool, digests = full_pool_freed(9)
+    pool, contents = full_pool_freed(9)
     size = len(pool._ring)
     for turn in range(40 * size):  # one block is revived and freed again and again: stale entries pile up
-        hits = pool.find([digests[turn % 3]])
+        hits = find(pool, [contents[turn % 3]])
         pool.hold(hits)
         pool.free(hits, None)
         assert pool._tail - pool._head <= size == len(pool._ring)
@@ -250,9 +256,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.num_blocks)
+        self.pool = BlockPool(self.num_blocks, 1)
         self.tables: list[list[int]] = []
-        self.names: dict[int, bytes] = {}
+        self.names: dict[int, int] = {}
         self.blank = set(range(1, self.num_blocks))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
         self.fences: list[tuple[int, list[int]]] = []  # a block's only valid fence is the last one it is in
@@ -288,18 +294,18 @@ class PoolMachine(RuleBasedStateMachine):
             return
         if fresh or not self.names:
             self.num_names += 1
-            name = digest(self.num_names)
-            self.names[unnamed[0]] = name
+            name_of = 100 + self.num_names
+            self.names[unnamed[0]] = name_of
         else:
-            name = data.draw(st.sampled_from(sorted(self.names.values())))  # taken: the first block keeps it
-        self.pool.remember(unnamed[0], name)
+            name_of = data.draw(st.sampled_from(sorted(self.names.values())))  # taken: the first block keeps it
+        name(self.pool, unnamed[0], name_of)
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
     def hit(self, data: st.DataObject) -> None:
         known = {name: block for block, name in self.names.items()}
         wanted = data.draw(st.lists(st.sampled_from(sorted(known)), min_size=1, unique=True))
-        hits = self.pool.find([*wanted, digest("unknown"), *wanted])
+        hits = find(self.pool, [*wanted, 10**6, *wanted])
         assert hits.tolist() == [known[name] for name in wanted]
         assert self.pool.num_revived(hits) == sum(block in self.cached for block in hits.tolist())
         self.pool.hold(hits)
@@ -352,7 +358,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity([ids(*table) for table in self.tables])
         assert self.pool.num_free == len(self.blank) + len(self.cached)
         assert self.pool.num_fenced == len(self.fence_of)
-        assert self.pool.num_remembered == len(self.names)
+        assert len(self.pool.names) == len(self.names)
         assert self.pool.ref_count[NULL_BLOCK] == 1
 
 

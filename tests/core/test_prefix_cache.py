@@ -1,47 +1,14 @@
-"""Prefix cache: names are chained over content and salt; hits are whole blocks, never the last token."""
+"""Prefix cache: names cover all tokens before and the salt; hits are whole blocks, never the last token."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from core.prefix_cache import block_digest, extend_digests, root_digest
-from core.request import Request
+from core.block_names import hash_blocks
 from ipc.paged_rows import Int32s
 from tests.core.driving import ByHand, Driver, add_message, expected_tokens, small_config
 
 PROMPT = list(range(100, 116))  # four blocks of four
-
-
-def digests_of(token_ids: list[int], salt: str = "") -> list[bytes]:
-    digests: list[bytes] = []
-    extend_digests(digests, np.array(token_ids, np.int32), 4, salt)
-    return digests
-
-
-def test_a_digest_covers_all_tokens_before_it() -> None:
-    one, other = digests_of(PROMPT), digests_of([1, *PROMPT[1:]])
-    assert len(one) == 4
-    assert not set(one) & set(other)
-    assert digests_of([*PROMPT[:12], 1, 2, 3, 4])[:3] == one[:3]
-    assert digests_of([*PROMPT[:12], 1, 2, 3, 4])[3] != one[3]
-
-
-def test_whole_blocks_only_and_the_same_digests_in_parts_as_at_once() -> None:
-    assert digests_of(PROMPT[:15]) == digests_of(PROMPT)[:3]
-    digests = digests_of(PROMPT[:8])
-    extend_digests(digests, np.array(PROMPT[8:], np.int32), 4, "")
-    assert digests == digests_of(PROMPT)
-    assert digests_of(PROMPT[:3]) == []
-
-
-def test_salts_change_every_digest_and_cannot_be_forged() -> None:
-    assert not set(digests_of(PROMPT)) & set(digests_of(PROMPT, "a"))
-    assert len({root_digest(salt) for salt in ("", "a", "b", "ab", "a\0", "cache_salt")}) == 6
-    assert len(root_digest("")) == len(block_digest(root_digest(""), np.zeros(4, np.int32))) == 16
-
-
-def test_digests_are_the_same_in_every_process() -> None:
-    """A log replays only if nothing of hash() or of the machine is in a name."""
-    assert digests_of([1, 2, 3, 4], "s")[0].hex() == "6611cdf48b34d778f075543c7fe03b16"
 
 
 @pytest.mark.parametrize(
@@ -132,36 +99,35 @@ def test_disabled_cache_finds_and_names_nothing() -> None:
     assert len(driver.scheduler.pool.names) == 0
 
 
-def test_waiting_request_hashes_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that waits for blocks is looked up in every step, but its digests are kept."""
+def test_a_waiting_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that waits for blocks is looked up in every step; its hashes are kept."""
     hand = ByHand(small_config(num_blocks=9, max_model_len=32))
-    hand.add(add_message(1, list(range(20)), max_tokens=12))
-    hand.add(add_message(2, list(range(50, 70))))
     hashed = []
 
-    def count(parent: bytes, token_ids: Int32s) -> bytes:
-        hashed.append(int(token_ids[0]))
-        return block_digest(parent, token_ids)
+    def count(token_ids: Int32s) -> npt.NDArray[np.uint64]:
+        hashed.extend(token_ids[:, 0].tolist())
+        return hash_blocks(token_ids)
 
-    monkeypatch.setattr("core.prefix_cache.block_digest", count)
+    monkeypatch.setattr("core.prefix_cache.hash_blocks", count)
+    hand.add(add_message(1, list(range(20)), max_tokens=12))
+    hand.add(add_message(2, list(range(50, 70))))
     for _ in range(3):
         hand.step()
-    assert sorted(h for h in hashed if h >= 50) == [50, 54, 58, 62, 66]
+    assert hand.scheduler.get_request_counts() == (1, 1)
+    assert sorted(first for first in hashed if first >= 50) == [50, 54, 58, 62, 66]
 
 
-def test_digests_survive_preemption() -> None:
+def test_hashes_grow_with_a_preempted_request() -> None:
     hand = ByHand(small_config(num_blocks=7, max_model_len=24))
     hand.add(add_message(1, PROMPT[:10], max_tokens=14))
-    hand.add(add_message(2, PROMPT[4:12], max_tokens=14))
-    young: Request | None = None
+    hand.add(add_message(2, PROMPT[4:9], max_tokens=14))
     for _ in range(12):
         hand.step()
-        if young is None:
-            young = hand.scheduler.table.request[1]
         if hand.scheduler.stats.num_preemptions:
             break
-    assert young is not None
-    request = hand.scheduler.waiting.head()
-    assert request is young
-    assert request.digests == digests_of(request.token_ids.tolist())[: len(request.digests)]
-    assert len(request.digests) >= 2
+    request = hand.scheduler.waiting.peek()
+    assert request is not None
+    assert request.number == 2
+    count = request.num_tokens // 4
+    assert count == 2
+    assert request.block_hashes == hash_blocks(request.token_ids[: 4 * count].reshape(-1, 4)).tolist()

@@ -8,6 +8,7 @@ come back, and the log of what was drained before each step replays to the same 
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,6 +31,11 @@ configs = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 6),
         "budget": st.sampled_from([9, 40, 5, 2, 1]),
         "prefix_caching": st.sampled_from([True, True, True, False]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
+        "preemption_mode": st.sampled_from(["swap", "recompute", "auto"]),
+        "num_swap_blocks": st.sampled_from([20, 3]),
+        "swap_ns_per_block": st.sampled_from([1, 3]),
+        "fair_quantum": st.sampled_from([4, 40]),
     }
 )
 
@@ -76,6 +82,8 @@ def random_request(rng: random.Random, number: int, prefix: list[int], max_model
 class EngineMachine(RuleBasedStateMachine):
     @initialize(config=configs)
     def start(self, config: dict[str, Any]) -> None:
+        if config["preemption_mode"] == "recompute":
+            config["num_swap_blocks"] = 0
         self.config = small_config(**config)
         self.max_model_len = self.config.max_model_len or 0
         self.driver = Driver(self.config, POISON)
@@ -98,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt = np.frombuffer(earlier.prompt_token_ids, "<i4").tolist()
                 prefix = [*prompt, *expected_tokens(earlier, self.max_model_len)]
             message = random_request(rng, len(self.added), prefix, self.max_model_len)
+            message = msgspec.structs.replace(message, priority=rng.randrange(3))
             self.added[client, message.number] = (message, -1)
             self.pending.append((client, message))
 

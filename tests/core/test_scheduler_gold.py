@@ -1,0 +1,217 @@
+"""The scheduler against the gold model: equal decisions after every step, nothing lost, everything ends."""
+
+import os
+import random
+from collections import deque
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from core.decisions import Verdict
+from core.plan import SchedulerOutput
+from ipc.messages import FinishReason, PauseMode
+from tests.core.driving import EOS, ByHand, add_message, small_config
+from tests.core.gold_blocks import Entry
+from tests.core.gold_scheduler import Gold
+
+MS = 1_000_000  # ns
+
+configs = st.fixed_dictionaries(
+    {
+        "depth": st.sampled_from([1, 2]),
+        "num_blocks": st.sampled_from([12, 8, 5, 20, 60]),
+        "block_size": st.sampled_from([4, 2, 1]),
+        "max_num_seqs": st.integers(1, 6),
+        "budget": st.sampled_from([40, 9, 5, 2, 1]),
+        "prefix_caching": st.sampled_from([True, True, False]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
+        "priority_aging_seconds": st.sampled_from([0.0, 0.0, 0.003]),
+        "fair_quantum": st.sampled_from([4, 0, 40]),
+        "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
+        "num_swap_blocks": st.sampled_from([12, 3, 0]),
+        "swap_ns_per_block": st.sampled_from([1, 3]),
+        "recompute_ns_per_token": st.sampled_from([1, 2]),
+        "watermark": st.sampled_from([0.0, 0.0, 0.1]),
+        "admission_lookahead": st.sampled_from([8, 0, 1, 3]),
+        "reserve_full_length": st.sampled_from([False, False, False, True]),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
+        "max_num_partial_prefills": st.sampled_from([0, 0, 1, 2]),
+        "enable_chunked_prefill": st.sampled_from([True, True, True, False]),
+        "scheduler_delay_factor": st.sampled_from([0.0, 0.0, 1.5]),
+    }
+)
+
+
+def sampled(number: int, position: int) -> int:
+    """The token of a request at a position, whatever became of it before."""
+    value = (number * 7919 + position * 104_729) % 97
+    return EOS if value < 4 else 3 + value % 3
+
+
+class GoldMachine(RuleBasedStateMachine):
+    @initialize(config=configs)
+    def start(self, config: dict[str, Any]) -> None:
+        if config["preemption_mode"] == "recompute":
+            config["num_swap_blocks"] = 0
+        if not config["enable_chunked_prefill"]:
+            config["long_prefill_token_threshold"] = 0
+        self.config = small_config(**config)
+        self.hand, self.gold = ByHand(self.config), Gold(self.config)
+        self.scheduler = self.hand.scheduler
+        self.flight: deque[SchedulerOutput] = deque()
+        self.now = 0
+        self.entries: dict[int, Entry] = {}
+        self.live: dict[int, Entry] = {}
+
+    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
+    def add(self, seed: int, count: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(count):
+            number, most = len(self.entries), self.config.max_model_len or 0
+            prefix = rng.choice([[10] * 24, list(range(100, 124))])
+            if self.entries and rng.randrange(3) == 0:
+                prefix = self.entries[rng.randrange(number)].tokens
+            prompt = [
+                *prefix[: rng.choice([0, 3, 4, 8, 16, 24])],
+                *(rng.randrange(3, 9) for _ in range(rng.randrange(1, 6))),
+            ]
+            prompt = prompt[: most - 1]
+            max_tokens, eos = rng.randrange(1, 25), rng.choice([EOS, -1])
+            client, priority, salt = rng.randrange(3), rng.randrange(-1, 2), rng.choice(["", "", "", "salt"])
+            message = add_message(number, prompt, max_tokens, ignore_eos=eos < 0, salt=salt)
+            message = msgspec.structs.replace(message, priority=priority)
+            longest = min(len(prompt) + max_tokens, most)
+            entry = Entry(number, client, number, priority, self.now, list(prompt), longest, salt, eos)
+            self.entries[number] = entry
+            received = self.hand.add(message, client, now_ns=self.now)
+            self.hand.flush()
+            assert self.gold.add(entry) == (received.failed is None)
+            if received.failed is None:
+                self.live[number] = entry
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.live)))
+        entry = self.live.pop(number)
+        self.scheduler.finish_requests(entry.client, [number])
+        self.gold.end(entry)
+
+    @rule(
+        kind=st.sampled_from(["pause new", "pause all", "resume", "forget", "weigh", "weigh"]), client=st.integers(0, 2)
+    )
+    def control(self, kind: str, client: int) -> None:
+        match kind:
+            case "pause new":
+                self.scheduler.pause(PauseMode.NEW)
+                self.gold.limit, self.gold.tokens = 0, self.config.max_num_batched_tokens
+            case "pause all":
+                self.scheduler.pause(PauseMode.ALL)
+                self.gold.limit = self.gold.tokens = 0
+            case "resume":
+                self.resume()
+            case "forget":
+                self.scheduler.reset_prefix_cache()
+                self.gold.b.forget()
+            case _:
+                self.scheduler.policy.set_weight(client, 1 + 1.5 * client)
+                self.gold.weights[client] = 1 + 1.5 * client
+
+    def resume(self) -> None:
+        self.scheduler.resume()
+        self.gold.limit, self.gold.tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+
+    @rule(count=st.integers(1, 8), milliseconds=st.sampled_from([0, 1, 3]))
+    def steps(self, count: int, milliseconds: int) -> None:
+        for _ in range(count):
+            self.now += milliseconds * MS
+            self.step()
+
+    def step(self) -> None:
+        plan = self.hand.schedule(self.now)
+        expected, got = self.gold.schedule(self.now), self.decided(plan)
+        assert got == expected
+        self.check_bounds()
+        if not plan.is_empty:
+            self.flight.append(plan)
+        if self.flight and (plan.is_empty or len(self.flight) == (2 if self.config.async_scheduling else 1)):
+            table = self.scheduler.table
+            numbers, lengths = table.number.tolist(), table.num_tokens.tolist()
+            self.hand.update(self.flight.popleft(), lambda row: sampled(numbers[row], lengths[row]))
+            for number in self.gold.update(sampled):
+                del self.live[number]
+        assert self.scheduler.get_request_counts() == (len(self.gold.running), len(self.gold.waiting))
+
+    def decided(self, plan: SchedulerOutput) -> dict[str, Any]:
+        scheduler, decision = self.scheduler, self.scheduler.decision
+        assert decision is not None
+        numbers = scheduler.table.number[decision.rows].tolist()
+        started = numbers[len(numbers) - decision.num_started :]
+        swap_space, pool = scheduler.preemption.swap_space, scheduler.pool
+        counts = (decision.budget, decision.num_free_blocks, pool.num_fenced, swap_space.num_free)
+        return {
+            "batch": list(zip(numbers, decision.counts.tolist(), strict=True)),
+            "started": [(number, new.num_computed_tokens) for number, new in zip(started, plan.added, strict=True)],
+            "preempted": [(p.request.number, int(p.cause), p.num_swapped_blocks) for p in decision.preempted],
+            "refused": [(one.request.number, Verdict(one.verdict).name) for one in decision.examined],
+            "left": (*counts, decision.num_waiting, decision.num_skipped),
+        }
+
+    def check_bounds(self) -> None:
+        """Of its own level nobody is preempted more than 8 times: then it starts with all that it can need."""
+        for entry, cause, _ in self.gold.preempted:
+            others = {live.priority for live in self.gold.running + self.gold.waiting}
+            assert entry.preemptions <= 8 or cause == 2 or others != {entry.priority}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "hand"):
+            return
+        self.resume()
+        bound = 50 + 10 * sum(entry.max_total for entry in self.live.values())
+        for _ in range(bound):
+            if not self.scheduler.has_unfinished_requests and not self.flight:
+                break
+            self.step()
+        assert not self.live, f"{sorted(self.live)} have not ended after {bound} steps"
+        pool = self.scheduler.pool
+        assert (pool.num_free, pool.num_fenced) == (pool.num_blocks - 1, 0)
+        assert self.scheduler.preemption.swap_space.num_free == self.config.num_swap_blocks
+        assert self.scheduler.waiting.num_tokens == 0
+        self.hand.flush()
+        for number, entry in self.entries.items():
+            received = self.hand.inbox.received[entry.client, number]
+            assert received.is_over
+            first = len(entry.tokens) - len(received.tokens)
+            assert received.tokens == [sampled(number, position) for position in range(first, len(entry.tokens))]
+            if received.finish == FinishReason.LENGTH:
+                assert len(entry.tokens) == entry.max_total
+
+
+def run(max_examples: int, derandomize: bool) -> None:
+    run_state_machine_as_test(
+        GoldMachine,
+        settings=settings(
+            phases=[Phase.generate],  # shrinking takes minutes, and its end says little more
+            report_multiple_bugs=False,
+            max_examples=max_examples,
+            stateful_step_count=20,
+            derandomize=derandomize,
+            deadline=None,
+            database=None,
+        ),
+    )
+
+
+def test_decisions_equal_the_gold_models() -> None:
+    run(800, True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_soak_decisions_equal_the_gold_models() -> None:
+    """100,000 examples; SCHEDULER_EXAMPLES=n runs that many."""
+    run(int(os.environ.get("SCHEDULER_EXAMPLES", "100000")), False)
