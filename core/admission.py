@@ -197,7 +197,7 @@ class Admission:
         room.rows -= 1
         room.promised += needs.num_blocks - num_given
         room.partial += end < request.num_tokens
-        self._policy.start(request, count)
+        self._policy.start(request, needs.num_computed_tokens, end)
 
 
 class _Room:

@@ -84,9 +84,9 @@ class Batch:
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that goes on later: it gets its tokens back."""
-        token_ids = self.table.token_ids(row)
+        token_ids, num_charged_tokens = self.table.token_ids(row), int(self.table.num_charged_tokens[row])
         (request,) = self.release(np.array([row]))
-        request.token_ids = token_ids
+        request.token_ids, request.num_charged_tokens = token_ids, num_charged_tokens
         return request
 
     def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:

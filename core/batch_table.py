@@ -39,6 +39,7 @@ class BatchTable:
     min_total_tokens [rows]: below it nothing but the length ends a request
     num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
     content [rows]: number of the content of the named blocks; see core/block_names.py
+    num_charged_tokens [rows]: of the policy fair; see Request
     rank, serial, level [rows]: the request's place in the order of the scheduling policy
     ignore_eos, has_stop_ids [rows] bool
     """
@@ -57,6 +58,7 @@ class BatchTable:
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.num_named_blocks = np.zeros(num_rows, np.int64)
         self.content = np.zeros(num_rows, np.int64)
+        self.num_charged_tokens = np.zeros(num_rows, np.int64)
         self.rank = np.zeros(num_rows, np.int64)
         self.serial = np.zeros(num_rows, np.int64)
         self.level = np.zeros(num_rows, np.int64)
@@ -101,6 +103,7 @@ class BatchTable:
             len(start.block_ids),
             start.num_named_blocks,
             start.content,
+            request.num_charged_tokens,
             request.rank,
             request.serial,
             request.level,
@@ -119,6 +122,7 @@ class BatchTable:
             self.num_blocks,
             self.num_named_blocks,
             self.content,
+            self.num_charged_tokens,
             self.rank,
             self.serial,
             self.level,
