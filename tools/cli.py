@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
+    "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
 }
 EXIT_ERROR = 1
