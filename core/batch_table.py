@@ -80,11 +80,11 @@ class BatchTable:
         self.num_placeholders[rows] = 0
         self.ignore_eos[rows] = [request.params.ignore_eos for request in requests]
         self.has_stop_ids[rows] = [bool(request.params.stop_token_ids) for request in requests]
-        for row, start in zip(rows.tolist(), starts, strict=True):
-            start.request.row = row
-            self.request[row] = start.request
-            self.tokens.extend(row, 0, start.request.token_ids)
-            self.blocks.extend(row, 0, start.block_ids)
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            request.row = row
+            self.request[row] = request
+        self.tokens.fill(rows, [request.token_ids for request in requests])
+        self.blocks.fill(rows, [start.block_ids for start in starts])
         return rows
 
     def _entries(self, start: Start) -> tuple[int, ...]:
@@ -130,19 +130,19 @@ class BatchTable:
         for column, values in zip(columns, entries.T, strict=True):
             column[rows] = values
 
-    def remove(self, rows: list[int]) -> list[Request]:
+    def remove(self, rows: Ints) -> list[Request]:
         """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
         removed = []
-        for row in rows:
+        for row in rows.tolist():
             request = self.request[row]
             assert request is not None, f"row {row} is free"
             request.row = NO_ROW
-            self.tokens.clear(row)
-            self.blocks.clear(row)
             self.request[row] = None
             removed.append(request)
+        self.tokens.clear_all(rows)
+        self.blocks.clear_all(rows)
         self.tenancy[rows] = FREE_ROW
-        self._free_rows.extend(rows)
+        self._free_rows.extend(rows.tolist())
         return removed
 
     def token_ids(self, row: int) -> Int32s:
@@ -162,13 +162,15 @@ class BatchTable:
         self.num_blocks[rows] += counts
         return block_rows
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
-        """One sampled token for each of these rows."""
+    def append_tokens(self, rows: Ints, token_ids: Int32s) -> Ints:
+        """One sampled token for each of these rows; returns their tokens now."""
         lengths = self.num_tokens[rows]
-        self.tokens.ensure(rows, lengths + 1)
+        longer: Ints = lengths + 1
+        self.tokens.ensure(rows, longer)
         self.tokens.set(rows, lengths, token_ids)
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows] = longer
         self.num_placeholders[rows] -= 1
+        return longer
 
     def check_integrity(self, running: Ints) -> None:
         """AssertionError with the numbers when a column contradicts another or the list of running rows."""

@@ -6,6 +6,7 @@ the 64-bit keys costs a missed hit and never a wrong one. Names need no hash cha
 few column operations, whatever the number of rows.
 """
 
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -18,6 +19,8 @@ from ipc.paged_rows import Int32s, Ints
 UNNAMED = 0
 
 _MASK = 2**64 - 1
+_ONE = np.uint64(1)
+_NO_BLOCKS = np.zeros(0, np.int32)
 _ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
 
@@ -29,11 +32,14 @@ def root_content(cache_salt: str) -> int:
     return -2 - (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "little") >> 2)
 
 
+@lru_cache(maxsize=8)
+def _powers(block_size: int) -> npt.NDArray[np.uint64]:
+    return np.cumprod(np.full(block_size, _ODD_FINAL, np.uint64))
+
+
 def hash_blocks(token_ids: Int32s) -> npt.NDArray[np.uint64]:
     """token_ids [n, block_size] -> a hash of each row; equal in every process."""
-    size = token_ids.shape[1]
-    powers = np.cumprod(np.full(size, _ODD_FINAL, np.uint64))
-    hashes: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + np.uint64(1)) @ powers
+    hashes: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
     return hashes
 
 
@@ -45,7 +51,7 @@ class BlockNames:
         self.content = np.zeros(num_blocks, np.int64)
         self.events: KVEventLog | None = None  # set while somebody listens
         self._parent = np.zeros(num_blocks, np.int64)
-        self._key = np.zeros(num_blocks, np.uint64)
+        self._key = [0] * num_blocks
         self._tokens = np.zeros((num_blocks, block_size), np.int32)
         self._block_of_key: dict[int, int] = {}
         self._num_contents = 0
@@ -53,6 +59,10 @@ class BlockNames:
     def __len__(self) -> int:
         """Blocks that can be found."""
         return len(self._block_of_key)
+
+    def knows(self, parent: int, value: int) -> bool:
+        """Whether a block with this hash may be found after this content."""
+        return _key(parent, value) in self._block_of_key
 
     def find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[Int32s, int]:
         """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
@@ -65,11 +75,12 @@ class BlockNames:
             content = int(self.content[block])
             found.append(block)
             contents.append(content)
+        if not found:
+            return _NO_BLOCKS, root
         blocks = np.array(found, np.int32)
-        if found:
-            right = (self._parent[blocks] == contents[:-1]) & (self._tokens[blocks] == token_ids[: len(found)]).all(1)
-            if not right.all():
-                blocks = blocks[: int(right.argmin())]
+        right = (self._parent[blocks] == contents[:-1]) & (self._tokens[blocks] == token_ids[: len(found)]).all(1)
+        if not right.all():
+            blocks = blocks[: int(right.argmin())]
         return blocks, contents[len(blocks)]
 
     def name(self, blocks: Int32s, parents: Ints, token_ids: Int32s) -> Ints:
@@ -78,54 +89,49 @@ class BlockNames:
         keys = hash_blocks(token_ids)
         keys = (parents.astype(np.uint64) * np.uint64(_ODD_CONTENT) + keys) * np.uint64(_ODD_FINAL)
         keys ^= keys >> np.uint64(32)
-        enter = self._block_of_key.setdefault
-        owners = np.array(
-            [enter(key, block) for key, block in zip(keys.tolist(), blocks.tolist(), strict=True)], np.int64
-        )
+        numbers = keys.tolist()
+        owners = np.array(list(map(self._block_of_key.setdefault, numbers, blocks.tolist())), np.int64)
         contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
         self._num_contents += len(blocks)
         new = owners == blocks
         if new.all():
-            self._enter(blocks, contents, parents, keys, token_ids)
+            self._enter(blocks, contents, parents, numbers, token_ids)
             return contents
-        self._enter(blocks[new], contents[new], parents[new], keys[new], token_ids[new])
+        self._enter(blocks[new], contents[new], parents[new], keys[new].tolist(), token_ids[new])
         old = np.flatnonzero(~new)
         same = self._parent[owners[old]] == parents[old]
         same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
         contents[old[same]] = self.content[owners[old[same]]]
         return contents
 
-    def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s) -> int:
-        """Name consecutive blocks of one row, token_ids [n, block_size]; returns the content of the last."""
-        if len(blocks) == 1:
-            return int(self.name(blocks, np.array([parent]), token_ids)[0])
+    def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s, hashes: list[int]) -> int:
+        """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
+        last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
         content, enter = parent, self._block_of_key.setdefault
-        new, parents, keys, contents = [], [], [], []
-        for index, (block, value) in enumerate(zip(blocks.tolist(), hash_blocks(token_ids).tolist(), strict=True)):
-            key = _key(content, value)
+        for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
+            key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
+            key ^= key >> 32
             owner = enter(key, block)
             if owner != block and self._holds(owner, content, token_ids[index]):
                 content = int(self.content[owner])
                 continue
             self._num_contents += 1
             if owner == block:
-                new.append(index)
-                parents.append(content)
-                keys.append(key)
-                contents.append(self._num_contents)
+                self.content[block] = self._num_contents
+                self._parent[block] = content
+                self._key[block] = key
+                self._tokens[block] = token_ids[index]
+                if self.events is not None:
+                    self.events.stored(self.content[[block]], self._parent[[block]], token_ids[index])
             content = self._num_contents
-        if new:
-            self._enter(
-                blocks[new], np.array(contents), np.array(parents), np.array(keys, np.uint64), token_ids[new]
-            )
         return content
 
     def forget(self, blocks: Int32s) -> None:
         """These blocks, which have names, are not found any more."""
         if self.events is not None:
             self.events.removed(self.content[blocks])
-        for key in self._key[blocks].tolist():
-            del self._block_of_key[key]
+        for block in blocks.tolist():
+            del self._block_of_key[self._key[block]]
         self.content[blocks] = UNNAMED
 
     def forget_all(self) -> None:
@@ -138,12 +144,13 @@ class BlockNames:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 
     def _enter(
-        self, blocks: Int32s, contents: Ints, parents: Ints, keys: npt.NDArray[np.uint64], token_ids: Int32s
+        self, blocks: Int32s, contents: Ints, parents: Ints, keys: list[int], token_ids: Int32s
     ) -> None:
         self.content[blocks] = contents
         self._parent[blocks] = parents
-        self._key[blocks] = keys
         self._tokens[blocks] = token_ids
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            self._key[block] = key
         if self.events is not None:
             self.events.stored(contents, parents, token_ids)
 

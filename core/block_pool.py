@@ -38,6 +38,7 @@ class BlockPool:
         self._tail = 0
         self._ring_position = np.full(num_blocks, _NOT_IN_RING, np.int64)  # block -> its live entry
         self._num_cached = 0
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Int32s]] = deque()
         self.num_fenced = 0
@@ -51,9 +52,13 @@ class BlockPool:
         """Blocks with ref_count 1. The caller has compared count with num_free."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
         from_blank = min(count, self._num_blank)
-        blank = self._blank[self._num_blank - from_blank : self._num_blank][::-1]
-        self._num_blank -= from_blank
-        blocks = blank.copy() if from_blank == count else np.concatenate([blank, self._evict(count - from_blank)])
+        if from_blank:
+            blocks = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
+            self._num_blank -= from_blank
+            if from_blank < count:
+                blocks = np.concatenate([blocks, self._evict(count - from_blank)])
+        else:
+            blocks = self._evict(count)
         self.ref_count[blocks] = 1
         return blocks
 
@@ -74,13 +79,17 @@ class BlockPool:
 
         fence: the last step in flight that may touch them, None when there is none.
         """
-        np.subtract.at(self.ref_count, blocks, 1)
+        places = np.arange(len(blocks))
+        self._place[blocks] = places
+        last = self._place[blocks] == places
+        if last.all():
+            self.ref_count[blocks] -= 1
+        else:  # shared by requests that end together: goes with the last of them
+            np.subtract.at(self.ref_count, blocks, 1)
+            blocks = blocks[last]
         counts = self.ref_count[blocks]
         assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
         released = blocks[counts == 0]
-        _, last = np.unique(released[::-1], return_index=True)
-        if len(last) < len(released):  # shared by requests that end together: goes with the last of them
-            released = released[np.sort(len(released) - 1 - last)]
         if fence is None:
             self._make_free(released)
         elif len(released):
@@ -139,6 +148,19 @@ class BlockPool:
 
     def _evict(self, count: int) -> Int32s:
         """The count least recently freed cached blocks, forgotten."""
+        evicted = self._oldest(count)
+        self.names.forget(evicted)
+        self._ring_position[evicted] = _NOT_IN_RING
+        self._num_cached -= count
+        return evicted
+
+    def _oldest(self, count: int) -> Int32s:
+        """Take them off the ring."""
+        start = self._head % len(self._ring)
+        first = self._ring[start : start + count]
+        if len(first) == count and (self._ring_position[first] == np.arange(self._head, self._head + count)).all():
+            self._head += count  # none of them was revived meanwhile
+            return first.copy()
         victims: list[Int32s] = []
         missing = count
         while missing:
@@ -149,11 +171,7 @@ class BlockPool:
             self._head += int(live[-1]) + 1 if len(live) == missing else len(entries)
             victims.append(blocks[live])
             missing -= len(live)
-        evicted = np.concatenate(victims)
-        self.names.forget(evicted)
-        self._ring_position[evicted] = _NOT_IN_RING
-        self._num_cached -= count
-        return evicted
+        return np.concatenate(victims)
 
     def check_integrity(self, tables: list[Ints]) -> None:
         """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""

@@ -77,7 +77,7 @@ class Carried:
 
 def finish_plan(draft: Draft, rows: Ints, counts: Ints, carried: Carried) -> SchedulerOutput:
     def column(values: Ints | list[int]) -> Int32s:
-        return np.asarray(values, np.int32)
+        return np.asarray(values, np.int32) if len(values) else _NO_BLOCKS
 
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()

@@ -19,6 +19,12 @@ class PrefixCache:
         self._block_size = names.block_size
         self._enabled = enabled
 
+    def prepare(self, request: Request) -> None:
+        """Hash the blocks of a request that is going to wait: it may be looked up in many steps, and is hashed once."""
+        if self._enabled and (count := request.num_tokens // self._block_size) > (have := len(request.block_hashes)):
+            token_ids = request.token_ids[have * self._block_size : count * self._block_size]
+            request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
+
     def find(self, request: Request) -> tuple[Int32s, int]:
         """Blocks that hold the waiting request's first tokens, and the content of the last; never its last token,
         which has to be computed; none where the prompt's log probabilities are wanted, for which all of it has to
@@ -27,11 +33,10 @@ class PrefixCache:
         if not self._enabled or request.wants_prompt_logprobs:
             return _NONE, root
         count = (request.num_tokens - 1) // self._block_size
+        if not count or not self._names.knows(root, request.block_hashes[0]):
+            return _NONE, root
         token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
-        hashes = request.block_hashes
-        if len(hashes) < count:  # a request that waits is looked up in every step, and hashed once
-            hashes.extend(hash_blocks(token_ids[len(hashes) :]).tolist())
-        return self._names.find(root, token_ids, hashes)
+        return self._names.find(root, token_ids, request.block_hashes[:count])
 
     def name_full_blocks(self, rows: Ints, ends: Ints) -> None:
         """Name the blocks whose tokens are all known and computed by the end of the step being planned, which is when
@@ -54,20 +59,24 @@ class PrefixCache:
         for row, start, count in zip(rows[~one].tolist(), named[~one].tolist(), more[~one].tolist(), strict=True):
             blocks = table.blocks.read(row, start, start + count)
             tokens = table.tokens.read(row, start * self._block_size, (start + count) * self._block_size)
-            table.content[row] = self.name_run(blocks, int(table.content[row]), tokens)
+            tokens = tokens.reshape(count, self._block_size)
+            hashes = hash_blocks(tokens).tolist()
+            table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
             table.num_named_blocks[row] = start + count
 
-    def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s) -> int:
-        """Name consecutive blocks of one request, whose tokens these are; returns the content of the last."""
-        if not self._enabled or not len(blocks):
+    def name_first_blocks(self, request: Request, blocks: Int32s, num_named: int, parent: int) -> int:
+        """Name the request's first blocks, which are full, from num_named on; returns the content of the last."""
+        count = len(blocks)
+        if not self._enabled or count == num_named:
             return parent
-        return self._names.name_run(blocks, parent, token_ids.reshape(len(blocks), self._block_size))
+        token_ids = request.token_ids[num_named * self._block_size : count * self._block_size]
+        token_ids = token_ids.reshape(-1, self._block_size)
+        return self._names.name_run(blocks[num_named:], parent, token_ids, request.block_hashes[num_named:count])
 
     def _name_one_each(self, rows: Ints, indices: Ints) -> None:
         """The rows' blocks at these indices."""
         table, size = self._table, self._block_size
-        positions = (indices * size)[:, None] + np.arange(size)
-        token_ids = table.tokens.get(np.repeat(rows, size), positions.reshape(-1)).reshape(-1, size)
+        token_ids = table.tokens.get_runs(rows, indices * size, size)
         blocks = table.blocks.get(rows, indices)
         table.content[rows] = self._names.name(blocks, table.content[rows], token_ids)
         table.num_named_blocks[rows] = indices + 1

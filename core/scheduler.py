@@ -77,6 +77,7 @@ class Scheduler:
             request.arrival_ns = now_ns
             self._requests.add(request, deadline_ns)
             self.policy.arrive(request)
+            self.batch.prefix_cache.prepare(request)
             self.waiting.push(request)
 
     def finish_requests(self, client: int, numbers: list[int], choices: list[int] | None = None) -> None:
@@ -173,21 +174,22 @@ class Scheduler:
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Addressed]:
         """Append the sampled tokens, end what has to end, and return what the clients are to be told."""
         table = self.table
-        step, tenancies = self.batch.in_flight.popleft()
+        step, rows, tenancies = self.batch.in_flight.popleft()
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
         self.pool.lift_fences(step)
-        live = table.tenancy[plan.rows] == tenancies  # the others were aborted or preempted meanwhile
+        live = table.tenancy[rows] == tenancies  # the others were aborted or preempted meanwhile
+        tokens = output.token_ids
         if output.logprobs is not None:
-            told = output.logprobs.where((live & (output.token_ids != FAILED_TOKEN))[output.logprobs.rows])
-            self.outputs.add_logprobs(*self._address(plan.rows[told.rows]), told)
-        if (output.token_ids == FAILED_TOKEN).any():
-            self._fail_rows(plan.rows[live & (output.token_ids == FAILED_TOKEN)])
-            live = table.tenancy[plan.rows] == tenancies  # the other choices of what has failed are gone too
-        sampled = live & (output.token_ids >= 0)
-        rows, tokens = plan.rows[sampled], output.token_ids[sampled]
-        table.append_tokens(rows, tokens)
-        finish, by_stop_token = self.batch.stop_check(rows, tokens)
-        positions = table.num_tokens[rows] - 1 - table.num_prompt_tokens[rows]
+            told = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
+            self.outputs.add_logprobs(*self._address(rows[told.rows]), told)
+        sampled = live & (tokens >= 0)
+        if not sampled.all():
+            self._fail_rows(rows[live & (tokens == FAILED_TOKEN)])
+            sampled &= table.tenancy[rows] == tenancies  # the other choices of what has failed are gone too
+            rows, tokens = rows[sampled], tokens[sampled]
+        lengths = table.append_tokens(rows, tokens)
+        finish, by_stop_token = self.batch.stop_check(rows, tokens, lengths)
+        positions = lengths - 1 - table.num_prompt_tokens[rows]
         self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token)
         self.stats.num_generation_tokens += len(rows)
         if finish.any():
@@ -215,7 +217,7 @@ class Scheduler:
         table.num_computed_tokens[rows] = ends
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
         self.batch.prefix_cache.name_full_blocks(rows, ends)
-        self.batch.in_flight.append((draft.step, table.tenancy[rows]))
+        self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
         self.stats.count_step(rows, counts, self.pool)
         carried, self.batch.carried = self.batch.carried, Carried()
         self.preemption.swap_space.end_plan()

@@ -37,26 +37,31 @@ class StopCheck:
                 return FinishReason.STOP
         return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE
 
-    def __call__(self, rows: Ints, tokens: Int32s) -> tuple[npt.NDArray[np.uint8], Bools]:
-        """FinishReason of each row after its new token, and whether that token is one of its stop_token_ids.
+    def __call__(self, rows: Ints, tokens: Int32s, lengths: Ints) -> tuple[npt.NDArray[np.uint8], Bools]:
+        """FinishReason of each row after its new token, which makes its tokens `lengths`, and whether that token is one
+        of its stop_token_ids.
 
         Order as vLLM's: EOS, stop tokens, length. Below min_tokens nothing but the length ends a request.
         """
         table = self._table
-        lengths = table.num_tokens[rows]
-        may_stop = lengths >= table.min_total_tokens[rows]
-        by_eos = (tokens[:, None] == self._eos).any(1) & ~table.ignore_eos[rows] & may_stop
+        finish = np.zeros(len(rows), np.uint8)
         by_stop_token = np.zeros(len(rows), np.bool_)
+        finish[lengths >= table.max_total_tokens[rows]] = int(FinishReason.LENGTH)
+        by_eos = tokens == self._eos[0] if len(self._eos) == 1 else (tokens[:, None] == self._eos).any(1)
         group = table.has_stop_ids[rows]
-        if group.any():
-            by_stop_token[group] = self._match(rows[group], tokens[group])
-            by_stop_token &= may_stop & ~by_eos
-        too_long = lengths >= table.max_total_tokens[rows]
-        finish = np.where(by_eos | by_stop_token, FinishReason.STOP, np.where(too_long, FinishReason.LENGTH, 0))
-        return finish.astype(np.uint8), by_stop_token
+        if not (by_eos | group).any():
+            return finish, by_stop_token
+        may_stop = lengths >= table.min_total_tokens[rows]
+        by_eos &= ~table.ignore_eos[rows] & may_stop
+        by_stop_token[group] = self._match(rows[group], tokens[group])
+        by_stop_token &= may_stop & ~by_eos
+        finish[by_eos | by_stop_token] = int(FinishReason.STOP)
+        return finish, by_stop_token
 
     def _match(self, rows: Ints, tokens: Int32s) -> Bools:
         keys = (rows.astype(np.int64) << 32) | tokens
+        if not len(keys):
+            return np.zeros(0, np.bool_)
         places = np.searchsorted(self._keys, keys)
         found: Bools = self._keys[np.minimum(places, len(self._keys) - 1)] == keys
         return found

@@ -46,12 +46,21 @@ class PagedRows:
             self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
 
     def ensure(self, rows: Ints, lengths: Ints) -> None:
-        """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need a page."""
+        """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need several pages."""
         need = (lengths + self._mask) >> self._shift
-        short = need > self._num_pages[rows]
-        if short.any():
-            for row, count in zip(rows[short].tolist(), need[short].tolist(), strict=True):
+        have = self._num_pages[rows]
+        short = need > have
+        if not short.any():
+            return
+        rows, need, have = rows[short], need[short], have[short]
+        if int((need - have).max()) > 1:
+            for row, count in zip(rows.tolist(), need.tolist(), strict=True):
                 self._add_pages(row, count)
+            return
+        self._make_room(int(need.max()), len(rows))
+        self._index[rows, have] = self._free[: -len(rows) - 1 : -1]
+        del self._free[-len(rows) :]
+        self._num_pages[rows] = need
 
     def set(self, rows: Ints, positions: Ints, values: Ints) -> None:
         self._flat[self._slots(rows, positions)] = values
@@ -60,6 +69,11 @@ class PagedRows:
         """values[i] = row rows[i] at positions[i]."""
         return self._flat[self._slots(rows, positions)]
 
+    def get_runs(self, rows: Ints, starts: Ints, length: int) -> Int32s:
+        """[n, length] values: of each row from starts[i] on. A run lies in one page: length divides the page size and
+        each start."""
+        return self._flat[self._slots(rows, starts)[:, None] + np.arange(length)]
+
     def extend(self, row: int, length: int, values: Ints) -> None:
         """Write values at positions length, length + 1, ... of one row."""
         end = length + len(values)
@@ -67,9 +81,24 @@ class PagedRows:
         positions = np.arange(length, end)
         self._flat[self._slots_of_row(row, positions)] = values
 
+    def fill(self, rows: Ints, values: list[Ints]) -> None:
+        """Write values[i] at positions 0, 1, ... of rows[i], which are clear; one write for all."""
+        lengths = np.array([len(part) for part in values])
+        self.ensure(rows, lengths)
+        firsts = np.cumsum(lengths) - lengths
+        positions = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
+        self._flat[self._slots(np.repeat(rows, lengths), positions)] = np.concatenate(values)
+
     def read(self, row: int, start: int, stop: int) -> Int32s:
         """A copy of positions start..stop-1 of one row."""
         return self._flat[self._slots_of_row(row, np.arange(start, stop))]
+
+    def clear_all(self, rows: Ints) -> None:
+        """Give the pages of these rows back."""
+        counts = self._num_pages[rows]
+        used = np.arange(self._index.shape[1]) < counts[:, None]
+        self._free.extend(self._index[rows][used].tolist()[::-1])
+        self._num_pages[rows] = 0
 
     def clear(self, row: int) -> None:
         """Give the row's pages back."""
@@ -91,16 +120,23 @@ class PagedRows:
         have = int(self._num_pages[row])
         if count <= have:
             return
-        if count > self._index.shape[1]:
-            width = max(count, 2 * self._index.shape[1])
+        self._make_room(count, count - have)
+        if count == have + 1:
+            self._index[row, have] = self._free.pop()
+        else:
+            self._index[row, have:count] = self._free[: have - count - 1 : -1]
+            del self._free[have - count :]
+        self._num_pages[row] = count
+
+    def _make_room(self, num_pages: int, num_more: int) -> None:
+        """For rows of num_pages pages, and num_more free pages."""
+        if num_pages > self._index.shape[1]:
+            width = max(num_pages, 2 * self._index.shape[1])
             wider = np.zeros((self.num_rows, width), np.int32)
             wider[:, : self._index.shape[1]] = self._index
             self._index = wider
-        while len(self._free) < count - have:
+        while len(self._free) < num_more:
             self._grow_pool()
-        for page in range(have, count):
-            self._index[row, page] = self._free.pop()
-        self._num_pages[row] = count
 
     def _grow_pool(self) -> None:
         size = len(self._pages)

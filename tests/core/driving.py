@@ -52,9 +52,8 @@ def small_config(
         max_model_len=max_model_len or (num_blocks - 1) * block_size,
         async_scheduling=depth == 2,
         enable_prefix_caching=prefix_caching,
-        **{**RESOLVED, **options},
         fake_vocab_size=VOCAB_SIZE,
-        fake_eos_token_id=EOS,
+        **{"fake_eos_token_id": EOS, **RESOLVED, **options},
     )
 
 

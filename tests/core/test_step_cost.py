@@ -44,7 +44,9 @@ def count_calls(function: Callable[[], Result]) -> tuple[int, Result]:
 
 def config(depth: int = 1) -> EngineConfig:
     # More rows than the tests use: a full table does not look at the queue, which saves a call.
-    return small_config(2000, BLOCK_SIZE, max_num_seqs=300, budget=2**14, depth=depth, max_model_len=1024)
+    # No token is EOS: that one ends a request or not is an event.
+    options = {"fake_eos_token_id": 2**20}
+    return small_config(2000, BLOCK_SIZE, max_num_seqs=300, budget=2**14, depth=depth, max_model_len=1024, **options)
 
 
 def request(number: int, length: int, stop_token_ids: list[int] | None = None) -> AddRequest:

@@ -1,4 +1,4 @@
-"""`python -m tools.bench {latency,throughput,startup,ipc,capture}`: one JSON line per result; never fails on a time."""
+"""`python -m tools.bench {latency,throughput,startup,ipc,capture,scheduler}`: one JSON line per result; never fails on a time."""
 
 import argparse
 import os
@@ -17,6 +17,7 @@ from tools.bench.ipc import measure_ipc
 from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
+from tools.bench.scheduler_cost import measure_scheduler
 from tools.bench.startup import measure_cleanly
 from tools.bench.tiny_model import write_tiny_model
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
@@ -29,6 +30,7 @@ DEFAULTS = {
     "startup": [],
     "ipc": [],
     "capture": [],
+    "scheduler": [],
 }
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--connect measures an engine as it runs; leave out the engine options")
     if parsed.connect is None:
         options = {**_OPTIONS, **options}
-    if parsed.benchmark in ("startup", "ipc", "capture"):
+    if not DEFAULTS[parsed.benchmark]:
         _run_own_engine(parsed, options)
         return 0
     workloads = _workloads(parsed)
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core bench",
-        usage="engine-core bench {latency,throughput,startup,ipc,capture} [--model PATH | --connect ADDR] [OPTION ...]",
+        usage="engine-core bench {latency,throughput,startup,ipc,capture,scheduler} [--model PATH | --connect ADDR] [OPTION ...]",
         description="Measure; prints one JSON line per result.",
     )
     parser.add_argument("benchmark", choices=DEFAULTS)
@@ -116,7 +118,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
-    measure = measure_ipc if parsed.benchmark == "ipc" else measure_capture
+    measure = {"ipc": measure_ipc, "capture": measure_capture, "scheduler": measure_scheduler}[parsed.benchmark]
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
