@@ -109,15 +109,12 @@ class Admission:
                 break
         for request in kept:
             self._waiting.push(request)
-        self._settle(draft, room)
 
     def _try(self, request: Request, draft: Draft, room: "_Room") -> Examined | None:
         """Start the request, or say what it lacks; nobody is preempted for one that cannot start."""
-        if draft.preempted and any(preempted.request is request for preempted in draft.preempted):
+        if any(preempted.request is request for preempted in draft.preempted):
             return Examined(request, Verdict.PREEMPTED, 0, 0)
-        if request.block_hashes and request.block_hashes[0] in room.first_hashes:
-            self._settle(draft, room)  # who begins as one that starts in this step finds its blocks
-        needs = self._needs(request, draft, room)
+        needs = self._needs(request, draft)
         lack = needs.num_blocks - len(needs.hits) - self._blocks_left(request, needs, draft, room)
         budget, victims, skipped = draft.budget, _NOBODY, _NOBODY
         if lack > 0 or room.rows < 1 or budget < needs.num_tokens:
@@ -136,25 +133,23 @@ class Admission:
             return Examined(request, Verdict.NO_BUDGET, needs.least_tokens, budget)
         if needs.num_computed_tokens + num_tokens < request.num_tokens and room.partial >= self._max_partial:
             return Examined(request, Verdict.PARTIAL_PREFILLS, 1, 0)
-        if len(victims):
-            self._settle(draft, room)
-            for row in victims.tolist():
-                room.make(self._batch.num_promised_blocks_of(row))
-                self._preemption.preempt(draft, row, Cause.MORE_URGENT)
-            left = self._blocks_left(request, needs, draft, room)
-            if needs.num_blocks - len(needs.hits) > left:
-                return Examined(request, Verdict.FENCED, needs.num_blocks - len(needs.hits), left)
+        for row in victims.tolist():
+            room.make(self._batch.num_promised_blocks_of(row))
+            self._preemption.preempt(draft, row, Cause.MORE_URGENT)
         if draft.budget < num_tokens:
             draft.take_budget(skipped, num_tokens - draft.budget)
+        left = self._blocks_left(request, needs, draft, room)
+        if needs.num_blocks - len(needs.hits) > left:
+            return Examined(request, Verdict.FENCED, needs.num_blocks - len(needs.hits), left)
         self._start(request, needs, num_tokens, draft, room)
         return None
 
-    def _needs(self, request: Request, draft: Draft, room: "_Room") -> _Needs:
+    def _needs(self, request: Request, draft: Draft) -> _Needs:
         hits, content = self._batch.prefix_cache.find(request)
         computed = len(hits) * self._batch.block_size
         if request.swapped is not None:
             computed = max(computed, request.swapped.num_computed_tokens)
-        is_alone = not (len(self._batch) or len(self._waiting) or draft.starts or room.settling)
+        is_alone = not (len(self._batch) or len(self._waiting) or draft.starts)
         missing = request.num_tokens - computed
         num_tokens = missing if is_alone else min(missing, self._chunk)
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
@@ -167,13 +162,10 @@ class Admission:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
         oftener the request was preempted, so that it does not come back only to be preempted again."""
         pool, margin = self._batch.pool, 0
-        if len(self._batch.rows) or draft.starts or room.settling:
-            margin = self._watermark
-            if request.num_preemptions:
-                most = -(-(request.max_total_tokens - 1) // self._batch.block_size) - needs.num_blocks
-                margin += min((1 << request.num_preemptions) - 1, most)
-        revived = pool.num_revived(needs.hits) if len(needs.hits) else 0
-        return pool.num_free - revived - room.promised - room.unsettled - margin
+        if len(self._batch) or draft.starts:
+            most = -(-(request.max_total_tokens - 1) // self._batch.block_size) - needs.num_blocks
+            margin = self._watermark + min((1 << request.num_preemptions) - 1, most)
+        return pool.num_free - pool.num_revived(needs.hits) - room.promised - margin
 
     def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
         """How many of these rows must go, from the first on, to make room for so many rows and blocks, and how many
@@ -189,49 +181,23 @@ class Admission:
         return count, given
 
     def _start(self, request: Request, needs: _Needs, count: int, draft: Draft, room: "_Room") -> None:
+        batch, size, hits = self._batch, self._batch.block_size, needs.hits
         end = needs.num_computed_tokens + count
-        num_given = needs.num_blocks if needs.is_reserved else -(-end // self._batch.block_size)
-        if len(needs.hits):
-            self._batch.pool.hold(needs.hits)  # before anything is allocated, which might evict them
-        room.settling.append(_Settling(request, needs, count, num_given))
-        room.unsettled += num_given - len(needs.hits)
-        if request.block_hashes:
-            room.first_hashes.add(request.block_hashes[0])
+        num_given = needs.num_blocks if needs.is_reserved else -(-end // size)
+        batch.pool.hold(hits)  # before anything is allocated, which might evict them
+        block_ids = batch.pool.allocate(num_given - len(hits))
+        if len(hits):
+            block_ids = np.concatenate([hits, block_ids])
+        full = end // size  # named now, so that who starts after it in this step finds them
+        tokens = request.token_ids[len(hits) * size : full * size]
+        content = batch.prefix_cache.name_run(block_ids[len(hits) : full], needs.content, tokens)
+        self._preemption.swap_in(request, block_ids, len(hits))
+        draft.starts.append(Start(request, block_ids, needs.num_computed_tokens, full, content, count))
         draft.budget -= count
         room.rows -= 1
         room.promised += needs.num_blocks - num_given
         room.partial += end < request.num_tokens
-        self._policy.start(request, needs.num_computed_tokens, end)
-
-    def _settle(self, draft: Draft, room: "_Room") -> None:
-        """Give those that start their blocks, and the full ones of them their names."""
-        if not room.settling:
-            return
-        batch, size = self._batch, self._batch.block_size
-        fresh, first = batch.pool.allocate(room.unsettled), 0
-        for request, needs, count, num_given in room.settling:
-            num_hits = len(needs.hits)
-            block_ids = fresh[first : first + num_given - num_hits]
-            first += num_given - num_hits
-            if num_hits:
-                block_ids = np.concatenate([needs.hits, block_ids])
-            computed = needs.num_computed_tokens
-            full = (computed + count) // size
-            content = batch.prefix_cache.name_first_blocks(request, block_ids[:full], num_hits, needs.content)
-            self._preemption.swap_in(request, block_ids, num_hits)
-            draft.starts.append(Start(request, block_ids, computed, full, content, count))
-        room.settling.clear()
-        room.first_hashes.clear()
-        room.unsettled = 0
-
-
-class _Settling(NamedTuple):
-    """A request that starts in this step and has not got its blocks yet."""
-
-    request: Request
-    needs: _Needs
-    count: int  # tokens of this step
-    num_given: int  # blocks, hits included
+        self._policy.start(request, count)
 
 
 class _Room:
@@ -241,9 +207,6 @@ class _Room:
         table = batch.table
         self.rows = row_limit - len(batch)
         self.promised = batch.num_promised_blocks()  # blocks
-        self.settling: list[_Settling] = []
-        self.unsettled = 0  # blocks that those will get
-        self.first_hashes: set[int] = set()  # of their first blocks; asked, never walked
         missing = table.num_tokens[draft.rows] - table.num_computed_tokens[draft.rows] - draft.counts
         self.partial = int(np.count_nonzero(missing > 1))  # prompts that take more steps
 

@@ -25,7 +25,7 @@ class Batch:
         self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
         self.stop_check = StopCheck(self.table, eos_token_ids)
         self.rows: Ints = np.zeros(0, np.int64)
-        self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
+        self.in_flight: deque[tuple[int, Ints]] = deque()  # (step, tenancy of the plan's rows)
         self.carried = Carried()
 
     def __len__(self) -> int:
@@ -78,15 +78,15 @@ class Batch:
             gone = np.zeros(len(table.tenancy), np.bool_)
             gone[rows] = True
             self.rows = self.rows[~gone[self.rows]]
-        self.carried.removed_rows.extend(rows.tolist())
-        return table.remove(rows)
+        numbers = rows.tolist()
+        self.carried.removed_rows.extend(numbers)
+        return table.remove(numbers)
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that goes on later: it gets its tokens back."""
-        token_ids, num_charged_tokens = self.table.token_ids(row), int(self.table.num_charged_tokens[row])
+        token_ids = self.table.token_ids(row)
         (request,) = self.release(np.array([row]))
-        request.token_ids, request.num_charged_tokens = token_ids, num_charged_tokens
-        self.prefix_cache.prepare(request)
+        request.token_ids = token_ids
         return request
 
     def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:

@@ -39,7 +39,6 @@ class BatchTable:
     min_total_tokens [rows]: below it nothing but the length ends a request
     num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
     content [rows]: number of the content of the named blocks; see core/block_names.py
-    num_charged_tokens [rows]: of the policy fair; see Request
     rank, serial, level [rows]: the request's place in the order of the scheduling policy
     ignore_eos, has_stop_ids [rows] bool
     """
@@ -58,7 +57,6 @@ class BatchTable:
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.num_named_blocks = np.zeros(num_rows, np.int64)
         self.content = np.zeros(num_rows, np.int64)
-        self.num_charged_tokens = np.zeros(num_rows, np.int64)
         self.rank = np.zeros(num_rows, np.int64)
         self.serial = np.zeros(num_rows, np.int64)
         self.level = np.zeros(num_rows, np.int64)
@@ -80,11 +78,11 @@ class BatchTable:
         self.num_placeholders[rows] = 0
         self.ignore_eos[rows] = [request.params.ignore_eos for request in requests]
         self.has_stop_ids[rows] = [bool(request.params.stop_token_ids) for request in requests]
-        for row, request in zip(rows.tolist(), requests, strict=True):
-            request.row = row
-            self.request[row] = request
-        self.tokens.fill(rows, [request.token_ids for request in requests])
-        self.blocks.fill(rows, [start.block_ids for start in starts])
+        for row, start in zip(rows.tolist(), starts, strict=True):
+            start.request.row = row
+            self.request[row] = start.request
+            self.tokens.extend(row, 0, start.request.token_ids)
+            self.blocks.extend(row, 0, start.block_ids)
         return rows
 
     def _entries(self, start: Start) -> tuple[int, ...]:
@@ -103,7 +101,6 @@ class BatchTable:
             len(start.block_ids),
             start.num_named_blocks,
             start.content,
-            request.num_charged_tokens,
             request.rank,
             request.serial,
             request.level,
@@ -122,7 +119,6 @@ class BatchTable:
             self.num_blocks,
             self.num_named_blocks,
             self.content,
-            self.num_charged_tokens,
             self.rank,
             self.serial,
             self.level,
@@ -130,19 +126,19 @@ class BatchTable:
         for column, values in zip(columns, entries.T, strict=True):
             column[rows] = values
 
-    def remove(self, rows: Ints) -> list[Request]:
+    def remove(self, rows: list[int]) -> list[Request]:
         """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
         removed = []
-        for row in rows.tolist():
+        for row in rows:
             request = self.request[row]
             assert request is not None, f"row {row} is free"
             request.row = NO_ROW
+            self.tokens.clear(row)
+            self.blocks.clear(row)
             self.request[row] = None
             removed.append(request)
-        self.tokens.clear_all(rows)
-        self.blocks.clear_all(rows)
         self.tenancy[rows] = FREE_ROW
-        self._free_rows.extend(rows.tolist())
+        self._free_rows.extend(rows)
         return removed
 
     def token_ids(self, row: int) -> Int32s:
@@ -162,15 +158,13 @@ class BatchTable:
         self.num_blocks[rows] += counts
         return block_rows
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> Ints:
-        """One sampled token for each of these rows; returns their tokens now."""
+    def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
+        """One sampled token for each of these rows."""
         lengths = self.num_tokens[rows]
-        longer: Ints = lengths + 1
-        self.tokens.ensure(rows, longer)
+        self.tokens.ensure(rows, lengths + 1)
         self.tokens.set(rows, lengths, token_ids)
-        self.num_tokens[rows] = longer
+        self.num_tokens[rows] += 1
         self.num_placeholders[rows] -= 1
-        return longer
 
     def check_integrity(self, running: Ints) -> None:
         """AssertionError with the numbers when a column contradicts another or the list of running rows."""

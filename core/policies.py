@@ -37,8 +37,8 @@ class Policy(Protocol):
     def set_weight(self, client: int, weight: float) -> None:
         """The client's share."""
 
-    def start(self, request: Request, begin: int, end: int) -> None:
-        """The request starts, with its tokens from begin to end in this step."""
+    def start(self, request: Request, count: int) -> None:
+        """The request starts with so many tokens in this step."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
         """These rows get so many tokens in this step; those of requests that start are left out."""
@@ -72,7 +72,7 @@ class Fcfs:
     def set_weight(self, client: int, weight: float) -> None:
         """Clients do not matter."""
 
-    def start(self, request: Request, begin: int, end: int) -> None:
+    def start(self, request: Request, count: int) -> None:
         """Served tokens do not matter."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
@@ -117,9 +117,6 @@ class Fair:
 
     A waiting request takes room from a client that is more than `quantum` tokens ahead of its own, and within its
     client from less urgent requests.
-
-    What is computed again after a preemption is charged once. Otherwise two clients whose requests take longer to bring
-    back than the quantum would preempt each other for ever: being brought back would put each of them ahead.
     """
 
     def __init__(self, table: BatchTable, quantum: int) -> None:
@@ -141,17 +138,11 @@ class Fair:
     def set_weight(self, client: int, weight: float) -> None:
         self._times.set_weight(client, weight)
 
-    def start(self, request: Request, begin: int, end: int) -> None:
-        charged = request.num_charged_tokens
-        self._times.charge_one(request.client, max(0, end - max(begin, charged)))
-        request.num_charged_tokens = max(end, charged)
+    def start(self, request: Request, count: int) -> None:
+        self._times.charge_one(request.client, count)
 
     def serve(self, rows: Ints, counts: Ints) -> None:
-        table = self._table
-        begins, charged = table.num_computed_tokens[rows], table.num_charged_tokens[rows]
-        ends = begins + counts
-        self._times.charge(table.client[rows], np.maximum(ends - np.maximum(begins, charged), 0))
-        table.num_charged_tokens[rows] = np.maximum(ends, charged)
+        self._times.charge(self._table.client[rows], counts)
 
     def in_order(self, rows: Ints) -> Ints:
         table = self._table

@@ -44,7 +44,6 @@ class Request(msgspec.Struct, eq=False):
     num_preemptions: int = 0  # for the room of requests of its own level
     num_overtaken: int = 0  # by requests that started while this one, which was first, did not fit
     num_computed_before: int = 0  # tokens computed when it was last preempted: computing them again is waste
-    num_charged_tokens: int = 0  # the first tokens that its client has been charged for: once, however often computed
     has_started: bool = False
     is_finished: bool = False
 
