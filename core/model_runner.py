@@ -6,9 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from core.executor.interface import Costs
 from core.logprobs import gather_logprobs
 from core.models.interface import Model
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner_table import RunnerTable
 from core.sampler import processed_logits, sample
 from core.sampling_columns import SamplingColumns
@@ -79,6 +81,27 @@ class ModelRunner:
             self.table.append_tokens(rows[finite], sampled[finite])
             self.sampling.append_tokens(rows[finite], sampled[finite])
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
+
+    def measure_costs(self) -> Costs:
+        """Of preemption. Before the first step: it writes into free blocks, whose bits nobody reads before writing."""
+        size = self.block_size
+        count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
+        positions = np.arange(count)
+        inputs = StepInputs(
+            token_ids=torch.from_numpy(positions % self.model.vocab_size),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(positions + size),  # from block 1 on
+            num_tokens=np.array([count], np.int32),
+            context_lens=np.array([count]),
+            block_tables=np.arange(1, -(-count // size) + 1, dtype=np.int32)[None],
+            samples=np.zeros(1, np.bool_),
+            logits_rows=torch.zeros(0, dtype=torch.int64),
+        )
+
+        def compute() -> None:
+            self.forward(inputs)
+
+        return measure_costs(compute, count, self.cache, self.swap_cache)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.table.apply(plan)

@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
+    "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
 }
 EXIT_ERROR = 1

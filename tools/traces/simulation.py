@@ -1,0 +1,129 @@
+"""A workload through the real engine core and the fake executor, under a virtual clock."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from core.engine import EngineCore, EngineReply
+from core.executor.fake import create
+from core.executor.interface import Costs, StepHandle
+from core.plan import SchedulerOutput
+from core.scheduler import Scheduler
+from core.scheduler_stats import SchedulerStats
+from ipc.config import EngineConfig
+from ipc.messages import Outputs
+from ipc.paged_rows import Ints
+from tools.traces.workload import TimedRequest
+
+_NEVER = -1
+_PAUSE_NS = 1_000_000  # until the next step, where one had nothing to run
+_MAX_PAUSES = 100_000  # in a row: the engine is stuck
+
+
+class StepTime(NamedTuple):
+    """Of a step: fixed + token * tokens computed + context * tokens of KV cache read + copy * blocks copied."""
+
+    fixed_ns: int
+    token_ns: int
+    context_ns: float
+    copy_ns: int  # to or from the host
+
+    def of(self, plan: SchedulerOutput, num_context_tokens: int) -> int:
+        num_copies = len(plan.swapped_out_blocks) + len(plan.swapped_in_blocks)
+        linear = self.fixed_ns + self.token_ns * plan.num_tokens + self.copy_ns * num_copies
+        return linear + round(self.context_ns * num_context_tokens)
+
+
+class Observed(NamedTuple):
+    """Of each request, in virtual ns; -1 for what never came."""
+
+    arrivals: Ints
+    scheduled: Ints  # begin of the step in which it first ran
+    first_tokens: Ints
+    last_tokens: Ints
+    num_tokens: Ints
+    finished: Ints  # 1 where the request ended as it should
+    end_ns: int  # of the last step
+    stats: SchedulerStats
+
+
+class _TimedExecutor:
+    """The fake executor, and how long the last step took."""
+
+    def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
+        self._inner = create(config)
+        self._inner.initialize_cache(config)
+        self._step_time = step_time
+        self.info = self._inner.info
+        self.scheduler: Scheduler | None = None
+        self.duration_ns = 0
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return self._inner.determine_num_available_blocks(memory_bytes, block_size)
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        """Done already."""
+
+    def measure_costs(self) -> Costs:
+        return self._inner.measure_costs()
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        assert self.scheduler is not None, "no scheduler to ask for the rows' lengths"
+        context = int(self.scheduler.table.num_computed_tokens[plan.rows].sum())
+        self.duration_ns = self._step_time.of(plan, context)
+        return self._inner.execute(plan)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def simulate(config: EngineConfig, requests: list[TimedRequest], step_time: StepTime) -> Observed:
+    """config is resolved; requests are in order of arrival. Returns when all have ended or nothing moves any more."""
+    executor = _TimedExecutor(config, step_time)
+    engine = EngineCore(config, executor)
+    executor.scheduler = engine.scheduler
+    observer = _Observer([request.arrival_ns for request in requests])
+    now_ns = next_request = num_pauses = 0
+    while (next_request < len(requests) or engine.has_work) and num_pauses < _MAX_PAUSES:
+        if not engine.has_work:
+            now_ns = max(now_ns, requests[next_request].arrival_ns)
+        inbox = []
+        while next_request < len(requests) and requests[next_request].arrival_ns <= now_ns:
+            inbox.append((requests[next_request].client, requests[next_request].message))
+            next_request += 1
+        executor.duration_ns = 0
+        replies = engine.step(inbox, now_ns)
+        num_pauses = 0 if executor.duration_ns else num_pauses + 1
+        end_ns = now_ns + (executor.duration_ns or _PAUSE_NS)
+        observer.take(replies, now_ns, end_ns)
+        now_ns = end_ns
+    return observer.observed(now_ns, engine.scheduler.stats)
+
+
+class _Observer:
+    """Fills the columns of Observed."""
+
+    def __init__(self, arrivals_ns: list[int]) -> None:
+        count = len(arrivals_ns)
+        self._arrivals = np.array(arrivals_ns, np.int64)
+        self._scheduled, self._first, self._last = (np.full(count, _NEVER, np.int64) for _ in range(3))
+        self._counts, self._finished = (np.zeros(count, np.int64) for _ in range(2))
+
+    def take(self, replies: list[tuple[int, EngineReply]], begin_ns: int, end_ns: int) -> None:
+        """What a step that took so long has said. A request that is refused never finishes, and is counted so."""
+        for _, reply in replies:
+            if not isinstance(reply, Outputs):
+                continue
+            if reply.started:
+                self._scheduled[np.frombuffer(reply.started, "<u4")[::2]] = begin_ns
+            numbers = np.frombuffer(reply.numbers, "<u4")
+            told = numbers[np.frombuffer(reply.counts, "<u2") > 0]
+            self._first[told[self._counts[told] == 0]] = end_ns
+            self._last[told] = end_ns
+            self._counts[told] += 1
+            if reply.finish:
+                self._finished[numbers[np.frombuffer(reply.finish, "u1") > 0]] = 1
+
+    def observed(self, end_ns: int, stats: SchedulerStats) -> Observed:
+        columns = (self._arrivals, self._scheduled, self._first, self._last, self._counts, self._finished)
+        return Observed(*columns, end_ns, stats)

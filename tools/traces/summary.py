@@ -1,0 +1,72 @@
+"""One simulated run as a record: the line that is printed, and the row of the report's table."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc.config import EngineConfig
+from ipc.paged_rows import Ints
+from tools.traces.simulation import Observed
+from tools.traces.workload import Workload
+
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+Seconds = npt.NDArray[np.float64]
+
+
+def ttft_seconds(observed: Observed) -> Seconds:
+    """From arrival to the end of the step that gave the first token, of the requests that have one."""
+    has_token = observed.num_tokens > 0
+    seconds: Seconds = (observed.first_tokens - observed.arrivals)[has_token] / 1e9
+    return seconds
+
+
+def run_record(workload: Workload, config: EngineConfig, observed: Observed, wall_s: float) -> dict[str, Any]:
+    """Times in virtual seconds; wall_s is what the simulation itself took."""
+    stats, started = observed.stats, observed.scheduled >= 0
+    steady = observed.num_tokens > 1
+    tpot = (observed.last_tokens - observed.first_tokens)[steady] / (observed.num_tokens[steady] - 1)
+    record = {
+        "trace": workload.trace.name,
+        "policy": config.scheduling_policy,
+        "preemption_mode": config.preemption_mode,
+        "requests": len(workload.requests),
+        "finished": int(observed.finished.sum()),
+        "length_scale": round(workload.length_scale, 6),
+        "ttft_s": _quantiles(ttft_seconds(observed)),
+        "queueing_s": _quantiles((observed.scheduled - observed.arrivals)[started] / 1e9),
+        "tpot_ms": _quantiles(tpot / 1e6),
+        "ttft_s_of": _groups(workload, observed),
+        "preemptions": stats.num_preemptions,
+        "swapped_in_blocks": stats.num_swapped_in_blocks,
+        "recomputed_tokens": stats.num_recomputed_tokens,
+        "thrash": _share(stats.num_recomputed_tokens, stats.num_scheduled_tokens),
+        "prefix_hit_rate": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
+        "steps": stats.num_steps,
+        "makespan_s": round(observed.end_ns / 1e9, 3),
+        "wall_s": round(wall_s, 3),
+    }
+    measured = [row.ttft_s for row in workload.trace.rows if row.ttft_s is not None]
+    if measured:  # the trace's own, on the machine and by the engine it was recorded with
+        record["recorded_ttft_s"] = _quantiles(np.array(measured))
+    return record
+
+
+def _groups(workload: Workload, observed: Observed) -> dict[str, dict[str, float] | None]:
+    """TTFT of those whom the policies treat differently."""
+    urgent = np.array([request.message.priority == 0 for request in workload.requests])
+    first = np.array([request.client == 0 for request in workload.requests])
+    has_token = observed.num_tokens > 0
+    ttft: Ints = observed.first_tokens - observed.arrivals
+    masks = {"urgent": urgent, "others": ~urgent, "client_0": first, "other_clients": ~first}
+    return {name: _quantiles(ttft[mask & has_token] / 1e9) for name, mask in masks.items()}
+
+
+def _quantiles(values: Seconds) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    return {name: round(float(np.quantile(values, share)), 4) for name, share in _QUANTILES.items()}
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0

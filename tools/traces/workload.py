@@ -1,0 +1,65 @@
+"""A trace as requests to the engine: lengths and times scaled, prompts made up, priorities and clients assigned.
+
+Lengths: where the longest request (input + output) is more than max_tokens, every length is multiplied by k / 512 and
+rounded down, at least 1, with the largest whole k for which the longest fits. A hash id's block of 512 tokens becomes k
+tokens, equal wherever the id is equal, so that prompts share what they shared. Rows without hash ids share nothing.
+Times: arrivals are multiplied by time_scale.
+Every fifth request (the first, the sixth, ...) is urgent: priority 0, the others 1.
+Client 0 sends every other request (the first, the third, ...); the remaining clients take turns with the rest.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from core.executor.fake import mix
+from ipc.errors import ConfigError
+from ipc.messages import AddRequest
+from ipc.paged_rows import Int32s
+from ipc.sampling_params import SamplingParams
+from tools.traces.formats import HASH_BLOCK, Row, Trace
+
+_FIRST_ID = 3  # below it are the special tokens of the fake executor
+
+
+class TimedRequest(NamedTuple):
+    arrival_ns: int
+    client: int
+    message: AddRequest  # its number is its place in the trace
+
+
+class Workload(NamedTuple):
+    trace: Trace
+    requests: list[TimedRequest]
+    length_scale: float
+
+
+def make_workload(trace: Trace, *, max_tokens: int, time_scale: float, num_clients: int, vocab_size: int) -> Workload:
+    """Errors: ConfigError when max_tokens is too small for the trace."""
+    longest = max(row.num_input + row.num_output for row in trace.rows)
+    scale = min(HASH_BLOCK, HASH_BLOCK * max_tokens // longest)
+    if scale < 1 or max_tokens < 2:
+        raise ConfigError(
+            f"--max-tokens {max_tokens} is too small for {trace.name}: its longest request has {longest} tokens, "
+            f"which are scaled by no less than 1/{HASH_BLOCK}; use at least {-(-longest // HASH_BLOCK)}"
+        )
+    requests = []
+    for number, row in enumerate(trace.rows):
+        params = SamplingParams(max_tokens=max(1, row.num_output * scale // HASH_BLOCK), ignore_eos=True, temperature=0)
+        prompt = _prompt(row, number, scale, vocab_size)
+        message = AddRequest(number, prompt.astype("<i4").tobytes(), params, 0, priority=int(number % 5 > 0))
+        client = 0 if number % 2 == 0 or num_clients == 1 else 1 + number // 2 % (num_clients - 1)
+        requests.append(TimedRequest(round(row.arrival_s * time_scale * 1e9), client, message))
+    return Workload(trace, requests, scale / HASH_BLOCK)
+
+
+def _prompt(row: Row, number: int, scale: int, vocab_size: int) -> Int32s:
+    """Token o of block h is a function of h and o alone."""
+    positions = np.arange(max(1, row.num_input * scale // HASH_BLOCK), dtype=np.uint64)
+    if row.hash_ids is None:  # one block of its own, apart from all hash ids
+        blocks, offsets = np.full(len(positions), 2**53 + number, np.uint64), positions
+    else:
+        blocks = np.array(row.hash_ids, np.uint64)[positions // np.uint64(scale)]
+        offsets = positions % np.uint64(scale)
+    tokens = mix(mix(blocks) + offsets) % np.uint64(vocab_size - _FIRST_ID)
+    return (tokens + np.uint64(_FIRST_ID)).astype(np.int32)
