@@ -248,7 +248,7 @@ class _Settling(NamedTuple):
 
     request: Request
     needs: _Needs
-    count: int  # tokens of this step
+    num_tokens: int  # of this step
     num_given: int  # blocks, hits included
 
 

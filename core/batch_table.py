@@ -20,7 +20,7 @@ class Start(NamedTuple):
     num_computed_tokens: int
     num_named_blocks: int
     content: int  # of the named blocks
-    count: int  # tokens of this step
+    num_tokens: int  # of this step
 
 
 TOKENS_PER_PAGE = 256
@@ -111,7 +111,7 @@ class BatchTable:
         )
 
     def _set(self, rows: Ints, entries: Ints) -> None:
-        columns = (
+        columns: tuple[Ints, ...] = (
             self.client,
             self.number,
             self.choice,

@@ -34,7 +34,7 @@ def root_content(cache_salt: str) -> int:
 
 @lru_cache(maxsize=8)
 def _powers(block_size: int) -> npt.NDArray[np.uint64]:
-    return np.cumprod(np.full(block_size, _ODD_FINAL, np.uint64))
+    return np.cumprod(np.full(block_size, _ODD_FINAL, np.uint64), dtype=np.uint64)
 
 
 def hash_blocks(token_ids: Int32s) -> npt.NDArray[np.uint64]:

@@ -23,7 +23,8 @@ NS_PER_S = 1_000_000_000
 class Policy(Protocol):
     """line: where requests wait. Rows are of running requests."""
 
-    line: Line | FairLine
+    @property
+    def line(self) -> Line | FairLine: ...
 
     def arrive(self, request: Request) -> None:
         """Set the new request's rank and level."""

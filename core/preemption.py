@@ -11,7 +11,7 @@ from core.scheduler_stats import SchedulerStats
 from core.swap_space import SwapSpace
 from core.waiting_queue import WaitingQueue
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
+from ipc.paged_rows import Int32s, Ints
 
 
 class Preemption:
@@ -67,7 +67,7 @@ class Preemption:
         request.swapped = None
         self.num_swapped -= 1
 
-    def swap_in(self, request: Request, block_ids: Ints, num_hits: int) -> None:
+    def swap_in(self, request: Request, block_ids: Int32s, num_hits: int) -> None:
         """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""
         if request.swapped is None:
             return

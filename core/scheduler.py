@@ -226,7 +226,7 @@ class Scheduler:
         self.policy.serve(rows, counts)
         if draft.starts:
             rows = np.concatenate([rows, self._launch(draft)])
-            counts = np.concatenate([counts, np.array([start.count for start in draft.starts])])
+            counts = np.concatenate([counts, np.array([start.num_tokens for start in draft.starts])])
         self.decision = self._decision(draft, rows, counts)
         self.stats.count_decision(self.decision)
         if not len(rows):

@@ -46,7 +46,8 @@ class PagedRows:
             self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
 
     def ensure(self, rows: Ints, lengths: Ints) -> None:
-        """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need several pages."""
+        """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need
+        several pages."""
         need = (lengths + self._mask) >> self._shift
         have = self._num_pages[rows]
         short = need > have
@@ -72,7 +73,8 @@ class PagedRows:
     def get_runs(self, rows: Ints, starts: Ints, length: int) -> Int32s:
         """[n, length] values: of each row from starts[i] on. A run lies in one page: length divides the page size and
         each start."""
-        return self._flat[self._slots(rows, starts)[:, None] + np.arange(length)]
+        runs: Int32s = self._flat[self._slots(rows, starts)[:, None] + np.arange(length)]
+        return runs
 
     def extend(self, row: int, length: int, values: Ints) -> None:
         """Write values at positions length, length + 1, ... of one row."""
