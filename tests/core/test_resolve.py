@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.executor.interface import ModelInfo
-from core.resolve import default_cache_bytes, resolve
+from core.executor.interface import Costs, ModelInfo
+from core.resolve import default_cache_bytes, resolve, resolve_costs
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 
@@ -22,10 +22,38 @@ def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> Engine
 
 
 def test_nothing_is_left_open() -> None:
-    config = resolved()
+    config = resolve_costs(resolved(), not_asked)
     assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == ["model", "capture"]
     assert (config.max_model_len, config.threads) == (2048, 4)
     assert config.kv_cache_memory_bytes == 4 * GIB
+
+
+def not_asked() -> Costs:
+    raise AssertionError("measured, and decides nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (70, 800)),
+        ({"recompute_ns_per_token": 5}, (5, 800)),
+        ({"swap_ns_per_block": 6}, (70, 6)),
+    ],
+)
+def test_costs_are_measured_for_auto_where_they_are_not_given(given: dict[str, int], expected: tuple[int, int]) -> None:
+    config = resolve_costs(resolved(preemption_mode="auto", **given), lambda: Costs(70, 800))
+    assert (config.recompute_ns_per_token, config.swap_ns_per_block) == expected
+
+
+def test_costs_are_not_measured_where_both_are_given() -> None:
+    given = {"preemption_mode": "auto", "recompute_ns_per_token": 5, "swap_ns_per_block": 6}
+    assert resolve_costs(resolved(**given), not_asked).recompute_ns_per_token == 5
+
+
+def test_swap_space_becomes_blocks() -> None:
+    assert resolved(swap_space_bytes=GIB).num_swap_blocks == 0  # recompute
+    assert resolved(preemption_mode="swap", swap_space_bytes=GIB).num_swap_blocks == GIB // (16 * BYTES_PER_TOKEN)
+    assert resolved(preemption_mode="swap", num_swap_blocks=7).num_swap_blocks == 7
 
 
 def test_a_resolved_config_resolves_to_itself() -> None:

@@ -1,6 +1,8 @@
 """Public traces through the scheduler in virtual time: formats, the scaling rule, the clock, the report."""
 
 import json
+import re
+import shlex
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -12,12 +14,14 @@ from ipc.errors import ConfigError
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
 from tools.cli import main
+from tools.traces.__main__ import _parser
 from tools.traces.formats import Row, Trace, read_trace
 from tools.traces.report import BEGIN, END
 from tools.traces.simulation import StepTime, simulate
 from tools.traces.workload import TimedRequest, make_workload
 
 DATA = Path(__file__).resolve().parent.parent / "data"
+DOCUMENT = DATA.parent.parent / "docs" / "scheduling.md"
 MOONCAKE = DATA / "mooncake_conversation_50.jsonl"
 AZURE = DATA / "azure2023_conv_50.csv"
 #: Little room, so that 50 requests are enough to press.
@@ -143,8 +147,14 @@ def test_the_clock_is_the_stated_step_time() -> None:
     assert observed.end_ns == observed.last_tokens[1]
 
 
-def test_each_policy_finishes_both_excerpts_and_favours_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["traces", str(MOONCAKE), str(AZURE), *PRESSED]) == 0
+def test_the_documented_command_finishes_and_each_policy_favours_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(DOCUMENT.parent.parent)
+    (command,) = re.findall(r"(?m)^    engine-core (traces tests/data/.*)$", DOCUMENT.read_text())
+    words = shlex.split(command.replace("/tmp/report.md", str(tmp_path / "report.md")))
+    assert main(words) == 0
+    assert (tmp_path / "report.svg").is_file()
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     keys = [(record["trace"], record["policy"]) for record in records]
     assert keys == [(path.name, policy) for path in (MOONCAKE, AZURE) for policy in ("fcfs", "priority", "fair")]
@@ -156,6 +166,13 @@ def test_each_policy_finishes_both_excerpts_and_favours_its_own(capsys: pytest.C
     assert sum(record["preemptions"] for record in records) > 0
     assert all(record["prefix_hit_rate"] > 0 for record in records[:3])
     assert "recorded_ttft_s" not in records[0]
+
+
+def test_every_option_of_the_document_exists() -> None:
+    known = {flag for action in _parser()._actions for flag in action.option_strings}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", DOCUMENT.read_text()))
+    assert named - known == {"--connect"}  # of engine-core explain
+    assert len(named) > 20
 
 
 def test_a_run_repeats_to_the_last_digit(capsys: pytest.CaptureFixture[str]) -> None:
