@@ -35,11 +35,14 @@ class GoldAdmission(GoldOrder):
     def promised(self, r: Entry) -> int:
         return max(0, self.up(len(r.tokens)) - len(r.blocks))
 
+    def first(self) -> Entry | None:
+        return min((q for q in self.waiting if q.begun or not self.shut), key=self.place, default=None)
+
     def admit(self) -> None:
         if self.began >= 0:
             self.latency, self.began = self.now - self.began, -1
-        first = min(self.waiting, key=self.place, default=None)
-        if first is None or not self.limit:
+        first = self.first()
+        if first is None:
             return
         if self.running and self.now - first.arrival < self.c.scheduler_delay_factor * self.latency:
             return
@@ -52,8 +55,8 @@ class GoldAdmission(GoldOrder):
         self.partial = sum(len(r.tokens) - r.computed - n > 1 for r, n in self.ran)
         kept: list[Entry] = []
         passed: Entry | None = None
-        while self.waiting:
-            self.waiting.remove(q := min(self.waiting, key=self.place))
+        while q := self.first():
+            self.waiting.remove(q)
             if refusal := self.attempt(q):
                 kept.append(q)
                 self.refused.append((q.number, refusal))
@@ -123,6 +126,7 @@ class GoldAdmission(GoldOrder):
         q.blocks, q.content, q.named = list(hits), content, len(hits)
         now = blocks if reserve else self.up(computed + count)
         self.starts.append((q, computed, count, now - len(hits)))
+        q.begun = True
         self.budget, self.room = self.budget - count, self.room - 1
         self.reserved, self.partial = self.reserved + blocks - now, self.partial + (count < missing)
         self.charge(q, computed + count, count)

@@ -36,6 +36,7 @@ class Entry:
     slots: int = 0  # on the host
     kept: int = 0  # tokens in those
     served: int = 0  # most tokens it had computed when it was preempted
+    begun: bool = False
     preemptions: int = 0
     overtaken: int = 0
 

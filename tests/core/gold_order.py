@@ -11,7 +11,8 @@ class GoldOrder:
         self.weights: dict[int, float] = {}
         self.times: dict[int, int] = {}  # of fair: tokens served, divided by weight
         self.latest, self.latency, self.began, self.step = 0, 0, -1, 0
-        self.limit, self.tokens = config.max_num_seqs, config.max_num_batched_tokens  # 0 while paused
+        self.limit, self.tokens = config.max_num_seqs, config.max_num_batched_tokens  # 0 while all is paused
+        self.shut = False  # nothing begins
         self.slots = config.num_swap_blocks or 0
         self.running: list[Entry] = []
         self.waiting: list[Entry] = []

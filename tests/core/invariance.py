@@ -21,7 +21,7 @@ from core.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.scheduler import Scheduler
 from core.weights import expected_shapes
 from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
-from ipc.config import EngineConfig, Numerics
+from ipc.config import EngineConfig, Numerics, SchedulingPolicy
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.paged_rows import Int32s, Ints
 from ipc.sampling_params import SamplingParams
@@ -78,7 +78,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @lru_cache(maxsize=64)
 def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2", kind: str = "plain") -> Llama:
     """Made once: models have no state."""
-    config, generator = KINDS[kind], torch.Generator().manual_seed(5)
+    return random_model(KINDS[kind], dtype, numerics)
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, numerics: Numerics = "L2") -> Llama:
+    generator = torch.Generator().manual_seed(5)
     weights = {
         name: (torch.randn(shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype)
         for name, shape in expected_shapes(config).items()
@@ -261,7 +265,11 @@ def request(
 ) -> tuple[int, AddRequest]:
     wanted = {"top_p": 0.95, "max_tokens": max_tokens, "ignore_eos": True, **options}
     message = AddRequest(
-        number, np.array(prompt, "<i4").tobytes(), SamplingParams(temperature=temperature, **wanted), seed=number
+        number,
+        np.array(prompt, "<i4").tobytes(),
+        SamplingParams(temperature=temperature, **wanted),
+        seed=number,
+        priority=int(number == TARGET),  # where priorities count, the target gives way to all others
     )
     return TARGET_CLIENT if number == TARGET else 0, message
 
@@ -301,7 +309,12 @@ def run(
 
 
 def small_config(
-    budget: int = 512, num_blocks: int = 400, rows: int = 33, prefix_caching: bool = True, depth: int = 1
+    budget: int = 512,
+    num_blocks: int = 400,
+    rows: int = 33,
+    prefix_caching: bool = True,
+    depth: int = 1,
+    policy: SchedulingPolicy = "fcfs",
 ) -> EngineConfig:
     return EngineConfig(
         executor="fake",  # 'local' knows no depth 2
@@ -311,6 +324,7 @@ def small_config(
         max_model_len=min(2048, (num_blocks - 1) * 16),
         enable_prefix_caching=prefix_caching,
         async_scheduling=depth == 2,
+        scheduling_policy=policy,
     )
 
 

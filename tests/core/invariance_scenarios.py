@@ -61,7 +61,10 @@ SCENARIOS: dict[str, Scenario] = {
     "chunks of 128": Scenario("chunks", {"budget": 128}),
     "chunks of 37": Scenario("chunks", {"budget": 37}),
     "chunks of 7": Scenario("chunks", {"budget": 7}),
-    "preempted": Scenario("preempted", {"neighbours": mixed(neighbours(9, 3, 30, 90)), "num_blocks": 36, "budget": 60}),
+    "preempted": Scenario(
+        "preempted",
+        {"neighbours": mixed(neighbours(9, 3, 30, 90)), "num_blocks": 36, "budget": 60, "policy": "priority"},
+    ),
     "from the prefix cache": Scenario("cached", {"first": [request(1, PROMPT[:290], 3, 0.0)]}),
     "prefix cache, other chunks": Scenario("cached", {"first": [request(1, PROMPT, 9, 0.0)], "budget": 11}),
 }

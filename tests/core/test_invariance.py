@@ -64,7 +64,7 @@ def test_the_demo_model_in_bfloat16() -> None:
     crowd = run(model, prompt, max_tokens=6, neighbours=neighbours(16, 1, 60, 12), budget=100)
     assert difference(crowd, alone) == ""
     assert difference(run(model, prompt, max_tokens=6, budget=19), alone) == ""
-    squeezed = run(model, prompt, max_tokens=6, neighbours=neighbours(4, 2, 16, 40), num_blocks=15)
+    squeezed = run(model, prompt, max_tokens=6, neighbours=neighbours(4, 2, 16, 40), num_blocks=15, policy="priority")
     assert squeezed.num_preemptions > 0
     assert difference(squeezed, alone) == ""
     again = run(model, prompt, max_tokens=6, first=[request(1, prompt, 2, 0.0)])

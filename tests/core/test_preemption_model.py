@@ -20,7 +20,7 @@ from core.plan import SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, Outputs
 from ipc.sampling_params import SamplingParams
-from tests.core.test_invariance import TINY, tiny_model
+from tests.core.invariance import TINY, random_model
 
 BLOCK_SIZE = 8
 SMALL = msgspec.structs.replace(
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 @lru_cache(2)
 def model(dtype: torch.dtype) -> Llama:
-    return tiny_model(dtype, config=SMALL)
+    return random_model(SMALL, dtype)
 
 
 def requests() -> list[tuple[int, int, AddRequest]]:

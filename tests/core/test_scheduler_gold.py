@@ -108,10 +108,10 @@ class GoldMachine(RuleBasedStateMachine):
         match kind:
             case "pause new":
                 self.scheduler.pause(PauseMode.NEW)
-                self.gold.limit, self.gold.tokens = 0, self.config.max_num_batched_tokens
+                self.gold.shut, self.gold.tokens = True, self.config.max_num_batched_tokens
             case "pause all":
                 self.scheduler.pause(PauseMode.ALL)
-                self.gold.limit = self.gold.tokens = 0
+                self.gold.shut, self.gold.tokens = True, 0
             case "resume":
                 self.resume()
             case "forget":
@@ -123,7 +123,7 @@ class GoldMachine(RuleBasedStateMachine):
 
     def resume(self) -> None:
         self.scheduler.resume()
-        self.gold.limit, self.gold.tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        self.gold.shut, self.gold.tokens = False, self.config.max_num_batched_tokens
 
     @rule(count=st.integers(1, 8), milliseconds=st.sampled_from([0, 1, 3]))
     def steps(self, count: int, milliseconds: int) -> None:
