@@ -27,8 +27,8 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
     """Errors: ModelFileError, UnsupportedModelError; ConfigError for a load_format that does not fit."""
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
-        weights = open_weights(config.load_format, path, model_config, dtype)
         library = start_cpu_kernels(config)
+        weights = open_weights(config.load_format, path, model_config, dtype, library)
         native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
         return LoadedModel(native, weights.fingerprint, weights.label)
     if config.load_format == "gguf":
