@@ -36,7 +36,8 @@ def open_weights(
     dtype: torch.dtype,
     library: CpuLibrary | None = None,
 ) -> OpenedWeights:
-    """The weights of a model as load_format says. library: of the C kernels, which dequantize. Errors: ConfigError for one that does not fit; load_weights'."""
+    """The weights of a model as load_format says. library: of the C kernels, which dequantize; None = torch does.
+    Errors: ConfigError for one that does not fit; load_weights'."""
     if load_format == "dummy":
         identity = hashlib.sha256(msgspec.json.encode(config)).hexdigest()
         return OpenedWeights(_made_up(config, dtype), identity, "dummy-")

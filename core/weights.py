@@ -114,8 +114,9 @@ def load_weights(
 
     A tensor that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
     mapping lives as long as the tensor. A file's pages leave memory as its tensors are taken: what the caller writes
-    into a view is lost with the next one. library: of the C kernels, which dequantize; None = torch does. Errors: ModelFileError naming file and tensor for a missing, unexpected or
-    misshapen one; UnsupportedModelError for a type that cannot be converted.
+    into a view is lost with the next one. library: of the C kernels, which dequantize; None = torch does.
+    Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen one; UnsupportedModelError for
+    a type that cannot be converted.
     """
     plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
     return _convert(plan, dtype, library)

@@ -1,5 +1,5 @@
-"""The C kernels' shared library as a file: from the wheel, from the cache, or built. Needs the standard library only, so
-that it can be built while torch is being imported.
+"""The C kernels' shared library as a file: from the wheel, from the cache, or built. Needs the standard library only:
+it can be built while torch is being imported.
 
 Built libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...), a folder that only its owner may
 enter: what lies there runs in the engine. A file's name has the hash of what it was made of, its end the digest of its
@@ -60,7 +60,7 @@ def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> Li
 
 
 def find_library_soon() -> threading.Thread:
-    """find_library() on a thread of its own. What goes wrong there goes wrong again, and is said, where it is loaded."""
+    """find_library() on a thread of its own. What goes wrong there goes wrong again, and is said, at the loading."""
 
     def find() -> None:
         with contextlib.suppress(CpuLibraryError):
