@@ -16,6 +16,7 @@ from core.models.interface import Model
 from core.models.llama import Llama
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.gguf import forget_gguf
 from ipc.model_files import model_fingerprint
 
 
@@ -46,7 +47,9 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
 
 
 def _return_free_memory() -> None:
-    """To the system: what tensors took on their way from a file to a packed one is an eighth of a small model."""
+    """To the system: a vocabulary, and what tensors took on their way from a file to a packed one, are an eighth of a
+    small model."""
+    forget_gguf()
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

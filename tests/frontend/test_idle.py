@@ -1,6 +1,6 @@
-"""An engine with nothing to do, and its client, take next to no CPU: their threads sleep, those of the C kernels too."""
+"""An engine with nothing to do and its client take next to no CPU: all their threads sleep, the C kernels' too."""
 
-import os
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +15,7 @@ _SHARE = 0.01  # of a core
 
 def cpu_seconds() -> float:
     """Of all threads of this process but the present one, and of all processes below; to the nanosecond."""
-    own, total = os.gettid(), 0
+    own, total = threading.get_native_id(), 0
     for pid in process_tree():
         for task in Path(f"/proc/{pid}/task").iterdir():
             if task.name != str(own):

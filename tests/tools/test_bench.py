@@ -169,7 +169,11 @@ def run_small(
 def test_ipc_measures_first_tokens_and_streams(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = run_small("ipc", monkeypatch, capsys)
+    wakeups, *records = run_small("ipc", monkeypatch, capsys)
+    assert wakeups["workload"] == "ipc wake-ups"
+    for us in dict(wakeups["us"]).values():  # type: ignore[call-overload]
+        assert us["awake"] > 0
+        assert us["idle"] > 0
     assert [(record["workload"], record["connections"], record["client"]) for record in records] == [
         ("ipc first token", 1, "socket"),
         ("ipc tokens", 1, "socket"),

@@ -1,7 +1,7 @@
-"""What waking somebody costs on this machine: the hops that a request takes between a caller and the engine, one by one.
+"""What waking somebody costs here: the hops that a request takes between a caller and the engine, one by one.
 
-Each is there and back, halved. Awake: one after the other without a pause, so that cores stay awake. Idle: after a pause
-in which both sides, and their cores, have gone to sleep; a request to an engine that does nothing else meets these.
+Each is there and back, halved. Awake: one after the other without a pause, so that cores stay awake. Idle: after a
+pause in which both sides, and their cores, have gone to sleep, as a request to an idle engine finds them.
 """
 
 import os
@@ -17,7 +17,7 @@ import zmq
 from ipc.sockets import Socket, bind_router, connect_dealer, private_ipc_address, remove_private_address
 from tools.bench.report import percentile
 
-_COUNT = 200
+_COUNT = 100
 _PAUSE_S = 0.003
 
 RoundTrip = Callable[[], object]
