@@ -85,11 +85,12 @@ def eventfds() -> Iterator[RoundTrip]:
 
 @contextmanager
 def sockets() -> Iterator[RoundTrip]:
-    """From a DEALER to a ROUTER: three wake-ups, for libzmq has a thread of its own on each side."""
-    context: zmq.Context[Socket] = zmq.Context()
+    """From a DEALER to a ROUTER: three wake-ups one way, for libzmq has a thread of its own on each side."""
+    here: zmq.Context[Socket] = zmq.Context()
+    over_there: zmq.Context[Socket] = zmq.Context()
     address = private_ipc_address()
-    router = bind_router(context, address, is_private=True)
-    dealer = connect_dealer(context, address)
+    router = bind_router(over_there, address, is_private=True)
+    dealer = connect_dealer(here, address)
 
     def serve() -> bool:
         identity, frame = router.socket.recv_multipart()
@@ -106,7 +107,8 @@ def sockets() -> Iterator[RoundTrip]:
         dealer.recv()
     dealer.close(0)
     router.close(0)
-    context.term()
+    here.term()
+    over_there.term()
     remove_private_address(address)
 
 
