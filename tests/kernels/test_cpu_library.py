@@ -19,6 +19,7 @@ from kernels.cpu_build import (
     with_digest,
 )
 from kernels.cpu_library import load_cpu_library
+from kernels.cpu_library_file import find_library_soon
 
 
 @pytest.fixture
@@ -49,6 +50,15 @@ def test_is_built_once_into_a_private_folder(cache, monkeypatch):
     monkeypatch.setattr(kernels.cpu_library_file, "build", None)
     load_cpu_library()
     assert path.stat().st_mtime_ns == before
+
+
+def test_a_thread_of_its_own_builds_ahead(cache, monkeypatch):
+    find_library_soon().join()
+    assert len(libraries(cache)) == 1
+    monkeypatch.setattr(kernels.cpu_library_file, "build", None)
+    load_cpu_library()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    find_library_soon().join()  # what is wrong is said by load_cpu_library()
 
 
 def test_other_sources_flags_or_compilers_are_other_files(cache, monkeypatch):
