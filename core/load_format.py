@@ -14,6 +14,7 @@ from core.weights import expected_shapes, load_weights
 from ipc.config import LoadFormat
 from ipc.errors import ConfigError
 from ipc.model_files import model_fingerprint
+from kernels.cpu_library import CpuLibrary
 
 _STD = 0.02  # of made-up weights, as transformers initializes them
 #: Made-up weights repeat after so many. A prime: no two rows of a matrix begin at the same one.
@@ -28,15 +29,22 @@ class OpenedWeights(NamedTuple):
     label: str  # what the model's fingerprint begins with
 
 
-def open_weights(load_format: LoadFormat, path: Path, config: ModelConfig, dtype: torch.dtype) -> OpenedWeights:
-    """The weights of a model as load_format says. Errors: ConfigError for one that does not fit; load_weights'."""
+def open_weights(
+    load_format: LoadFormat,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    library: CpuLibrary | None = None,
+) -> OpenedWeights:
+    """The weights of a model as load_format says. library: of the C kernels, which dequantize; None = torch does.
+    Errors: ConfigError for one that does not fit; load_weights'."""
     if load_format == "dummy":
         identity = hashlib.sha256(msgspec.json.encode(config)).hexdigest()
         return OpenedWeights(_made_up(config, dtype), identity, "dummy-")
     found = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format not in ("auto", found):
         raise ConfigError(f"load_format={load_format!r} does not fit {path}, which is {found}; use 'auto'")
-    tensors = load_weights(path, config, dtype)
+    tensors = load_weights(path, config, dtype, library)
     return OpenedWeights(tensors, model_fingerprint(path), "")
 
 

@@ -18,6 +18,8 @@ from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.gguf import read_gguf
 from ipc.mapped_file import map_file
 from ipc.safetensors import read_safetensors_folder
+from kernels.cpu_dequantize import cpu_dequantize, has_cpu_kernel
+from kernels.cpu_library import CpuLibrary
 from kernels.dequantize import BLOCK_SIZES, dequantize
 
 #: safetensors dtype -> type name of kernels.dequantize, under which both formats are converted.
@@ -104,16 +106,20 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def load_weights(
+    path: Path, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every name of expected_shapes, in its order: matrices in dtype, vectors in float32, in which
     norms and biases are computed. All checks are done when this returns.
 
     A tensor that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
-    mapping lives as long as the tensor. Errors: ModelFileError naming file and tensor for a missing, unexpected or
-    misshapen one; UnsupportedModelError for a type that cannot be converted.
+    mapping lives as long as the tensor. A file's pages leave memory as its tensors are taken: what the caller writes
+    into a view is lost with the next one. library: of the C kernels, which dequantize; None = torch does.
+    Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen one; UnsupportedModelError for
+    a type that cannot be converted.
     """
     plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
-    return _convert(plan, dtype)
+    return _convert(plan, dtype, library)
 
 
 def _plan_gguf(path: Path, config: ModelConfig) -> dict[str, _Stored]:
@@ -179,19 +185,30 @@ def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
         )
 
 
-def _convert(plan: dict[str, _Stored], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    files: dict[Path, torch.Tensor] = {}
+def _convert(
+    plan: dict[str, _Stored], dtype: torch.dtype, library: CpuLibrary | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    files: dict[Path, mmap.mmap] = {}
     for name, stored in plan.items():
-        if stored.path not in files:
-            files[stored.path] = torch.frombuffer(map_file(stored.path, mmap.ACCESS_COPY), dtype=torch.uint8)
-        file = files[stored.path]
+        file = files.get(stored.path)
+        if file is None:
+            file = files[stored.path] = map_file(stored.path, mmap.ACCESS_COPY)
         if len(file) < stored.end:
             raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
-        kind = dtype if len(stored.shape) > 1 else torch.float32
-        yield name, _to_tensor(file[stored.begin : stored.end], stored, kind)
+        data = torch.frombuffer(file, dtype=torch.uint8, count=stored.end - stored.begin, offset=stored.begin)
+        yield name, _to_tensor(data, stored, dtype if len(stored.shape) > 1 else torch.float32, library)
+        del data
+        _release(file, stored)
 
 
-def _to_tensor(data: torch.Tensor, stored: _Stored, dtype: torch.dtype) -> torch.Tensor:
+def _release(file: mmap.mmap, stored: _Stored) -> None:
+    """Of the mapping's pages, those with nothing but this tensor; who still needs them reads them again."""
+    begin, end = -(-stored.begin // mmap.PAGESIZE) * mmap.PAGESIZE, stored.end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _to_tensor(data: torch.Tensor, stored: _Stored, dtype: torch.dtype, library: CpuLibrary | None) -> torch.Tensor:
     if stored.begin % 4:
         data = data.clone()  # no type is wider than 4 bytes, and a safetensors header may have any length
     if stored.interleaved_heads:
@@ -199,6 +216,8 @@ def _to_tensor(data: torch.Tensor, stored: _Stored, dtype: torch.dtype) -> torch
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(stored.type)
     if plain == dtype:
         return data.view(dtype).view(stored.shape)
+    if library is not None and has_cpu_kernel(stored.type, dtype):
+        return cpu_dequantize(library, data, stored.type, dtype).view(stored.shape)
     return dequantize(data, stored.type).view(stored.shape).to(dtype)
 
 

@@ -11,6 +11,7 @@ Every count is held against the bytes that are there before anything is read or 
 import math
 import mmap
 import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -100,9 +101,25 @@ class GgufHeader(msgspec.Struct, frozen=True):
 def read_gguf(path: Path) -> GgufHeader:
     """The header of a GGUF file, every tensor of which lies inside the file and overlaps no other.
 
+    A vocabulary takes tenths of a second, so the last file's header is kept until it changes or forget_gguf().
     Errors: ModelFileError naming the file, the byte offset and what was expected; UnsupportedModelError for a sound
     file of another version, byte order or tensor type.
     """
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: cannot be read: {error}") from None
+    return _read_header(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+
+
+def forget_gguf() -> None:
+    """Give back the memory of the header that read_gguf() keeps."""
+    _read_header.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _read_header(path: Path, state: tuple[int, ...]) -> GgufHeader:
+    """state: what changes with the file's content."""
     with map_file(path) as data:
         cursor = _Cursor(data, str(path))
         version, num_tensors, metadata = _read_metadata(cursor)

@@ -1,35 +1,16 @@
-"""CpuLibrary: the C kernels, loaded; built on first use where no wheel brought them.
-
-Built libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...), a folder that only its owner may
-enter: what lies there runs in the engine. A file's name has the hash of what it was made of, its end the digest of its
-content.
-"""
+"""CpuLibrary: the C kernels, loaded; built on first use where no wheel brought them."""
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
-import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.cpu_build import (
-    SOURCE_FOLDER,
-    VARIANTS,
-    CpuLibraryError,
-    build,
-    find_compiler,
-    is_intact,
-    source_hash,
-    usable_variants,
-    with_digest,
-)
-
-PREBUILT_FOLDER = SOURCE_FOLDER / "prebuilt"
+from kernels.cpu_build import CpuLibraryError
+from kernels.cpu_library_file import find_library
 
 #: enum in vectors.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -79,66 +60,15 @@ class CpuLibrary:
 
 
 def load_cpu_library(variant: str | None = None) -> CpuLibrary:
-    """The library of this variant, else of the best that this CPU runs: from the wheel, from the cache, or built.
-    Errors: CpuLibraryError."""
-    usable = usable_variants()
-    name = variant or usable[0]
-    if name not in VARIANTS or name not in usable:
-        raise CpuLibraryError(f"this CPU runs the kernels {', '.join(usable)}; not {name!r}")
-    prebuilt = PREBUILT_FOLDER / f"{name}-{source_hash(name)}.so"
-    if _is_intact_file(prebuilt):
-        with contextlib.suppress(OSError):  # made for another C library: build one that fits
-            return CpuLibrary(name, prebuilt)
-    compiler = find_compiler()
-    folder = _private_folder()
-    path = folder / f"{name}-{source_hash(name, compiler.version)}.so"
+    """The library of this variant, else of the best that this CPU runs. Errors: CpuLibraryError."""
+    found = find_library(variant)
     try:
-        if not _is_intact_file(path):
-            with _locked(folder / "lock"):
-                if not _is_intact_file(path):  # else another process has built it meanwhile
-                    _write(path, with_digest(build(name, compiler, folder)))
-        return CpuLibrary(name, path)
+        return CpuLibrary(found.variant, found.path)
     except OSError as error:
-        raise CpuLibraryError(f"cannot load {path}: {error}") from error
-
-
-def _private_folder() -> Path:
-    """The cache, made if need be. Errors: CpuLibraryError if others may write there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = cache / "engine-core" / "kernels"
+        if not found.is_prebuilt:
+            raise CpuLibraryError(f"cannot load {found.path}: {error}") from error
+    found = find_library(variant, use_prebuilt=False)  # the wheel's was made for another C library
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()
-    except (OSError, RuntimeError) as error:
-        raise CpuLibraryError(f"cannot make the folder {folder} for built kernels: {error}") from error
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
-        raise CpuLibraryError(
-            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, since what lies there is run; "
-            f"it has owner {status.st_uid} and mode {mode:04o}: remove it, or chmod 0700"
-        )
-    return folder
-
-
-def _is_intact_file(path: Path) -> bool:
-    try:
-        return is_intact(path.read_bytes())
-    except OSError:
-        return False
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: others may load it at any moment. Under the lock, so one name is enough."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Among processes; a process that dies gives it back."""
-    with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        return CpuLibrary(found.variant, found.path)
+    except OSError as error:
+        raise CpuLibraryError(f"cannot load {found.path}: {error}") from error

@@ -1,5 +1,7 @@
 """Which code runs a model: ours where it knows the architecture, else transformers'."""
 
+import contextlib
+import ctypes
 import hashlib
 import json
 from pathlib import Path
@@ -14,6 +16,7 @@ from core.models.interface import Model
 from core.models.llama import Llama
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.gguf import forget_gguf
 from ipc.model_files import model_fingerprint
 
 
@@ -27,9 +30,10 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
     """Errors: ModelFileError, UnsupportedModelError; ConfigError for a load_format that does not fit."""
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
-        weights = open_weights(config.load_format, path, model_config, dtype)
         library = start_cpu_kernels(config)
+        weights = open_weights(config.load_format, path, model_config, dtype, library)
         native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
+        _return_free_memory()
         return LoadedModel(native, weights.fingerprint, weights.label)
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
@@ -40,6 +44,14 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
         model = TransformersModel(path, dtype, made_up=True)
         return LoadedModel(model, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
     return LoadedModel(TransformersModel(path, dtype), model_fingerprint(path), "")
+
+
+def _return_free_memory() -> None:
+    """To the system: a vocabulary, and what tensors took on their way from a file to a packed one, are an eighth of a
+    small model."""
+    forget_gguf()
+    with contextlib.suppress(AttributeError):  # a C library that is not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_foreign(path: Path) -> bool:

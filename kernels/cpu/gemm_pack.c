@@ -2,9 +2,6 @@
 #include "pool.h"
 #include "vectors.h"
 
-/* Steps of a panel that are filled before the next: the columns' cache lines are read once. */
-enum { STEPS_AT_ONCE = 32 };
-
 static int64_t num_steps(int64_t depth, int dtype) { return dtype == FLOAT32 ? depth : (depth + 1) / 2; }
 
 EXPORT int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype) {
@@ -33,6 +30,11 @@ INLINE float float_at(const char *row, int64_t index, const int dtype) {
 INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int source_dtype, const int dtype) {
     if (dtype == FLOAT32) return word_of(float_at(row, step, source_dtype));
     int64_t index = step * 2;
+    if (source_dtype == BFLOAT16 && index + 1 < depth) { /* two that stay as they are */
+        uint32_t word;
+        memcpy(&word, row + index * 2, sizeof word);
+        return word;
+    }
     uint32_t low = bfloat16_of_float(float_at(row, index, source_dtype));
     uint32_t high = index + 1 < depth ? bfloat16_of_float(float_at(row, index + 1, source_dtype)) : 0;
     return low | high << 16;
@@ -42,14 +44,12 @@ INLINE void pack_panel(const GemmPack *args, int64_t panel, const int source_dty
     const int64_t steps = num_steps(args->depth, dtype), first = panel * PANEL_COLUMNS;
     const int64_t row_bytes = args->source_stride * element_bytes(source_dtype);
     uint32_t *to = (uint32_t *)args->packed + panel * steps * PANEL_COLUMNS;
-    for (int64_t begin = 0; begin < steps; begin += STEPS_AT_ONCE) {
-        int64_t end = begin + STEPS_AT_ONCE < steps ? begin + STEPS_AT_ONCE : steps;
-        for (int64_t column = 0; column < PANEL_COLUMNS; column++) {
-            const char *row = (const char *)args->source + (first + column) * row_bytes;
-            int exists = first + column < args->num_columns;
-            for (int64_t step = begin; step < end; step++)
-                to[step * PANEL_COLUMNS + column] = exists ? step_at(row, step, args->depth, source_dtype, dtype) : 0;
-        }
+    const int64_t left = args->num_columns - first, columns = left < PANEL_COLUMNS ? left : PANEL_COLUMNS;
+    const char *rows = (const char *)args->source + first * row_bytes;
+    for (int64_t step = 0; step < steps; step++, to += PANEL_COLUMNS) {
+        for (int64_t column = 0; column < columns; column++)
+            to[column] = step_at(rows + column * row_bytes, step, args->depth, source_dtype, dtype);
+        for (int64_t column = columns; column < PANEL_COLUMNS; column++) to[column] = 0;
     }
 }
 

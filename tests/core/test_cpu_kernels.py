@@ -11,7 +11,7 @@ from core.cpu_kernels import start_cpu_kernels
 from core.executor.local import LocalExecutor
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from kernels import cpu_library
+from kernels import cpu_library_file
 from tools.bench.tiny_model import write_tiny_model
 
 
@@ -28,7 +28,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setattr(cpu_library, "PREBUILT_FOLDER", tmp_path)
+    monkeypatch.setattr(cpu_library_file, "PREBUILT_FOLDER", tmp_path)
 
 
 def test_c_kernels_take_the_threads_and_leave_torch_one(said: list[str]) -> None:

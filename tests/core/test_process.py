@@ -230,7 +230,7 @@ def test_bytes_that_are_no_zeromq(engine: EngineProcess, client: RawClient) -> N
 # --- the threads, one by one -------------------------------------------------------------------------------------
 
 
-LIMITS = Limits(1000, 8, 8 << 20, 2**16, 2**26, 2**28, 100, 300)
+LIMITS = Limits(1000, 8, 8 << 20, 2**16, 2**26, 2**28, 20_000, 60_000)
 WELCOME = Welcome(PROTOCOL_MAJOR, 0, "test", "id", 0, b"", "none", "00", "", "L2", VOCAB, LIMITS)
 MODEL = ModelInformation(0, "none", "00", "L2", "fake", "float32", VOCAB, [2], 1000, 8, 512, 100, 16, True)
 OWNER_TOKEN = b"o" * 16

@@ -214,7 +214,8 @@ def test_weights_that_need_no_conversion_are_not_copied(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
     found = dict(load_weights(tmp_path, CONFIG, torch.float32))
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+    places = [tensor.data_ptr() for tensor in found.values()]
+    assert max(places) - min(places) < len(before)  # all lie in one mapping
     found["model.norm.weight"].zero_()  # the mapping is private
     assert (tmp_path / "model.safetensors").read_bytes() == before
 

@@ -375,10 +375,12 @@ def test_the_queue_is_bounded(router, played_engine, monkeypatch):
 
 
 def test_a_client_that_is_forgotten_leaves_no_thread(router, played_engine):
+    others = set(threading.enumerate())
     client, _ = connected(router, played_engine)
-    before = threading.active_count()
+    threads = [thread for thread in threading.enumerate() if thread.name == "engine-client-io" and thread not in others]
+    assert len(threads) == 1
     client.close()
-    assert threading.active_count() == before - 1
+    assert not threads[0].is_alive()
     gone = weakref.ref(client)
     del client
     gc.collect()

@@ -160,11 +160,17 @@ def test_prefix_cache_hits_are_told(llm):
 
 
 def test_interrupting_generate_aborts_its_requests(llm):
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupt():
+        while llm._session.client.num_live < 30:  # all are submitted; then this thread waits for them
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1], [2], [3]] * 10, greedy(100_000, ignore_eos=True), use_tqdm=False)
-    timer.join()
+    thread.join()
     assert_idle(llm)
     assert llm._session.client.num_live == 0
     assert len(llm.generate([1], greedy(ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 8

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kernels.cpu_build
-import kernels.cpu_library
+import kernels.cpu_library_file
 from kernels.cpu_build import (
     VARIANTS,
     CpuLibraryError,
@@ -19,6 +19,7 @@ from kernels.cpu_build import (
     with_digest,
 )
 from kernels.cpu_library import load_cpu_library
+from kernels.cpu_library_file import find_library_soon
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(
         kernels.cpu_build, "_FLAGS", tuple(f for f in kernels.cpu_build._FLAGS if f != "-fvisibility=hidden")
     )
-    monkeypatch.setattr(kernels.cpu_library, "PREBUILT_FOLDER", sources / "prebuilt")
+    monkeypatch.setattr(kernels.cpu_library_file, "PREBUILT_FOLDER", sources / "prebuilt")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "engine-core" / "kernels"
 
@@ -46,9 +47,18 @@ def test_is_built_once_into_a_private_folder(cache, monkeypatch):
     assert {path.suffix for path in cache.iterdir()} == {".so", ""}  # the library and the lock: nothing is left over
     (path,) = libraries(cache)
     before = path.stat().st_mtime_ns
-    monkeypatch.setattr(kernels.cpu_library, "build", None)
+    monkeypatch.setattr(kernels.cpu_library_file, "build", None)
     load_cpu_library()
     assert path.stat().st_mtime_ns == before
+
+
+def test_a_thread_of_its_own_builds_ahead(cache, monkeypatch):
+    find_library_soon().join()
+    assert len(libraries(cache)) == 1
+    monkeypatch.setattr(kernels.cpu_library_file, "build", None)
+    load_cpu_library()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    find_library_soon().join()  # what is wrong is said by load_cpu_library()
 
 
 def test_other_sources_flags_or_compilers_are_other_files(cache, monkeypatch):
@@ -116,7 +126,7 @@ def test_a_compiler_that_fails_is_quoted(cache):
 
 
 def test_what_is_prebuilt_needs_no_compiler(cache, monkeypatch, tmp_path):
-    folder = kernels.cpu_library.PREBUILT_FOLDER
+    folder = kernels.cpu_library_file.PREBUILT_FOLDER
     folder.mkdir()
     path = folder / f"portable-{source_hash('portable')}.so"
     path.write_bytes(with_digest(build("portable", find_compiler(), tmp_path)))
@@ -126,7 +136,7 @@ def test_what_is_prebuilt_needs_no_compiler(cache, monkeypatch, tmp_path):
 
 
 def test_what_is_prebuilt_and_does_not_load_is_built(cache):
-    folder = kernels.cpu_library.PREBUILT_FOLDER
+    folder = kernels.cpu_library_file.PREBUILT_FOLDER
     folder.mkdir()
     (folder / f"portable-{source_hash('portable')}.so").write_bytes(with_digest(b"for another machine"))
     assert load_cpu_library("portable").variant == "portable"
@@ -134,7 +144,7 @@ def test_what_is_prebuilt_and_does_not_load_is_built(cache):
 
 
 def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):
-    monkeypatch.setattr(kernels.cpu_library, "usable_variants", lambda: ["portable"])
+    monkeypatch.setattr(kernels.cpu_library_file, "usable_variants", lambda: ["portable"])
     with pytest.raises(CpuLibraryError, match="runs the kernels portable; not 'avx2'"):
         load_cpu_library("avx2")
 

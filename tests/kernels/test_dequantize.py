@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cpu_build import usable_variants
+from kernels.cpu_dequantize import cpu_dequantize, has_cpu_kernel
+from kernels.cpu_library import load_cpu_library
 from kernels.dequantize import BLOCK_SIZES, dequantize
 
 
@@ -38,6 +41,21 @@ def test_bits_equal_those_of_the_gguf_package(type_name: str, count: int) -> Non
     assert numbers.sum() > 0.9 * numbers.size
     assert np.array_equal(found.numpy().view(np.uint32)[numbers], expected.view(np.uint32)[numbers])
     assert np.array_equal(np.isnan(found.numpy()), ~numbers)
+
+
+@pytest.mark.parametrize("variant", usable_variants())
+@pytest.mark.parametrize("type_name", [name for name in BLOCK_SIZES if name.startswith("Q")])
+def test_the_c_kernel_gives_the_same_bits(type_name: str, variant: str) -> None:
+    library = load_cpu_library(variant)
+    blocks = torch.from_numpy(random_blocks(type_name, 1003, seed=1)).view(-1)
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        assert has_cpu_kernel(type_name, dtype)
+        expected = dequantize(blocks, type_name).to(dtype)
+        assert expected.isfinite().all()
+        found = cpu_dequantize(library, blocks, type_name, dtype)
+        assert torch.equal(found.view(bits), expected.view(bits))
+    with pytest.raises(RuntimeError, match="shape"):
+        cpu_dequantize(library, blocks[1:], type_name, torch.float32)
 
 
 def test_block_sizes_are_those_of_the_gguf_package() -> None:

@@ -21,6 +21,8 @@ from tools.bench import capture_cost, gemm, ipc, kernels, quiet
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
+from tools.bench.startup import kernel_cache
+from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
 from tools.bench.workloads import WORKLOADS, Workload, make_workload, read_workload, warm_up_workload
 
@@ -137,6 +139,21 @@ def test_startup_measures_a_fresh_process() -> None:
     assert "load model" in str(record["phases"])
 
 
+def test_startup_parts_and_an_empty_kernel_cache(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    config = EngineConfig(model=str(tmp_path), load_format="safetensors", cpu_kernels="torch")
+    assert has_parts(config)
+    with kernel_cache(is_filled=False) as environment:
+        assert os.listdir(environment["XDG_CACHE_HOME"]) == []
+        parts = measure_parts(config, environment)
+    assert list(parts) == [
+        *("python", "tokenizer", "import torch", "import ours", "map", "dequantize", "pack", "kv cache"),
+    ]
+    assert parts["import torch"].cpu_s > parts["map"].cpu_s
+    with kernel_cache(is_filled=True) as environment:
+        assert environment == dict(os.environ)
+
+
 def run_small(
     which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[dict[str, object]]:
@@ -152,7 +169,11 @@ def run_small(
 def test_ipc_measures_first_tokens_and_streams(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = run_small("ipc", monkeypatch, capsys)
+    wakeups, *records = run_small("ipc", monkeypatch, capsys)
+    assert wakeups["workload"] == "ipc wake-ups"
+    for us in dict(wakeups["us"]).values():  # type: ignore[call-overload]
+        assert us["awake"] > 0
+        assert us["idle"] > 0
     assert [(record["workload"], record["connections"], record["client"]) for record in records] == [
         ("ipc first token", 1, "socket"),
         ("ipc tokens", 1, "socket"),

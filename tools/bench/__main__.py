@@ -18,7 +18,8 @@ from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
 from tools.bench.scheduler_cost import measure_scheduler
-from tools.bench.startup import measure_cleanly
+from tools.bench.startup import kernel_cache, measure_cleanly
+from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import write_tiny_model
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
 from tools.options import ArgumentParser, add_engine_options, engine_options
@@ -77,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rows", type=_parse_rows, default=(1, 8, 32, 512), metavar="N,N", help="of gemm; default: 1,8,32,512"
+    )
+    parser.add_argument(
+        "--kernel-cache",
+        choices=("filled", "empty"),
+        default="filled",
+        help="of startup: C kernels of an earlier start are found, or are built; default: filled",
     )
     parser.add_argument("--connect", metavar="ADDR", help="measure the engine at this address")
     add_engine_options(parser)
@@ -144,9 +151,14 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
 
 def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     config = config_from_options(**options)
+    threads, has_kernels = config.threads or len(os.sched_getaffinity(0)), parsed.kernel_cache == "filled"
     for rep in range(parsed.reps):
-        measured = measure_cleanly(config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds)
-        print_record(startup_record(config, config.threads or len(os.sched_getaffinity(0)), measured, rep=rep))
+        measured = measure_cleanly(
+            config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds, has_kernels=has_kernels
+        )
+        with kernel_cache(has_kernels) as environment:
+            parts = measure_parts(config, environment) if has_parts(config) else {}
+        print_record(startup_record(config, threads, measured, parts, kernel_cache=parsed.kernel_cache, rep=rep))
 
 
 def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:

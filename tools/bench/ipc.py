@@ -34,6 +34,7 @@ from ipc.sockets import Socket, connect_dealer
 from tools.bench.quiet import cpu_by_process, cpu_use, foreign_cpu
 from tools.bench.report import percentile
 from tools.bench.runs import request_params
+from tools.bench.wakeups import measure_wakeups
 from tools.version import DISTRIBUTION, version
 
 CONNECTIONS = (1, 64)
@@ -151,6 +152,7 @@ def measure_ipc(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
     """One record per measurement."""
     records: list[dict[str, Any]] = []
     step = summary_us(step_seconds(config, _NUM_FIRST_TOKENS))
+    records.append({**_record("ipc wake-ups", 1, rep), "us": measure_wakeups()})
     with EngineProcess(config) as process:
         for count in CONNECTIONS:
             with Connections(process.address, count) as connections:

@@ -8,6 +8,7 @@ from typing import Any
 from ipc.config import EngineConfig
 from tools.bench.runs import Bench, Run
 from tools.bench.startup import MeasuredStartup
+from tools.bench.startup_parts import Parts
 from tools.version import DISTRIBUTION, version
 
 _NOISY_SHARE = 0.08  # of the wall time, taken by others: the result is marked
@@ -52,7 +53,9 @@ def run_record(bench: Bench, run: Run, *, round_: int, rep: int) -> dict[str, An
     }
 
 
-def startup_record(config: EngineConfig, threads: int, measured: MeasuredStartup, *, rep: int) -> dict[str, Any]:
+def startup_record(
+    config: EngineConfig, threads: int, measured: MeasuredStartup, parts: Parts, *, kernel_cache: str, rep: int
+) -> dict[str, Any]:
     startup = measured.startup
     return {
         "engine": DISTRIBUTION,
@@ -64,7 +67,9 @@ def startup_record(config: EngineConfig, threads: int, measured: MeasuredStartup
         "import_s": startup.import_s,
         "ready_s": startup.ready_s,
         "start_to_first_token_s": startup.start_to_first_token_s,
+        "kernel_cache": kernel_cache,
         "phases": startup.phases,
+        "parts": {name: {"wall_s": part.wall_s, "cpu_s": part.cpu_s} for name, part in parts.items()},
         "wall_s": round(measured.wall_s, 4),
         "peak_rss_mb": startup.peak_rss_mb,
         "pss_mb": startup.pss_mb,

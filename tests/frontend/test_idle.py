@@ -1,0 +1,35 @@
+"""An engine with nothing to do and its client take next to no CPU: all their threads sleep, the C kernels' too."""
+
+import threading
+import time
+from pathlib import Path
+
+from frontend.llm import LLM
+from ipc.sampling_params import SamplingParams
+from tools.bench.quiet import process_tree
+from tools.bench.tiny_model import write_tiny_model
+
+_SECONDS = 1.0
+_SHARE = 0.01  # of a core
+
+
+def cpu_seconds() -> float:
+    """Of all threads of this process but the present one, and of all processes below; to the nanosecond."""
+    own, total = threading.get_native_id(), 0
+    for pid in process_tree():
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if task.name != str(own):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def test_idling_takes_under_a_hundredth_of_a_core(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with LLM(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64, threads=2) as llm:
+        before = cpu_seconds()
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=8, detokenize=False), use_tqdm=False)
+        assert cpu_seconds() > before, "the engine's CPU time is seen"
+        time.sleep(0.1)
+        before = cpu_seconds()
+        time.sleep(_SECONDS)
+        assert cpu_seconds() - before < _SHARE * _SECONDS

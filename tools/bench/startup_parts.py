@@ -1,0 +1,90 @@
+"""What the engine process's start consists of, part by part, in a fresh process that does nothing beside them.
+
+The engine itself has parts of this at the same time (kernels are built while torch is imported), so the sum is more
+than its start takes. CPU seconds are of all threads: beside a wall time that others have stretched, they tell the cost.
+
+`python -m tools.bench.startup_parts` is that process: EngineConfig as JSON in, parts as JSON out.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, EngineStartError
+from ipc.model_files import read_tokenizer_files, resolve_model
+from tools.bench.quiet import seconds_since_process_start
+
+_BLOCK_SIZE = 16
+
+
+class Part(msgspec.Struct, frozen=True):
+    wall_s: float
+    cpu_s: float
+
+
+Parts = dict[str, Part]
+
+
+def has_parts(config: EngineConfig) -> bool:
+    """Whether the engine of this config loads a model by our own code."""
+    return config.executor == "local" and config.model_impl != "transformers"
+
+
+def measure_parts(config: EngineConfig, environment: dict[str, str]) -> Parts:
+    """Errors: EngineStartError with what the process wrote."""
+    command = [sys.executable, "-m", "tools.bench.startup_parts"]
+    done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False, env=environment)
+    if done.returncode:
+        raise EngineStartError(done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}")
+    return msgspec.json.decode(done.stdout, type=Parts)
+
+
+@contextmanager
+def _timed(parts: Parts, name: str) -> Iterator[None]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    parts[name] = Part(round(time.perf_counter() - wall, 3), round(time.process_time() - cpu, 3))
+
+
+def start_by_parts(config: EngineConfig) -> Parts:
+    """In this process. Errors: those of a start."""
+    parts: Parts = {"python": Part(round(seconds_since_process_start(), 3), round(time.process_time(), 3))}
+    path = resolve_model(config.model)
+    with _timed(parts, "tokenizer"):
+        read_tokenizer_files(path, optional=True)
+    with _timed(parts, "import torch"):
+        import torch
+    with _timed(parts, "import ours"):
+        from core.cpu_kernels import start_cpu_kernels
+        from core.load_format import open_weights
+        from core.model_config import read_model_config
+        from core.models.llama import Llama
+        from kernels.cpu_library_file import find_library
+    if config.cpu_kernels != "torch":
+        with _timed(parts, "find or build kernels"):
+            find_library()
+    library = start_cpu_kernels(config)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    with _timed(parts, "map"):
+        model_config = read_model_config(path)
+        opened = open_weights(config.load_format, path, model_config, dtype, library)
+    with _timed(parts, "dequantize"):
+        weights = list(opened.tensors)
+    with _timed(parts, "pack"):
+        model = Llama(model_config, weights, dtype, config.numerics, library)
+    with _timed(parts, "kv cache"):
+        model.allocate_cache(256, _BLOCK_SIZE)
+    return parts
+
+
+if __name__ == "__main__":
+    try:
+        measured = start_by_parts(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+    except EngineCoreError as error:
+        sys.exit(str(error))
+    print(msgspec.json.encode(measured).decode())
