@@ -58,12 +58,11 @@ class ModelRunner:
         """Run one step and append what it sampled to the table."""
         self._apply(plan)
         inputs = self.prepare(plan)
-        hidden = self.forward(inputs)
+        hidden, logits = self.forward(inputs)
         logprobs = self._prompt_logprobs(plan, inputs, hidden)
         rows = plan.rows[inputs.samples]
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         if len(rows):
-            logits = self.model.compute_logits(hidden, inputs.logits_rows)
             reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0)
             told = logits[torch.from_numpy(reporting)]  # a copy: the sampler overwrites its logits
             sampled = self.sample(rows, logits)
@@ -106,12 +105,14 @@ class ModelRunner:
             logits_rows=torch.from_numpy(last[samples].astype(np.int64)),
         )
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [>= T, hidden] float32."""
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [>= T, hidden] and logits [S, vocab], float32."""
         metadata = self.model.attention_metadata(
             inputs.num_tokens, inputs.context_lens, inputs.block_tables, self.cache
         )
-        return self.model.hidden_states(inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache)
+        return self.model.forward(
+            inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache, inputs.logits_rows
+        )
 
     def _prompt_logprobs(self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits

@@ -49,30 +49,28 @@ class CpuAttention:
         This step's K and V are in the cache already."""
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
         assert q.is_contiguous(), q.stride()
-        num_heads, tables = q.shape[1], plan.block_tables
+        num_heads = q.shape[1]
         out = torch.empty((q.shape[0], num_heads * cache.head_dim), dtype=q.dtype)
+        arguments = AttentionArguments(
+            q=q.data_ptr(),
+            layer=cache.layers[layer].data_ptr(),
+            out=out.data_ptr(),
+            scale=scale * math.log2(math.e),
+        )
+        self.prepare(arguments, cache, plan, num_heads)
+        self._run(arguments)
+        return out
+
+    def prepare(self, arguments: AttentionArguments, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
+        """Everything but q, layer, out and scale. Good until this is asked again, and as long as the plan lives."""
         scratch_bytes = self._scratch_bytes(cache.shape, num_heads, plan.max_item_tokens) + 64
         scratch = self._scratch.get("scratch", (scratch_bytes * self._num_threads() + 64,), torch.uint8)
         num_partials = plan.num_partials * self._partial_floats(cache.head_dim)
         partials = self._scratch.get("partials", (num_partials,), torch.float32)
-        self._run(
-            AttentionArguments(
-                q.data_ptr(),
-                cache.layers[layer].data_ptr(),
-                out.data_ptr(),
-                tables.ctypes.data,
-                plan.items.ctypes.data,
-                plan.merges.ctypes.data,
-                partials.data_ptr(),
-                -(-scratch.data_ptr() // 64) * 64,
-                cache.shape,
-                num_heads,
-                tables.shape[1],
-                len(plan.items),
-                len(plan.merges),
-                plan.max_item_tokens,
-                plan.window or 0,
-                scale * math.log2(math.e),
-            )
-        )
-        return out
+        arguments.block_tables, arguments.table_width = plan.block_tables.ctypes.data, plan.block_tables.shape[1]
+        arguments.items, arguments.num_items = plan.items.ctypes.data, len(plan.items)
+        arguments.merges, arguments.num_merges = plan.merges.ctypes.data, len(plan.merges)
+        arguments.partials = partials.data_ptr()
+        arguments.scratch = -(-scratch.data_ptr() // 64) * 64
+        arguments.shape, arguments.num_heads = cache.shape, num_heads
+        arguments.max_item_tokens, arguments.window = plan.max_item_tokens, plan.window or 0

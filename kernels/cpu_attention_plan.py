@@ -33,6 +33,7 @@ class AttentionPlan:
     context_lens: Ints  # [R]
     block_tables: Int32s  # [R, P]
     num_rows: int  # rows of q and of the output
+    longest: int  # of context_lens
     window: int | None  # tokens that a row sees, itself included; None = all before it
     items: Int32s  # [I, 8] struct AttentionItem, the longest first
     merges: Int32s  # [M, 5] struct AttentionMerge
@@ -63,6 +64,7 @@ def attention_plan(
         context_lens=lengths,
         block_tables=np.ascontiguousarray(block_tables, np.int32),
         num_rows=int(counts.sum()),
+        longest=int(lengths.max(initial=0)),
         window=window,
         items=items[np.argsort(-work, kind="stable")],
         merges=merges,
