@@ -103,32 +103,15 @@ class CpuDecoder:
         self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.table.shape[1], head.out_features, norm.dtype
         first = layers[0]
-        self._decoder = _DecoderArguments(
-            layers=ctypes.addressof(self._layers),
-            head=head.arguments,
-            embeddings=embedding.table.data_ptr(),
-            norm=norm.weight.data_ptr(),
-            hidden_size=self._width,
-            intermediate_size=first.down.in_features,
-            num_layers=len(layers),
-            num_heads=num_heads,
-            dtype=ELEMENT_TYPES[self._dtype],
-            function=FUNCTIONS[function],
-            eps=norm.eps,
-            embedding_scale=embedding.scale,
-        )
-        self._widths = {
-            "x": self._width,
-            "qkv": first.qkv.out_features,
-            "q": first.o.in_features,
-            "attended": first.o.in_features,
-            "gate_up": first.gate_up.out_features,
-            "gated": first.down.in_features,
-            "added": self._width,
-        }
+        self._decoder = _decoder_arguments(embedding, norm, head, first.down, function)
+        self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
+        self._decoder.num_heads = self._num_heads = num_heads
+        self._widths = {"x": self._width, "added": self._width}
+        self._widths |= {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
+        self._widths |= {"gate_up": first.gate_up.out_features, "gated": first.down.in_features}
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
-        self._num_heads = num_heads
-        self._attention = [CpuAttention(library) for _ in range(_NUM_KINDS)]  # each with room of its own
+        kinds = sorted({int(parts.slides) for parts in layers})
+        self._attention = [(kind, CpuAttention(library)) for kind in kinds]  # each with room of its own
         self._kinds = (_KindArguments * _NUM_KINDS)()
         self._step = _StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
@@ -148,14 +131,14 @@ class CpuDecoder:
         cache: CpuKVCache,
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; a table that
-        reaches all positions and a plan for each kind of layer, or one for both -> the last layer's output [T, hidden]
-        and logits [S, vocab], float32."""
+        """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
+        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's output
+        [T, hidden] and logits [S, vocab], float32."""
         num_tokens, num_logits = len(token_ids), len(logits_rows)
         self._reserve(num_tokens, num_logits)
         self._use_cache(cache)
-        for index, (kind, attention) in enumerate(zip(self._kinds, self._attention, strict=True)):
-            table, plan = tables[min(index, len(tables) - 1)], plans[min(index, len(plans) - 1)]
+        for index, attention in self._attention:
+            kind, table, plan = self._kinds[index], tables[-index], plans[-index]
             kind.cos, kind.sin = table.cos.data_ptr(), table.sin.data_ptr()
             attention.prepare(kind.attention, cache, plan, self._num_heads)
         step = self._step
@@ -188,6 +171,23 @@ class CpuDecoder:
     def _keep(self, name: str, buffer: torch.Tensor) -> None:
         self._buffers[name] = buffer
         setattr(self._step, name, buffer.data_ptr())
+
+
+def _decoder_arguments(
+    embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix, down: PackedMatrix, function: str
+) -> _DecoderArguments:
+    """All but what concerns layers and heads."""
+    return _DecoderArguments(
+        head=head.arguments,
+        embeddings=embedding.table.data_ptr(),
+        norm=norm.weight.data_ptr(),
+        hidden_size=down.out_features,
+        intermediate_size=down.in_features,
+        dtype=ELEMENT_TYPES[norm.dtype],
+        function=FUNCTIONS[function],
+        eps=norm.eps,
+        embedding_scale=embedding.scale,
+    )
 
 
 def _layer_arguments(parts: LayerParts) -> _LayerArguments:

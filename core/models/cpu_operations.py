@@ -9,7 +9,7 @@ from core.models.config import Activation, ModelConfig
 from core.models.rotary import rotary_embeddings
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import SPLIT, TILE, AttentionPlan, attention_plan
+from kernels.cpu_attention_plan import SPLIT, TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_kv_cache import CpuKVCache, padded_dim
@@ -49,6 +49,7 @@ class CpuOperations:
         self._config, self._dtype, self.library = config, dtype, library
         self.tables = tuple(RotaryTable(*rotary) for rotary in rotary_embeddings(config))
         self._attention = CpuAttention(library)
+        self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
         self.sampler = CpuSampler(library)
 
     @property
@@ -85,10 +86,7 @@ class CpuOperations:
         num_rows: int,
         window: int | None,
     ) -> AttentionPlan:
-        config = self._config
-        return attention_plan(
-            num_tokens, context_lens, block_tables, config.num_attention_heads, config.num_key_value_heads, window
-        )
+        return self._plan(num_tokens, context_lens, block_tables, window)
 
     def bytes_per_block(self, block_size: int) -> int:
         config = self._config

@@ -107,8 +107,9 @@ class Llama:
             return hidden, self.compute_logits(hidden, logits_rows) if len(logits_rows) else hidden.new_empty(
                 0, self.vocab_size
             )
-        positions, slots, *inputs = self._operations.step(positions, slots, metadata, cache)
-        return self._decoder(token_ids, positions, slots, *inputs, logits_rows)
+        step = self._operations.step(positions, slots, metadata, cache)
+        inputs = (step.positions, step.slots, step.tables, step.work, step.cache)
+        return self._decoder(token_ids, *inputs, logits_rows)
 
     @torch.inference_mode()
     def hidden_states(

@@ -18,7 +18,7 @@ from core.cpu_kernels import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import attention_plan
+from kernels.cpu_attention_plan import AttentionPlanner
 from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
@@ -115,7 +115,7 @@ def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int
     cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
-    plan = attention_plan(np.full(requests, count), np.full(requests, length), tables, _HEADS, _KV_HEADS)
+    plan = AttentionPlanner(library, _HEADS, _KV_HEADS)(np.full(requests, count), np.full(requests, length), tables)
     q = torch.randn(requests * count, _HEADS, _HEAD_DIM).to(dtype)
     attention = CpuAttention(library)
     theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(dtype)
