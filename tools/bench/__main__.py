@@ -34,6 +34,7 @@ DEFAULTS = {
     "gemm": [],
     "kernels": [],
     "scheduler": [],
+    "step": [],
 }
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -138,7 +139,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
-    if parsed.benchmark in ("gemm", "kernels"):
+    if parsed.benchmark in ("gemm", "kernels", "step"):
         _run_kernels(parsed, options)
         return
     measure = {"ipc": measure_ipc, "capture": measure_capture, "scheduler": measure_scheduler}[parsed.benchmark]
@@ -165,14 +166,14 @@ def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     # Imported here: they need torch, which takes seconds.
     from tools.bench.gemm import measure_gemm
     from tools.bench.kernels import measure_kernels
+    from tools.bench.step import measure_step
 
     config = config_from_options(**options)
+    measures = {"gemm": lambda rep: measure_gemm(config, parsed.rows, rep)}
+    measures |= {"kernels": lambda rep: measure_kernels(config, rep), "step": lambda rep: measure_step(config, rep)}
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
-        measured = (
-            measure_gemm(config, parsed.rows, rep) if parsed.benchmark == "gemm" else measure_kernels(config, rep)
-        )
-        for record in measured:
+        for record in measures[parsed.benchmark](rep):
             print_record(record)
 
 
