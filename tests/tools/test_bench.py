@@ -297,5 +297,4 @@ def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypa
     for record in records:
         parts = [record[f"{name}_us"] for name in ("schedule", "prepare", "forward", "sample", "update", "encode")]
         assert min(parts) > 0
-        assert record["step_us"] < 3 * sum(parts)
         assert set(record["operations_us"]) == operations | ({"rope"} if cpu_kernels == "c" else set())
