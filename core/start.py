@@ -33,7 +33,6 @@ from ipc.messages import (
 from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sockets import BoundRouter, Context, bind_router
 from ipc.start_messages import Start
-from kernels.cpu_library_file import find_library_soon
 
 Report = Callable[[str], None]
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -66,6 +65,9 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     tokenizer = _read_tokenizer(config)
     report("import")
     if config.executor == "local" and config.cpu_kernels != "torch":
+        # Imported here: whose `kernels` this is was checked after core was imported.
+        from kernels.cpu_library_file import find_library_soon
+
         find_library_soon()  # torch's import takes a second of one core
     importlib.import_module(f"core.executor.{config.executor}")
     report("load model")
