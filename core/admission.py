@@ -227,17 +227,20 @@ class Admission:
             return
         batch, size = self._batch, self._batch.block_size
         fresh, first = batch.pool.allocate(room.unsettled), 0
+        starts, nums_hits = [], []
         for request, needs, count, num_given in room.settling:
             num_hits = len(needs.hits)
             block_ids = fresh[first : first + num_given - num_hits]
             first += num_given - num_hits
             if num_hits:
                 block_ids = np.concatenate([needs.hits, block_ids])
+            if request.swapped is not None:
+                self._preemption.swap_in(request, block_ids, num_hits)
             computed = needs.num_computed_tokens
-            full = (computed + count) // size
-            content = batch.prefix_cache.name_first_blocks(request, block_ids[:full], num_hits, needs.content)
-            self._preemption.swap_in(request, block_ids, num_hits)
-            draft.starts.append(Start(request, block_ids, computed, full, content, count))
+            starts.append(Start(request, block_ids, computed, (computed + count) // size, needs.content, count))
+            nums_hits.append(num_hits)
+        contents = batch.prefix_cache.name_starts(starts, nums_hits)
+        draft.starts += [start._replace(content=content) for start, content in zip(starts, contents, strict=True)]
         room.settling.clear()
         room.first_hashes.clear()
         room.unsettled = 0

@@ -20,6 +20,7 @@ class Batch:
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"
         self.block_size = config.block_size
+        self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
         self.table = BatchTable(config.max_num_seqs)
         self.pool = BlockPool(config.num_blocks_override, config.block_size)
         self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
@@ -33,7 +34,7 @@ class Batch:
 
     def num_blocks_of(self, num_tokens: Ints) -> Ints:
         """Blocks that so many tokens take."""
-        return (num_tokens + (self.block_size - 1)) // self.block_size
+        return (num_tokens + (self.block_size - 1)) >> self._shift
 
     def num_blocks_at_most(self, rows: Ints) -> Ints:
         """Blocks that the rows can ever need: a request's last token is never computed."""

@@ -19,10 +19,11 @@ from ipc.paged_rows import Int32s, Ints
 UNNAMED = 0
 
 _MASK = 2**64 - 1
-_ONE = np.uint64(1)
+_ONE, _HALF = np.uint64(1), np.uint64(32)
 _NO_BLOCKS = np.zeros(0, np.int32)
 _ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
+_CONTENT_FACTOR, _FINAL_FACTOR = np.uint64(_ODD_CONTENT), np.uint64(_ODD_FINAL)
 
 
 def root_content(cache_salt: str) -> int:
@@ -86,9 +87,7 @@ class BlockNames:
     def name(self, blocks: Int32s, parents: Ints, token_ids: Int32s) -> Ints:
         """Name one block of each of several rows: parents [n] contents before them, token_ids [n, block_size] theirs.
         Returns the contents [n]. The first block of a content keeps the name: block tables are append-only."""
-        keys = hash_blocks(token_ids)
-        keys = (parents.astype(np.uint64) * np.uint64(_ODD_CONTENT) + keys) * np.uint64(_ODD_FINAL)
-        keys ^= keys >> np.uint64(32)
+        keys = _keys(parents, token_ids)
         numbers = keys.tolist()
         owners = np.array(list(map(self._block_of_key.setdefault, numbers, blocks.tolist())), np.int64)
         contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
@@ -103,6 +102,29 @@ class BlockNames:
         same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
         contents[old[same]] = self.content[owners[old[same]]]
         return contents
+
+    def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: Int32s) -> Ints:
+        """Name consecutive blocks of several requests, none of which has any of these contents yet: request i has the
+        next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size]. Returns the content
+        of each one's last block.
+
+        A run's first block has a content that is new, so what follows it is new too, and numbers count up.
+        """
+        ends = np.cumsum(lengths)
+        contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
+        self._num_contents += len(blocks)
+        before = contents - 1
+        before[ends - lengths] = parents
+        keys = _keys(before, token_ids).tolist()
+        owners = np.array(list(map(self._block_of_key.setdefault, keys, blocks.tolist())), np.int64)
+        new = owners == blocks
+        if new.all():
+            self._enter(blocks, contents, before, keys, token_ids)
+        else:  # of keys that collide the block entered first keeps the name
+            kept = [key for key, is_new in zip(keys, new.tolist(), strict=True) if is_new]
+            self._enter(blocks[new], contents[new], before[new], kept, token_ids[new])
+        lasts: Ints = contents[ends - 1]
+        return lasts
 
     def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s, hashes: list[int]) -> int:
         """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
@@ -169,6 +191,13 @@ class BlockNames:
         for block, parent, value in zip(named.tolist(), parents, hashes, strict=True):
             key = _key(parent, value)
             assert self._block_of_key.get(key) == block, f"block {block} is not found under its name"
+
+
+def _keys(parents: Ints, token_ids: Int32s) -> npt.NDArray[np.uint64]:
+    """_key() of many."""
+    keys = (parents.astype(np.uint64) * _CONTENT_FACTOR + hash_blocks(token_ids)) * _FINAL_FACTOR
+    keys ^= keys >> _HALF
+    return keys
 
 
 def _key(content: int, value: int) -> int:

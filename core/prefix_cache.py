@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from core.batch_table import BatchTable
+from core.batch_table import BatchTable, Start
 from core.block_names import BlockNames, hash_blocks, root_content
 from core.request import Request
 from ipc.paged_rows import Int32s, Ints
@@ -17,6 +17,7 @@ class PrefixCache:
         self._table = table
         self._names = names
         self._block_size = names.block_size
+        self._shift = names.block_size.bit_length() - 1  # block sizes are powers of two
         self._enabled = enabled
 
     def prepare(self, request: Request) -> None:
@@ -47,15 +48,17 @@ class PrefixCache:
         if not self._enabled:
             return
         table = self._table
-        named = table.num_named_blocks[rows]
-        more = np.minimum(ends, table.num_tokens[rows]) // self._block_size - named
-        full = more > 0
-        if not full.any():
+        more = (np.minimum(ends, table.num_tokens[rows]) >> self._shift) - table.num_named_blocks[rows]
+        full = (more > 0).nonzero()[0]
+        if not len(full):
             return
-        rows, named, more = rows[full], named[full], more[full]
+        rows, more = rows[full], more[full]
+        named = table.num_named_blocks[rows]
         one = more == 1
-        if one.any():
-            self._name_one_each(rows[one], named[one])
+        if one.all():
+            self._name_one_each(rows, named)
+            return
+        self._name_one_each(rows[one], named[one])
         for row, start, count in zip(rows[~one].tolist(), named[~one].tolist(), more[~one].tolist(), strict=True):
             blocks = table.blocks.read(row, start, start + count)
             tokens = table.tokens.read(row, start * self._block_size, (start + count) * self._block_size)
@@ -64,14 +67,39 @@ class PrefixCache:
             table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
             table.num_named_blocks[row] = start + count
 
-    def name_first_blocks(self, request: Request, blocks: Int32s, num_named: int, parent: int) -> int:
-        """Name the request's first blocks, which are full, from num_named on; returns the content of the last."""
-        count = len(blocks)
-        if not self._enabled or count == num_named:
-            return parent
-        token_ids = request.token_ids[num_named * self._block_size : count * self._block_size]
-        token_ids = token_ids.reshape(-1, self._block_size)
-        return self._names.name_run(blocks[num_named:], parent, token_ids, request.block_hashes[num_named:count])
+    def name_starts(self, starts: list[Start], num_named: list[int]) -> list[int]:
+        """Name the full blocks of these requests, whose first num_named[i] have names already and start.content;
+        returns the content of each one's last. No two of them have the same next block."""
+        contents = [start.content for start in starts]
+        if not self._enabled:
+            return contents
+        size, names = self._block_size, self._names
+        fresh = []  # whose next content is new
+        for index, (start, named) in enumerate(zip(starts, num_named, strict=True)):
+            full, request = start.num_named_blocks, start.request
+            if full == named:
+                continue
+            if not names.knows(start.content, request.block_hashes[named]):
+                fresh.append(index)
+                continue
+            token_ids = request.token_ids[named * size : full * size].reshape(-1, size)
+            hashes = request.block_hashes[named:full]
+            contents[index] = names.name_run(start.block_ids[named:full], start.content, token_ids, hashes)
+        if fresh:
+            blocks = [starts[index].block_ids[num_named[index] : starts[index].num_named_blocks] for index in fresh]
+            tokens = [
+                starts[index].request.token_ids[num_named[index] * size : starts[index].num_named_blocks * size]
+                for index in fresh
+            ]
+            lasts = names.name_runs(
+                np.concatenate(blocks),
+                np.array([len(part) for part in blocks]),
+                np.array([contents[index] for index in fresh]),
+                np.concatenate(tokens).reshape(-1, size),
+            )
+            for index, last in zip(fresh, lasts.tolist(), strict=True):
+                contents[index] = last
+        return contents
 
     def _name_one_each(self, rows: Ints, indices: Ints) -> None:
         """The rows' blocks at these indices."""

@@ -84,12 +84,14 @@ class PagedRows:
         self._flat[self._slots_of_row(row, positions)] = values
 
     def fill(self, rows: Ints, values: list[Ints]) -> None:
-        """Write values[i] at positions 0, 1, ... of rows[i], which are clear; one write for all."""
-        lengths = np.array([len(part) for part in values])
-        self.ensure(rows, lengths)
-        firsts = np.cumsum(lengths) - lengths
-        positions = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
-        self._flat[self._slots(np.repeat(rows, lengths), positions)] = np.concatenate(values)
+        """Write values[i] at positions 0, 1, ... of rows[i], which are clear."""
+        self.ensure(rows, np.array([len(part) for part in values]))
+        size, pages = self.page_size, self._pages
+        for row, part, page in zip(rows.tolist(), values, self._index[rows, 0].tolist(), strict=True):
+            if len(part) <= size:
+                pages[page, : len(part)] = part
+            else:
+                self._flat[self._slots_of_row(row, np.arange(len(part)))] = part
 
     def read(self, row: int, start: int, stop: int) -> Int32s:
         """A copy of positions start..stop-1 of one row."""
