@@ -84,9 +84,10 @@ class Batch:
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that goes on later: it gets its tokens back."""
-        token_ids = self.table.token_ids(row)
+        token_ids, computed = self.table.token_ids(row), int(self.table.num_computed_tokens[row])
         (request,) = self.release(np.array([row]))
         request.token_ids = token_ids
+        request.num_computed_before = max(request.num_computed_before, computed)
         self.prefix_cache.prepare(request)
         return request
 

@@ -77,7 +77,7 @@ class BatchTable:
         requests = [start.request for start in starts]
         self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
         self._num_tenancies += len(rows)
-        self._set(rows, np.array([self._entries(start) for start in starts]))
+        self._set(rows, np.array([self._entries(start) for start in starts], np.int64))
         self.num_placeholders[rows] = 0
         self.ignore_eos[rows] = [request.params.ignore_eos for request in requests]
         self.has_stop_ids[rows] = [bool(request.params.stop_token_ids) for request in requests]

@@ -49,6 +49,10 @@ class RenewKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=123):
     """From the IO thread, never on the wire: KV events for the client were dropped; it is to be told everything."""
 
 
+class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
+    """From the IO thread, never on the wire: the engine drains, and what waits must not wait for ever."""
+
+
 #: What the IO thread lets through to the engine; requests have been validated by then.
 EngineInput: TypeAlias = (
     AddRequest
@@ -62,6 +66,7 @@ EngineInput: TypeAlias = (
     | ReleaseClient
     | SetClientWeight
     | RenewKVEvents
+    | EndPause
     | Explain
     | FollowKVEvents
     | UnfollowKVEvents
@@ -127,7 +132,9 @@ class EngineCore:
                 case HoldClient():
                     self.scheduler.hold_client(client, now_ns)
                 case ReleaseClient():
-                    self._num_requests += self.scheduler.release_client(client, self._num_requests)
+                    self._num_requests += self.scheduler.release_client(client, self._num_requests, now_ns)
+                case EndPause():
+                    self.scheduler.resume()
                 case GetStatistics():
                     replies.append((client, self.statistics(message.call, now_ns)))
                 case ResetPrefixCache():

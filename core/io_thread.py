@@ -16,6 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core import log
+from core.engine import EndPause
 from core.inbox import Inbox
 from core.lease_clock import LeaseClock
 from core.reception import Reception, Served
@@ -31,6 +32,7 @@ _TICKS_PER_LEASE = 8
 _LOG_S = 0.5  # for the last lines on standard error
 
 Addressed = tuple[int, ServerMessage]
+_NOBODY = 0  # client of an input that is no client's
 
 
 class IOThread:
@@ -128,6 +130,7 @@ class IOThread:
                 os.eventfd_read(self._wake)
                 if self._drain_asked and not self.reception.is_draining:
                     self.reception.is_draining = True
+                    self.inbox.put(_NOBODY, EndPause())
                     self.inbox.put_end()
                 if (stopping := self._send_outbox(now)) is not None:
                     self._stop(stopping)

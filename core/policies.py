@@ -18,6 +18,7 @@ from ipc.config import EngineConfig
 from ipc.paged_rows import Ints
 
 NS_PER_S = 1_000_000_000
+_FARTHEST = 2**62  # ranks are int64; 146 years
 
 
 class Policy(Protocol):
@@ -101,7 +102,8 @@ class Priority(Fcfs):
 
     def arrive(self, request: Request) -> None:
         request.level = request.priority
-        request.rank = request.arrival_ns + request.priority * self._aging_ns if self._aging_ns else request.priority
+        rank = request.arrival_ns + request.priority * self._aging_ns if self._aging_ns else request.priority
+        request.rank = max(-_FARTHEST, min(rank, _FARTHEST))
 
     def must_yield(self, request: Request, rows: Ints) -> Bools:
         table = self._table

@@ -42,12 +42,12 @@ class Preemption:
         """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
         sampled again: same ids, same position, same token."""
         computed = int(self._batch.table.num_computed_tokens[row])
+        counted = int(self._batch.table.num_computed_before[row])
+        self._stats.num_recomputed_tokens -= max(0, counted - computed)  # counted as computed again, and not done yet
         swapped = self._swap_out(row)
         request = self._batch.release_to_wait(row)
         request.swapped = swapped
         request.num_preemptions += cause is Cause.OLDER
-        self._stats.num_recomputed_tokens -= max(0, request.num_computed_before - computed)  # counted, not done
-        request.num_computed_before = max(request.num_computed_before, computed)
         self._waiting.push(request)
         draft.drop(row)
         num_swapped = 0 if swapped is None else len(swapped.slots)
@@ -83,7 +83,10 @@ class Preemption:
     def _swap_out(self, row: int) -> Swapped | None:
         """Copy what the row has computed to the host, if that is the mode, the cheaper way and there is room. The last
         token is left out: whoever resumes computes it, to sample the next."""
-        table = self._batch.table
+        table, request = self._batch.table, self._batch.table.request[row]
+        assert request is not None, f"row {row} is preempted and free"
+        if request.params.prompt_logprobs is not None and table.num_tokens[row] == table.num_prompt_tokens[row]:
+            return None  # those of a step in flight would be lost: computed again they are told again
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
         count = -(-kept // self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):

@@ -75,7 +75,8 @@ class Scheduler:
                 continue
             request.arrival_ns = now_ns
             self._requests.add(request, deadline_ns)
-            self.policy.arrive(request)
+            if not self.waiting.is_held(client):  # else it arrives with the client's others when the hold ends
+                self.policy.arrive(request)
             self.batch.prefix_cache.prepare(request)
             self.waiting.push(request)
 
@@ -104,15 +105,20 @@ class Scheduler:
             request = self.batch.release_to_wait(row)
             self.outputs.events.add_hold(request, now_ns)
             self.waiting.push(request)
+        if not self.waiting.is_held(client):
+            for request in requests:
+                self.preemption.end(request)  # the host is for those who go on soon
+                self.policy.end(request)  # who does not read saves up no claim
         self.waiting.hold(client, requests)
 
-    def release_client(self, client: int, serial: int) -> int:
+    def release_client(self, client: int, serial: int, now_ns: int = 0) -> int:
         """The client reads again: its requests queue up as if they came now, with serials from `serial` on. Returns how
         many they are."""
         released = self.waiting.release(client)
         for request in released:
-            request.serial = serial
+            request.serial, request.arrival_ns = serial, now_ns
             serial += 1
+            self.policy.arrive(request)
             self.waiting.push(request)
         return len(released)
 
@@ -325,7 +331,8 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         request.is_finished = True
         self._requests.remove(request)
-        self.policy.end(request)
+        if not self.waiting.is_held(request.client):
+            self.policy.end(request)
 
     def _num_output_tokens(self, request: Request) -> int:
         if request.row == NO_ROW:

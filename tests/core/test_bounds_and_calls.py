@@ -155,6 +155,22 @@ def test_pause_all_and_resume(start: Callable[..., Running]) -> None:
         assert client.finish(1, 2) == [expected([1], 3000), expected([2], 8)]
 
 
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_a_drain_ends_a_pause(start: Callable[..., Running], mode: PauseMode) -> None:
+    """Nobody could resume a draining engine: it lets no client in."""
+    running = start(lease_ms=60_000)
+    with owner(running) as client:
+        client.add(1, [1], max_tokens=2000)
+        client.receive_any()
+        client.send(Pause(5, mode))
+        client.receive(CallDone)
+        client.add(2, [2])
+        wait_for(client, lambda statistics: statistics.num_waiting == 1)
+        client.send(BeginDrain(6))
+        assert client.receive(CallDone).call == 6
+        assert client.finish(1, 2) == [expected([1], 2000), expected([2], 8)]
+
+
 def test_model_information_and_a_bounded_number_of_tokenizers(start: Callable[..., Running]) -> None:
     running = start(lease_ms=60_000)
     with RawClient(running.address) as client:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from core.engine import HoldClient, ReleaseClient
 from core.policies import Fair
 from core.virtual_time import TOKEN
-from ipc.messages import FinishReason
+from ipc.messages import FinishReason, Goodbye
 from tests.core.driving import Driver, add_message, small_config
 
 
@@ -35,3 +36,23 @@ def test_what_is_computed_again_is_not_charged_again() -> None:
     driver.drain()
     assert driver.scheduler.stats.num_recomputed_tokens >= 40
     assert [fair._times.of(client) for client in (1, 2)] == [(40 + 19) * TOKEN] * 2  # the last is never computed
+
+
+def test_a_client_on_hold_saves_up_no_claim() -> None:
+    """Client 1 does not read for a while; when it does, it shares with client 0 from then on."""
+    config = small_config(budget=8, max_num_seqs=2, scheduling_policy="fair", fair_quantum=4, max_model_len=300)
+    driver = Driver(config)
+    driver.step([(0, add_message(0, [1], 250)), (1, add_message(0, [2], 250))])
+    driver.step([(1, HoldClient())])
+    for _ in range(60):
+        driver.step()
+    driver.step([(1, ReleaseClient()), (2, add_message(0, [3], 250))])
+    before = [len(driver.inbox.received[client, 0].tokens) for client in range(3)]
+    for _ in range(60):
+        driver.step()
+    served = [len(driver.inbox.received[client, 0].tokens) - start for client, start in enumerate(before)]
+    assert min(served) >= 20, served
+    driver.drain()
+    fair = driver.scheduler.policy
+    driver.step([(1, HoldClient()), (1, Goodbye())])  # with nothing left
+    assert isinstance(fair, Fair)

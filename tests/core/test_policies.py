@@ -61,6 +61,16 @@ def test_who_loses_only_budget_is_skipped_and_keeps_its_blocks() -> None:
     assert hand.step() == {1: 1, 2: 1}
 
 
+@pytest.mark.parametrize("aging", [0.0, 5.0, 1e6])
+def test_the_most_extreme_priorities_are_ranks_like_others(aging: float) -> None:
+    hand = ByHand(small_config(max_num_seqs=1, scheduling_policy="priority", priority_aging_seconds=aging))
+    add(hand, 1, 4)
+    hand.step()
+    for number, priority in ((2, 2**31 - 1), (3, 0), (4, -(2**31))):
+        add(hand, number, 4, priority=priority)
+    assert order_of_starts(hand) == [4, 1, 3, 2]
+
+
 def test_aging_puts_an_old_request_before_a_more_urgent_one() -> None:
     config = small_config(max_num_seqs=1, scheduling_policy="priority", priority_aging_seconds=2.0)
     hand = ByHand(config)
