@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import msgspec
+import pytest
 
 from core.executor.fake import fake_tokens
 from core.reception import MAX_TOKENIZERS
