@@ -115,10 +115,10 @@ def decode_attention(
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:
         return
-    assert q.is_contiguous(), q.stride()
     kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     shape = {"HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_2(head_dim)), "SPLIT": SPLIT}
     parts = count * splits if splits > 1 else 0
+    assert q.is_contiguous(), q.stride()
     sums = torch.empty((parts, num_heads, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((parts, num_heads, 2), dtype=torch.float32, device=q.device)
     _decode[(count, kv_heads, splits)](
@@ -127,11 +127,7 @@ def decode_attention(
         sums,
         stats,
         cache.layers[layer],
-        work.rows,
-        work.positions,
-        work.tables,
-        work.tables.stride(0),
-        work.decode_tokens,
+        *(work.rows, work.positions, work.tables, work.tables.stride(0), work.decode_tokens),
         scale,
         soft_cap or 0.0,
         splits,
