@@ -110,8 +110,7 @@ def decode_attention(
     out: torch.Tensor,
     soft_cap: float | None = None,
 ) -> None:
-    """Attention of work's decode_tokens: q [T, H, D] -> out [T, H, D], both contiguous and of the cache's dtype; zeros
-    for padding. soft_cap: scores become cap * tanh(score / cap)."""
+    """As prefill_attention, of work's decode_tokens: q [T, H, D] -> out [T, H, D]; zeros for padding."""
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:
         return
