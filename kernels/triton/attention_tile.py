@@ -15,28 +15,12 @@ def load_queries(q, row, mine, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(q + row[:, None] * HEAD_DIM + d, mask=mine[:, None] & (d < HEAD_DIM), other=0.0)
 
 
+# fmt: off
 @triton.jit
 def fold_tile(
-    queries,
-    own,
-    maximum,
-    total,
-    sums,
-    layer,
-    table,
-    start,
-    end,
-    head,
-    scale,
-    soft_cap,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """Add the tokens from start on, BLOCK_N of them but none from end on, to maximum, total [M] and sums [M, BLOCK_D].
 
@@ -67,3 +51,4 @@ def fold_tile(
     values = tl.load(values_at, mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     sums = sums * shrunk[:, None] + dot(weights.to(values.dtype), values, UPCAST)
     return new_maximum, total * shrunk + tl.sum(weights, 1), sums
+# fmt: on
