@@ -36,6 +36,10 @@ class LogitEdits(NamedTuple):
     presence: NDArray[np.float32] = _NO_FLOATS
 
 
+NO_EDITS = LogitEdits()
+
+
+@torch.inference_mode()
 def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> None:
     """logits [S, V] float32, changed in place. Order as vLLM's: allowed tokens, bad words, min_tokens, logit_bias,
     penalties."""

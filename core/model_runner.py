@@ -18,6 +18,8 @@ from ipc.paged_rows import Int32s, Ints
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32
 
+_NONE: Ints = np.zeros(0, np.int64)
+
 
 class StepInputs(NamedTuple):
     """One step's tokens, packed request after request. T tokens of R rows, of which S sample."""
@@ -58,14 +60,15 @@ class ModelRunner:
         """Run one step and append what it sampled to the table."""
         self._apply(plan)
         inputs = self.prepare(plan)
-        hidden = self.forward(inputs)
-        logprobs = self._prompt_logprobs(plan, inputs, hidden)
+        hidden, logits = self.forward(inputs)
+        logprobs: list[TokenLogprobs] = []
+        if self.sampling.num_reporting:
+            logprobs += self._prompt_logprobs(plan, inputs, hidden)
         rows = plan.rows[inputs.samples]
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         if len(rows):
-            logits = self.model.compute_logits(hidden, inputs.logits_rows)
-            reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0)
-            told = logits[torch.from_numpy(reporting)]  # a copy: the sampler overwrites its logits
+            reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0) if self.sampling.num_reporting else _NONE
+            told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
             sampled = self.sample(rows, logits)
             finite = sampled >= 0
             token_ids[inputs.samples] = np.where(finite, sampled, FAILED_TOKEN)
@@ -89,29 +92,34 @@ class ModelRunner:
         table, rows, counts = self.table, plan.rows, plan.num_scheduled_tokens
         samples = table.advance(plan)
         ends = table.num_computed_tokens[rows]
-        last = np.cumsum(counts) - 1  # index of each row's last token
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(int(counts.sum())) + np.repeat(ends - 1 - last, counts)
-        blocks = table.blocks.get(token_rows, positions // self.block_size).astype(np.int64)
+        if counts.max() == 1:  # most steps: every row decodes
+            last, token_rows, positions = np.arange(len(rows)), rows, ends - 1
+        else:
+            last = np.cumsum(counts) - 1  # index of each row's last token
+            token_rows = np.repeat(rows, counts)
+            positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots = table.blocks.get(token_rows, blocks) * np.int64(self.block_size) + offsets
         width = int(-(-ends.max() // self.block_size))
-        columns = np.minimum(np.arange(width), (table.num_blocks[rows] - 1)[:, None])
         return StepInputs(
             token_ids=torch.from_numpy(table.tokens.get(token_rows, positions).astype(np.int64)),
             positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
+            slots=torch.from_numpy(slots),
             num_tokens=counts,
             context_lens=ends,
-            block_tables=table.blocks.get(np.repeat(rows, width), columns.reshape(-1)).reshape(-1, width),
+            block_tables=table.block_tables(rows, width),
             samples=samples,
-            logits_rows=torch.from_numpy(last[samples].astype(np.int64)),
+            logits_rows=torch.from_numpy(last[samples]),
         )
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [>= T, hidden] float32."""
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [>= T, hidden] and logits [S, vocab], float32."""
         metadata = self.model.attention_metadata(
             inputs.num_tokens, inputs.context_lens, inputs.block_tables, self.cache
         )
-        return self.model.hidden_states(inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache)
+        return self.model.forward(
+            inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache, inputs.logits_rows
+        )
 
     def _prompt_logprobs(self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits

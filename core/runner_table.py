@@ -63,6 +63,11 @@ class RunnerTable:
         samples: npt.NDArray[np.bool_] = ends == self.num_tokens[rows]
         return samples
 
+    def block_tables(self, rows: Int32s, width: int) -> Int32s:
+        """The first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
+        columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
+        return self.blocks.get(rows[:, None], columns)
+
     def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
         """One sampled token for each of these rows."""
         lengths = self.num_tokens[rows]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from core.logit_edits import LogitEdits, apply_edits
+from core.logit_edits import NO_EDITS, LogitEdits, apply_edits
 from kernels.cpu_sampling import CpuSampler
 from kernels.philox import uniform
 
@@ -44,22 +44,23 @@ class SamplingInputs(NamedTuple):
     seed: NDArray[np.uint64]
     position: NDArray[np.int64]  # index of the token to draw in its request's output
     choice: NDArray[np.int64]  # of its request
-    edits: LogitEdits = LogitEdits()
+    edits: LogitEdits = NO_EDITS
 
 
-@torch.inference_mode()
 def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
     """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
     not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations."""
     if len(logits) == 0:
         return np.zeros(0, np.int32)
-    apply_edits(logits, inputs.edits)
+    if inputs.edits is not NO_EDITS:
+        apply_edits(logits, inputs.edits)
     if kernel is None:
         return _draw_tokens(logits, inputs)
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
     return kernel(logits, (*filters, inputs.seed, inputs.position, inputs.choice))
 
 
+@torch.inference_mode()
 def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
     vocab_size = logits.shape[1]
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number

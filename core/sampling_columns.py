@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.bad_words import BadWords
-from core.logit_edits import LogitEdits
+from core.logit_edits import NO_EDITS, LogitEdits
 from core.plan import NewRow
 from core.row_group import RowGroup
 from core.runner_table import RunnerTable
@@ -32,6 +32,7 @@ class SamplingColumns:
         self.min_tokens = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
+        self.num_reporting = 0  # rows with log probabilities of either kind
         self._eos_token_ids = eos_token_ids
         self._repetition = np.ones(num_rows, np.float32)
         self._frequency = np.zeros(num_rows, np.float32)
@@ -46,6 +47,8 @@ class SamplingColumns:
         self._counts = TokenCounts()
 
     def remove(self, row: int) -> None:
+        self.num_reporting -= self._reports(row)
+        self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NO_LOGPROBS
         if not self._has_edits[row]:
             return
         for group in (self._early, self._allowed, self._bias, self._bad_words):
@@ -65,10 +68,14 @@ class SamplingColumns:
         self.choice[row] = new.choice
         self.num_logprobs[row] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
+        self.num_reporting += self._reports(row)
         if _has_edits(params):
             self._has_edits[row] = True
             self._num_edited += 1
             self._add_edits(new)
+
+    def _reports(self, row: int) -> bool:
+        return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)
 
     def _add_edits(self, new: NewRow) -> None:
         row, params = new.row, new.params
@@ -107,7 +114,7 @@ class SamplingColumns:
             seed=self.seed[rows],
             position=positions,
             choice=self.choice[rows],
-            edits=self._edits(rows, positions, table) if self._num_edited else LogitEdits(),
+            edits=self._edits(rows, positions, table) if self._num_edited else NO_EDITS,
         )
 
     def _edits(self, rows: Ints, positions: Ints, table: RunnerTable) -> LogitEdits:

@@ -49,7 +49,8 @@ class PackedMatrix:
         self.bias = None if bias is None else bias.float().contiguous()
         self.packed = _pack(library, weight, self.dtype)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
-        self._arguments = GemmArguments(
+        #: All but x, y, and their rows and strides.
+        self.arguments = GemmArguments(
             weights=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             num_columns=self.out_features,
@@ -64,7 +65,7 @@ class PackedMatrix:
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         assert x.stride(1) == 1 or x.shape[1] == 1, x.stride()
         y = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
-        arguments = self._arguments
+        arguments = self.arguments
         arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
         arguments.num_rows, arguments.x_stride, arguments.y_stride = x.shape[0], x.stride(0), self.out_features
         self._gemm(arguments)

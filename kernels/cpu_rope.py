@@ -6,19 +6,38 @@ import torch
 
 from kernels.cpu_kv_cache import CacheShape, CpuKVCache
 from kernels.cpu_library import CpuLibrary
+from kernels.rope import rotary_tables
 
 MAX_HEAD_DIM = 512
+_LEAST_POSITIONS = 1024  # of a table
 
 
 class RopeArguments(ctypes.Structure):
     """struct RopeKvWrite."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "head_norms", "slots", "q", "layer")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "positions", "head_norms", "slots", "q", "layer")),
         ("shape", CacheShape),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_tokens")),
         ("eps", ctypes.c_float),
     )
+
+
+class RotaryTable:
+    """cos and sin [positions, head_dim] float32 of kernels.rope.rotary_tables, for the positions reached so far."""
+
+    def __init__(self, frequencies: torch.Tensor, factor: float = 1.0) -> None:
+        self._frequencies, self._factor = frequencies, factor
+        self.cos = self.sin = torch.empty(0, 2 * len(frequencies))
+
+    def reach(self, num_positions: int) -> None:
+        """Go on to that many positions, at least; those that there are keep their bits."""
+        have = len(self.cos)
+        if num_positions <= have:
+            return
+        positions = torch.arange(have, max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length()))
+        cos, sin = rotary_tables(positions, self._frequencies, self._factor)
+        self.cos, self.sin = torch.cat((self.cos, cos[:, 0])), torch.cat((self.sin, sin[:, 0]))
 
 
 class CpuRope:
@@ -34,14 +53,14 @@ class CpuRope:
     def __call__(
         self,
         qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        table: "RotaryTable",
+        positions: torch.Tensor,
         cache: CpuKVCache,
         layer: int,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, cos and sin of rotary_tables, slots [T] int64 (-1: do not
-        store) -> Q [T, H, D], the cache's dtype."""
+        """qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, positions [T] int64 within the table's reach, slots [T]
+        int64 (-1: do not store) -> Q [T, H, D], the cache's dtype."""
         assert qkv.is_contiguous(), qkv.stride()
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim
@@ -50,8 +69,9 @@ class CpuRope:
         self._run(
             RopeArguments(
                 qkv.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
+                table.cos.data_ptr(),
+                table.sin.data_ptr(),
+                positions.data_ptr(),
                 None if self.head_norms is None else self.head_norms.data_ptr(),
                 slots.data_ptr(),
                 q.data_ptr(),

@@ -66,8 +66,10 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         if library is not None:
             self.chosen = _c_variant(library, self.in_features, weight.dtype)
-            self._operation: Operation = PackedMatrix(library, weight, bias, out_dtype=out_dtype)
+            self.matrix: PackedMatrix | None = PackedMatrix(library, weight, bias, out_dtype=out_dtype)
+            self._operation: Operation = self.matrix
         else:
+            self.matrix = None  # of the C kernel
             row_counts = tuple(count for count in ROW_COUNTS if count <= max_rows)
             num_threads = torch.get_num_threads()
             self.chosen = _choose(self.out_features, self.in_features, weight.dtype, row_counts, num_threads)

@@ -1,74 +1,81 @@
 """CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from core.models.config import Activation, ModelConfig
+from core.models.rotary import rotary_embeddings
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import SPLIT, TILE, AttentionPlan, attention_plan
+from kernels.cpu_attention_plan import SPLIT, TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_kv_cache import CpuKVCache, padded_dim
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
-from kernels.cpu_rope import CpuRope
+from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
 
 
 class CpuStep(NamedTuple):
+    positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64, -1 = do not store
-    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    tables: tuple[RotaryTable, ...]
     work: tuple[AttentionPlan, ...]
     cache: CpuKVCache
+
+
+@dataclass(frozen=True)
+class CpuAttend:
+    """One layer's attention; kind: index into what the step has for each kind."""
+
+    rope: CpuRope
+    attention: CpuAttention
+    kind: int
+    scale: float
+
+    def __call__(self, qkv: torch.Tensor, step: CpuStep, index: int) -> torch.Tensor:
+        q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
+        return self.attention(q, step.cache, index, step.work[self.kind], self.scale)
 
 
 class CpuOperations:
     is_exact = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
-        self._config, self._dtype, self._library = config, dtype, library
+        self._config, self._dtype, self.library = config, dtype, library
+        self.tables = tuple(RotaryTable(*rotary) for rotary in rotary_embeddings(config))
         self._attention = CpuAttention(library)
+        self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
         self.sampler = CpuSampler(library)
 
     @property
     def variant(self) -> str:
-        return f"c-{self._library.variant} attention={TILE}/{SPLIT}"
+        return f"c-{self.library.variant} attention={TILE}/{SPLIT}"
 
     def embedding(self, table: torch.Tensor, scale: float) -> CpuEmbedding:
-        return CpuEmbedding(self._library, table, scale)
+        return CpuEmbedding(self.library, table, scale)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
-        return CpuNorm(self._library, weight, eps, dtype)
+        return CpuNorm(self.library, weight, eps, dtype)
 
     def gated_activation(self, function: Activation) -> CpuGatedActivation:
-        return CpuGatedActivation(self._library, function)
+        return CpuGatedActivation(self.library, function)
 
-    def attention(
-        self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
-    ) -> Callable[[torch.Tensor, CpuStep, int], torch.Tensor]:
-        rope = CpuRope(self._library, self._config.num_attention_heads, head_norms, eps)
-        attention = self._attention
-
-        def attend(qkv: torch.Tensor, step: CpuStep, index: int) -> torch.Tensor:
-            cos, sin = step.tables[kind]
-            q = rope(qkv, cos, sin, step.cache, index, step.slots)
-            return attention(q, step.cache, index, step.work[kind], scale)
-
-        return attend
+    def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
+        rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
+        return CpuAttend(rope, self._attention, kind, scale)
 
     def step(
-        self,
-        slots: torch.Tensor,
-        tables: list[tuple[torch.Tensor, torch.Tensor]],
-        work: tuple[AttentionPlan, ...],
-        cache: KVCache,
+        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionPlan, ...], cache: KVCache
     ) -> CpuStep:
         assert isinstance(cache, CpuKVCache), type(cache)
-        return CpuStep(slots.contiguous(), tables, work, cache)
+        for table in self.tables:
+            table.reach(work[0].longest)
+        return CpuStep(positions.contiguous(), slots.contiguous(), self.tables, work, cache)
 
     def attention_work(
         self,
@@ -79,10 +86,7 @@ class CpuOperations:
         num_rows: int,
         window: int | None,
     ) -> AttentionPlan:
-        config = self._config
-        return attention_plan(
-            num_tokens, context_lens, block_tables, config.num_attention_heads, config.num_key_value_heads, window
-        )
+        return self._plan(num_tokens, context_lens, block_tables, window)
 
     def bytes_per_block(self, block_size: int) -> int:
         config = self._config

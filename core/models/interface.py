@@ -40,6 +40,18 @@ class Model(Protocol):
     ) -> tuple[AttentionWork, ...]:
         """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
 
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: tuple[AttentionWork, ...],
+        cache: KVCache,
+        logits_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step: hidden_states(), and compute_logits() of these rows [S], which may be none. Both results are the
+        caller's until the next step."""
+
     def hidden_states(
         self,
         token_ids: torch.Tensor,

@@ -7,16 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from core.models.config import ModelConfig
+from core.models.cpu_decoder import cpu_decoder
 from core.models.layer import build_layer, build_norm
 from core.models.operations import AttentionWork, choose_operations
-from core.models.rotary import rotary_embeddings
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_library import CpuLibrary
 from kernels.kv_cache import KVCache
 from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
-from kernels.rope import rotary_tables
 
 #: Rows the head computes at once: it sees one row per request that samples.
 _HEAD_ROWS = 32
@@ -47,7 +46,6 @@ class Llama:
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         scale = torch.tensor(scale, dtype=dtype).item()
-        self._rotary = rotary_embeddings(config)
         self._windows = _windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
@@ -58,6 +56,7 @@ class Llama:
             self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
             head = table if config.tie_word_embeddings else parts.take("lm_head.weight")
             self._head = PackedLinear(head, library=library, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
+            self._decoder = cpu_decoder(config, operations, self._layers, self._embedding, self._norm, self._head)
         # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
         row_counts = [product.chosen.row_counts for layer in self._layers for product in layer.products.values()]
         common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
@@ -92,7 +91,6 @@ class Llama:
             for window in self._windows
         )
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -101,10 +99,17 @@ class Llama:
         metadata: tuple[AttentionWork, ...],
         cache: KVCache,
         logits_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """As hidden_states(); logits_rows [S] int64 indices of the tokens whose logits are wanted -> logits [S, vocab]
-        float32."""
-        return self.compute_logits(self.hidden_states(token_ids, positions, slots, metadata, cache), logits_rows)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step: hidden_states() and compute_logits() of them, in one call where the C kernels run. logits_rows [S]
+        -> hidden [>= T, hidden] and logits [S, vocab], which are the caller's until the next step."""
+        if self._decoder is None:
+            hidden = self.hidden_states(token_ids, positions, slots, metadata, cache)
+            return hidden, self.compute_logits(hidden, logits_rows) if len(logits_rows) else hidden.new_empty(
+                0, self.vocab_size
+            )
+        step = self._operations.step(positions, slots, metadata, cache)
+        inputs = (step.positions, step.slots, step.tables, step.work, step.cache)
+        return self._decoder(token_ids, *inputs, logits_rows)
 
     @torch.inference_mode()
     def hidden_states(
@@ -119,8 +124,7 @@ class Llama:
         layer's output [>= T, hidden] float32."""
         padding = token_ids.new_zeros(metadata[0].num_rows - len(token_ids))
         positions = torch.cat((positions, padding))
-        tables = [rotary_tables(positions, *rotary) for rotary in self._rotary]
-        step = self._operations.step(slots, tables, metadata, cache)
+        step = self._operations.step(positions, slots, metadata, cache)
         hidden = self._embedding(torch.cat((token_ids, padding)))
         x = self._layers[0].input_norm(hidden)
         for index, layer in enumerate(self._layers):

@@ -59,13 +59,9 @@ class Operations(Protocol):
         [H + Hkv, D] float32, rotated, K and V stored, attended. kind: index into what the step has for each kind."""
 
     def step(
-        self,
-        slots: torch.Tensor,
-        tables: list[tuple[torch.Tensor, torch.Tensor]],
-        work: tuple[AttentionWork, ...],
-        cache: KVCache,
+        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionWork, ...], cache: KVCache
     ) -> Any:
-        """What attention needs of a step. slots [T]; tables: kernels.rope.rotary_tables of all rows, for each kind."""
+        """What attention needs of a step. positions: of all rows; slots [T]; work: for each kind."""
 
     def attention_work(
         self,

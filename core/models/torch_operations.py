@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from core.models.config import Activation, ModelConfig
+from core.models.rotary import rotary_embeddings
 from ipc.config import Numerics
 from kernels.attention import attention_variant, paged_attention
 from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
@@ -14,7 +15,7 @@ from kernels.attention_reference import sdpa_attention
 from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
 from kernels.kv_cache import KVCache, bytes_per_block
 from kernels.rms_norm import rms_norm
-from kernels.rope import rope_kv_write
+from kernels.rope import rope_kv_write, rotary_tables
 from kernels.whole_vectors import ElementwiseInPlace, is_position_independent
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
@@ -63,6 +64,7 @@ class TorchOperations:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, numerics: Numerics) -> None:
         self._config, self._dtype = config, dtype
+        self._rotary = rotary_embeddings(config)
         self._attention = ATTENTION[numerics]
         self._attention_variant = attention_variant(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -98,12 +100,9 @@ class TorchOperations:
         return attend
 
     def step(
-        self,
-        slots: torch.Tensor,
-        tables: list[tuple[torch.Tensor, torch.Tensor]],
-        work: tuple[AttentionMetadata, ...],
-        cache: KVCache,
+        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionMetadata, ...], cache: KVCache
     ) -> TorchStep:
+        tables = [rotary_tables(positions, *rotary) for rotary in self._rotary]
         stored = torch.nonzero(slots >= 0).flatten()
         write_tokens: torch.Tensor | slice = slice(0, len(slots)) if len(stored) == len(slots) else stored
         return TorchStep(tables, work, cache, cache.slot_rows(slots[stored]), write_tokens)

@@ -111,6 +111,20 @@ class TransformersModel:
             for window in self._windows
         )
 
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+        cache: KVCache,
+        logits_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.hidden_states(token_ids, positions, slots, metadata, cache)
+        if len(logits_rows) == 0:
+            return hidden, hidden.new_empty(0, self.vocab_size)
+        return hidden, self.compute_logits(hidden, logits_rows)
+
     @torch.inference_mode()
     def hidden_states(
         self,

@@ -18,7 +18,8 @@ INLINE void rotate_head(const RopeKvWrite *args, int token, int head, const void
     }
     const float *result = numbers;
     if (args->cos) {
-        const float *cos = args->cos + (size_t)token * head_dim, *sin = args->sin + (size_t)token * head_dim;
+        const float *cos = args->cos + args->positions[token] * head_dim;
+        const float *sin = args->sin + args->positions[token] * head_dim;
         for (int i = 0; i < half; i++) rotated[i] = numbers[i] * cos[i] + numbers[i + half] * sin[i];
         for (int i = half; i < head_dim; i++) rotated[i] = numbers[i] * cos[i] + numbers[i - half] * sin[i];
         result = rotated;

@@ -11,7 +11,8 @@
 
 typedef struct {
     const void *qkv;         /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of dtype: Q, K, V */
-    const float *cos, *sin;  /* [num_tokens, head_dim]; sin has the sign of its half: (-, +). NULL: nothing is rotated */
+    const float *cos, *sin;  /* [positions, head_dim]; sin has the sign of its half: (-, +). NULL: nothing is rotated */
+    const int64_t *positions; /* [num_tokens]: rows of cos and sin */
     const float *head_norms; /* weights [num_heads + num_kv_heads, head_dim], or NULL: the heads are not normalised */
     const int64_t *slots;    /* [num_tokens]: block * block_size + offset, -1 = do not store */
     void *q;                 /* [num_tokens, num_heads, head_dim] of dtype */

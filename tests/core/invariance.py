@@ -4,7 +4,7 @@ cache, and one request - the target - run through engine, scheduler and runner i
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from ipc.config import EngineConfig, Numerics
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.paged_rows import Int32s, Ints
 from ipc.sampling_params import SamplingParams
+from kernels.cpu_library import load_cpu_library
 
 TARGET = 1000  # number and seed of the request that is watched
 TARGET_CLIENT = 7  # has no other request
@@ -74,16 +75,25 @@ KINDS: dict[str, ModelConfig] = {
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+Kernels = Literal["c", "torch"]
+
+#: (kind, kernels): all that the C kernels have to tell apart, and of torch's what differs most.
+MODELS: list[tuple[str, Kernels]] = [
+    *((kind, "c") for kind in KINDS),
+    ("plain", "torch"),
+    ("local and global", "torch"),
+]
+
 
 @lru_cache(maxsize=64)
-def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2", kind: str = "plain") -> Llama:
-    """Made once: models have no state."""
+def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2", kind: str = "plain", kernels: Kernels = "c") -> Llama:
+    """Made once: of one step a model leaves nothing for the next."""
     config, generator = KINDS[kind], torch.Generator().manual_seed(5)
     weights = {
         name: (torch.randn(shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype)
         for name, shape in expected_shapes(config).items()
     }
-    return Llama(config, weights.items(), dtype, numerics)
+    return Llama(config, weights.items(), dtype, numerics, load_cpu_library() if kernels == "c" else None)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -149,9 +159,12 @@ class Recorder(ModelRunner):
     def _poison(self, where: npt.NDArray[np.bool_]) -> None:
         """where: [blocks, block_size], or [blocks]."""
         fresh = np.broadcast_to(where.reshape(len(where), -1), self._is_poisoned.shape) & ~self._is_poisoned
-        block, offset = (torch.from_numpy(index) for index in np.nonzero(fresh))
-        for layer in self.cache.layers:
-            layer[block, :, :, offset] = torch.nan
+        slots = torch.from_numpy(np.flatnonzero(fresh))
+        cache = self.cache
+        rows = cache.slot_rows(slots)
+        nan = torch.full((len(slots), 2 * cache.num_kv_heads * cache.head_dim), torch.nan, dtype=cache.dtype)
+        for layer in range(len(cache.layers)):
+            cache.write(layer, rows, nan)
         self._is_poisoned |= fresh
 
     def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:

@@ -12,10 +12,12 @@ from ipc.config import EngineConfig
 from ipc.messages import Outputs, RequestFailed
 from ipc.model_files import resolve_model
 from ipc.paged_rows import Int32s, Ints
+from kernels.cpu_library import load_cpu_library
 from tests.core.invariance import (
     DTYPES,
-    KINDS,
+    MODELS,
     Heard,
+    Kernels,
     Recorder,
     bits,
     difference,
@@ -34,10 +36,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernels"), MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind: str) -> None:
-    model = tiny_model(DTYPES[dtype], kind=kind)
+def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind: str, kernels: Kernels) -> None:
+    model = tiny_model(DTYPES[dtype], kind=kind, kernels=kernels)
     assert model.numerics == "L2"
     alone = run(model, PROMPT)
     assert len(alone.tokens[0]) == 16
@@ -45,20 +47,23 @@ def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind
         assert difference(scenario(name, model), alone) == "", name
 
 
-def test_two_threads_give_the_bits_of_one() -> None:
-    alone = run(tiny_model(torch.bfloat16), PROMPT)
-    torch.set_num_threads(2)
+@pytest.mark.parametrize("kernels", ["c", "torch"])
+def test_two_threads_give_the_bits_of_one(kernels: Kernels) -> None:
+    model, library = tiny_model(torch.bfloat16, kernels=kernels), load_cpu_library()
+    alone = run(model, PROMPT)
+    start = library.start_threads if kernels == "c" else torch.set_num_threads
+    start(2)
     try:
-        two = run(tiny_model(torch.bfloat16), PROMPT, neighbours=neighbours(8, 4, 80, 20))
+        two = run(model, PROMPT, neighbours=neighbours(8, 4, 80, 20))
     finally:
-        torch.set_num_threads(1)
+        start(1)
     assert difference(two, alone) == ""
 
 
 def test_the_demo_model_in_bfloat16() -> None:
     path = resolve_model(None)
     config = read_model_config(path)
-    model = Llama(config, load_weights(path, config, torch.bfloat16), torch.bfloat16)
+    model = Llama(config, load_weights(path, config, torch.bfloat16), torch.bfloat16, library=load_cpu_library())
     prompt = PROMPT[:150]
     alone = run(model, prompt, max_tokens=6)
     crowd = run(model, prompt, max_tokens=6, neighbours=neighbours(16, 1, 60, 12), budget=100)

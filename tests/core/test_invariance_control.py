@@ -62,7 +62,7 @@ VARIED: dict[str, list[Callable[[Llama], Run]]] = {
 def test_torch_attention_fails_the_comparison(dtype: str, kind: str, group: str) -> None:
     """L0 attends request by request with the same products as L2: a neighbour can change its bits only by the budget
     that it takes. Neighbours beside a target that keeps its one chunk have a control of their own below."""
-    model = tiny_model(DTYPES[dtype], "L0", kind)
+    model = tiny_model(DTYPES[dtype], "L0", kind, "torch")
     assert model.numerics == "L0"
     alone = run(model, PROMPT)
     differences = [difference(each(model), alone) for each in VARIED[group]]
@@ -75,7 +75,7 @@ def test_a_product_that_depends_on_its_neighbours_fails_the_comparison(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From so many rows on, K is summed in two halves, as a library might."""
-    model = tiny_model(DTYPES[dtype])
+    model = tiny_model(DTYPES[dtype], kernels="torch")
     alone = run(model, PROMPT)
     exact = PackedLinear.__call__
 

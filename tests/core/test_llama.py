@@ -75,7 +75,7 @@ class Requests:
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, num_tokens, strict=True)])
         blocks = self.tables[np.repeat(which, num_tokens), positions // BLOCK_SIZE].astype(np.int64)
         metadata = self.model.attention_metadata(num_tokens, starts + num_tokens, self.tables[which], self.cache)
-        logits = self.model.forward(
+        _, logits = self.model.forward(
             torch.from_numpy(np.concatenate(ids)),
             torch.from_numpy(positions),
             torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
@@ -85,7 +85,7 @@ class Requests:
         )
         for index, count in counts.items():
             self.done[index] += count
-        return dict(zip(counts, logits.split(num_tokens.tolist()), strict=True))
+        return dict(zip(counts, logits.clone().split(num_tokens.tolist()), strict=True))
 
 
 def prompts(*lengths, vocab_size=320):
@@ -197,7 +197,7 @@ def test_only_the_asked_rows_are_computed_and_skipped_slots_not_stored():
     slots += positions % BLOCK_SIZE
     slots[19] = -1
     metadata = model.attention_metadata(np.array([20]), np.array([20]), requests.tables, requests.cache)
-    logits = model.forward(ids, positions, slots, metadata, requests.cache, torch.tensor([17, 3]))
+    _, logits = model.forward(ids, positions, slots, metadata, requests.cache, torch.tensor([17, 3]))
     assert logits.shape == (2, 320)
     assert torch.equal(logits, Requests(model, prompts(20)).step({0: 20})[0][[17, 3]])
     written = requests.cache.keys(2).isfinite().all(-1).all(-1)  # [num_blocks, block_size]

@@ -8,7 +8,7 @@ import torch
 import kernels.cpu_attention_plan
 from kernels.attention_reference import reference_attention
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import attention_plan
+from kernels.cpu_attention_plan import AttentionPlanner
 from kernels.cpu_build import usable_variants
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import load_cpu_library
@@ -29,7 +29,7 @@ class CpuBench(Bench):
         self.cache.layers[0][1:] = torch.nan
 
     def work(self, num_tokens, context_lens, tables):
-        return attention_plan(num_tokens, context_lens, tables, *self.heads, window=self.window)
+        return AttentionPlanner(load_cpu_library(), *self.heads)(num_tokens, context_lens, tables, self.window)
 
 
 @pytest.fixture(scope="module", params=usable_variants())
@@ -125,17 +125,18 @@ def test_only_rows_that_see_a_bad_token_are_changed_by_it(window, dtype, bad, c_
 def test_an_empty_batch_is_empty(c_library):
     cache = CpuKVCache(1, 2, 16, 3, 64, torch.bfloat16)
     nothing = np.zeros(0, np.int64)
-    plan = attention_plan(nothing, nothing, np.zeros((0, 1), np.int32), 9, 3)
+    plan = AttentionPlanner(c_library, 9, 3)(nothing, nothing, np.zeros((0, 1), np.int32))
     out = CpuAttention(c_library)(torch.empty(0, 9, 64, dtype=torch.bfloat16), cache, 0, plan, 0.125)
     assert out.shape == (0, 9 * 64)
 
 
 @pytest.mark.parametrize("window", [None, 100, 700])
-def test_items_cover_every_row_and_what_it_sees_once(window):
+def test_items_cover_every_row_and_what_it_sees_once(window, c_library):
     counts, lengths = np.array([700, 1, 5, 33, 1]), np.array([1000, 1, 2000, 33, 5000])
-    plan = attention_plan(counts, lengths, np.zeros((5, 1), np.int32), 9, 3, window)
+    plan = AttentionPlanner(c_library, 9, 3)(counts, lengths, np.zeros((5, 1), np.int32), window)
     work = plan.items[:, 3] * (plan.items[:, 6] - plan.items[:, 5])
-    assert (np.diff(work) <= 0).all()
+    assert (work[1:] <= work[:-1] * 9 / 8).all()
+    assert plan.max_item_tokens == plan.items[:, 3].max()
     seen = np.zeros((3, int(counts.sum()), 5000), int)
     for _, head, token, num_tokens, _, begin, end, _ in plan.items.tolist():
         seen[head, token : token + num_tokens, begin:end] += 1

@@ -10,7 +10,7 @@ from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import load_cpu_library
 from kernels.cpu_rms_norm import CpuNorm
-from kernels.cpu_rope import CpuRope
+from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.rms_norm import rms_norm
 from kernels.rope import rotary_frequencies, rotary_tables, rotate
 
@@ -24,6 +24,26 @@ def library(request):
 
 def tolerance(dtype):
     return 2**-8 if dtype == torch.bfloat16 else 2e-6
+
+
+def table_of(head_dim, theta):
+    table = RotaryTable(rotary_frequencies(head_dim, theta))
+    table.reach(600)
+    return table
+
+
+def test_a_rotary_table_that_reaches_further_keeps_its_bits():
+    table = RotaryTable(rotary_frequencies(20, 100.0), 1.25)
+    for reach in (1, 1000, 3000, 2000):
+        table.reach(reach)
+        before = table.cos.clone(), table.sin.clone()
+        table.reach(reach + 1500)
+        assert len(table.cos) >= reach + 1500
+        assert torch.equal(table.cos[: len(before[0])], before[0])
+        assert torch.equal(table.sin[: len(before[1])], before[1])
+    expected = rotary_tables(torch.arange(len(table.cos)), rotary_frequencies(20, 100.0), 1.25)
+    for mine, theirs in zip((table.cos, table.sin), expected, strict=True):
+        assert torch.allclose(mine, theirs[:, 0], rtol=0, atol=1e-6)
 
 
 def check_rows(function, rows, library):
@@ -107,12 +127,13 @@ def test_rope(normalises, head_dim, dtype, library):
     rope = CpuRope(library, num_heads, norms if normalises else None, 1e-6)
     cache = CpuKVCache(2, 5, 16, num_kv_heads, head_dim, dtype)
     slots = torch.arange(16, 56)
-    cos, sin = rotary_tables(torch.arange(40) * 13, rotary_frequencies(head_dim, 10_000.0))
+    positions, table = torch.arange(40) * 13, table_of(head_dim, 10_000.0)
+    cos, sin = rotary_tables(positions, rotary_frequencies(head_dim, 10_000.0))
     heads = qkv.view(40, -1, head_dim)[:, : num_heads + num_kv_heads].float()
     if normalises:
         heads = rms_norm(heads, norms, 1e-6, torch.float32)
     expected = rotate(heads, cos, sin).to(dtype)
-    q = rope(qkv, cos, sin, cache, 1, slots)
+    q = rope(qkv, table, positions, cache, 1, slots)
     keys = cache.keys(1).flatten(0, 1)[slots]
     got = torch.cat((q, keys), 1)
     assert got.dtype == dtype
@@ -123,12 +144,10 @@ def test_rope(normalises, head_dim, dtype, library):
 
     def at_positions(rows):
         width = qkv.shape[1]
-        tables = (part.view(-1, 1, head_dim) for part in rows[:, width:].contiguous().split(head_dim, -1))
-        return rope(
-            rows[:, :width].to(dtype).contiguous(), *(t.contiguous() for t in tables), cache, 0, slots[: len(rows)]
-        )
+        own = rows[:, width].long().contiguous()
+        return rope(rows[:, :width].to(dtype).contiguous(), table, own, cache, 0, slots[: len(rows)])
 
-    check_rows(at_positions, torch.cat((qkv.float(), cos[:, 0], sin[:, 0]), 1), library)
+    check_rows(at_positions, torch.cat((qkv.float(), positions[:, None]), 1), library)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -140,10 +159,11 @@ def test_cache_write_stores_what_it_should_where_it_should(block_size, dtype, li
         for layer in cache.layers:
             layer.fill_(-7.0)
     qkv = torch.randn(6, (4 + 2 * 2) * 12, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cos, sin = rotary_tables(torch.tensor([0, 1, 9, 3, 4, 7]), rotary_frequencies(12, 100.0))
+    positions = torch.tensor([0, 1, 9, 3, 4, 7])
+    cos, sin = rotary_tables(positions, rotary_frequencies(12, 100.0))
     slots = torch.tensor([64, 191, -1, 101, 100, 79])
     stored = torch.tensor([0, 1, 3, 4, 5])
-    CpuRope(library, 4)(qkv, cos, sin, caches[0], 1, slots)
+    CpuRope(library, 4)(qkv, table_of(12, 100.0), positions, caches[0], 1, slots)
     rotated = rotate(qkv.view(6, 8, 12)[:, 4:6], cos, sin).to(dtype)
     kv = torch.cat((rotated.flatten(1), qkv[:, 6 * 12 :]), 1)
     caches[1].write(1, slots[stored], kv[stored])
@@ -159,8 +179,7 @@ def test_a_value_that_is_not_finite_shows_in_its_key(bad, dtype, library):
     cache = CpuKVCache(1, 3, 16, 2, 16, dtype)
     qkv = torch.ones(2, 8 * 16, dtype=dtype)
     qkv[1, 7 * 16 + 3] = bad
-    cos, sin = rotary_tables(torch.tensor([0, 1]), rotary_frequencies(16, 100.0))
-    CpuRope(library, 4)(qkv, cos, sin, cache, 0, torch.tensor([16, 17]))
+    CpuRope(library, 4)(qkv, table_of(16, 100.0), torch.tensor([0, 1]), cache, 0, torch.tensor([16, 17]))
     keys = cache.keys(0).flatten(0, 1)[16:18]
     assert keys[1, 1].isnan().any()
     assert keys[0].isfinite().all()
@@ -169,9 +188,10 @@ def test_a_value_that_is_not_finite_shows_in_its_key(bad, dtype, library):
 
 def test_a_head_is_normalised_by_its_own_weight(library):
     norms = torch.arange(1.0, 4.0)[:, None].expand(3, 8)
-    cos, sin = rotary_tables(torch.zeros(1, dtype=torch.long), rotary_frequencies(8, 100.0))
     cache = CpuKVCache(1, 2, 16, 1, 8, torch.float32)
-    q = CpuRope(library, 2, norms, 0.0)(torch.ones(1, 4 * 8), cos, sin, cache, 0, torch.tensor([16]))
+    q = CpuRope(library, 2, norms, 0.0)(
+        torch.ones(1, 4 * 8), table_of(8, 100.0), torch.tensor([0]), cache, 0, torch.tensor([16])
+    )
     assert torch.equal(q, norms[None, :2])
     assert torch.equal(cache.keys(0)[1, 0, 0], norms[2])
     assert torch.equal(cache.values(0)[1, 0, 0], torch.ones(8))

@@ -18,13 +18,13 @@ from core.cpu_kernels import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import attention_plan
+from kernels.cpu_attention_plan import AttentionPlanner
 from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
-from kernels.cpu_rope import CpuRope
+from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.rope import rotary_frequencies, rotary_tables, rotate
 from tools.version import DISTRIBUTION, version
@@ -115,7 +115,7 @@ def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int
     cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
-    plan = attention_plan(np.full(requests, count), np.full(requests, length), tables, _HEADS, _KV_HEADS)
+    plan = AttentionPlanner(library, _HEADS, _KV_HEADS)(np.full(requests, count), np.full(requests, length), tables)
     q = torch.randn(requests * count, _HEADS, _HEAD_DIM).to(dtype)
     attention = CpuAttention(library)
     theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(dtype)
@@ -161,7 +161,9 @@ def _row_cases(library: CpuLibrary, dtype: torch.dtype, rows: int) -> Iterator[C
     width = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
     qkv, slots = torch.randn(rows, width).to(dtype), torch.arange(16, 16 + rows)
     cache, rope = CpuKVCache(1, rows // 16 + 2, 16, _KV_HEADS, _HEAD_DIM, dtype), CpuRope(library, _HEADS)
-    cos, sin = rotary_tables(torch.arange(rows), rotary_frequencies(_HEAD_DIM, 1e4))
+    positions, table = torch.arange(rows), RotaryTable(rotary_frequencies(_HEAD_DIM, 1e4))
+    table.reach(rows)
+    cos, sin = rotary_tables(positions, rotary_frequencies(_HEAD_DIM, 1e4))
     heads, plain = qkv.view(rows, -1, _HEAD_DIM)[:, : _HEADS + _KV_HEADS], torch.empty(rows + 16, width, dtype=dtype)
 
     def theirs_rope() -> None:
@@ -171,7 +173,7 @@ def _row_cases(library: CpuLibrary, dtype: torch.dtype, rows: int) -> Iterator[C
     yield Case(
         "rope and cache write",
         f"{rows}x{width}",
-        lambda: rope(qkv, cos, sin, cache, 0, slots),
+        lambda: rope(qkv, table, positions, cache, 0, slots),
         theirs_rope,
         rows * (2 * width * size + 2 * _HEAD_DIM * 4),
         rows * (_HEADS + _KV_HEADS) * _HEAD_DIM * 3,

@@ -1,0 +1,63 @@
+"""cpu_decoder: a model's layers, made of the C kernels, as one call for the whole step."""
+
+from collections.abc import Sequence
+
+from core.models.config import ModelConfig
+from core.models.cpu_operations import CpuAttend, CpuOperations
+from core.models.layer import Layer, unchanged
+from core.models.operations import Norm, Operation, Operations
+from kernels.cpu_decoder import CpuDecoder, LayerParts
+from kernels.cpu_embedding import CpuEmbedding
+from kernels.cpu_gemm import PackedMatrix
+from kernels.cpu_rms_norm import CpuNorm
+from kernels.linear import PackedLinear
+
+
+def cpu_decoder(
+    config: ModelConfig,
+    operations: Operations,
+    layers: Sequence[Layer],
+    embedding: Operation,
+    norm: Norm,
+    head: PackedLinear,
+) -> CpuDecoder | None:
+    """None: the model's operations are not the C kernels'."""
+    if not isinstance(operations, CpuOperations):
+        return None
+    assert isinstance(embedding, CpuEmbedding), type(embedding)
+    return CpuDecoder(
+        operations.library,
+        [_parts(layer) for layer in layers],
+        embedding,
+        _norm(norm),
+        _matrix(head),
+        num_heads=config.num_attention_heads,
+        function=config.hidden_act,
+    )
+
+
+def _parts(layer: Layer) -> LayerParts:
+    assert isinstance(layer.attention, CpuAttend), type(layer.attention)
+    return LayerParts(
+        input_norm=_norm(layer.input_norm),
+        qkv=_matrix(layer.qkv),
+        head_norms=layer.attention.rope.head_norms,
+        scale=layer.attention.scale,
+        o=_matrix(layer.o),
+        attention_out_norm=None if layer.attention_out is unchanged else _norm(layer.attention_out),
+        mlp_norm=_norm(layer.mlp_norm),
+        gate_up=_matrix(layer.gate_up),
+        down=_matrix(layer.down),
+        mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
+        slides=layer.kind != 0,
+    )
+
+
+def _norm(norm: Norm | Operation) -> CpuNorm:
+    assert isinstance(norm, CpuNorm), type(norm)
+    return norm
+
+
+def _matrix(product: PackedLinear) -> PackedMatrix:
+    assert product.matrix is not None, product.variant
+    return product.matrix

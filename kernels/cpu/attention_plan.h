@@ -1,0 +1,28 @@
+/* A step's attention as items of work, and what has to be merged afterwards (attention.h).
+ *
+ * An item is some tokens of one request, for one KV head, against their context. Where few tokens have a long context,
+ * each SPLIT of it is an item, so that threads share it. None of this changes a bit of any result.
+ */
+#ifndef ATTENTION_PLAN_H
+#define ATTENTION_PLAN_H
+
+#include "attention.h"
+
+typedef struct {
+    const int64_t *num_tokens;   /* [num_requests] of each request in this step, packed one after the other */
+    const int64_t *context_lens; /* [num_requests] tokens in the cache after it */
+    AttentionItem *items;        /* room for max_items; longer ones before those that take an eighth less */
+    AttentionMerge *merges;      /* room for max_items */
+    int64_t num_requests, max_items;
+    int32_t num_kv_heads, group; /* group: query heads of a KV head */
+    int32_t window;              /* see attention.h */
+    int32_t max_item_tokens;     /* in: of an item at most; out: of the largest one */
+    int32_t max_split_rows;      /* items of more rows (tokens * group) are not split along their context */
+    int32_t reserved;
+    int64_t num_items, num_merges; /* out; with num_items > max_items nothing was written */
+    int64_t num_partials;          /* out: rows of partial results */
+} AttentionPlan;
+
+void attention_plan(AttentionPlan *plan);
+
+#endif

@@ -1,0 +1,58 @@
+/* A decoder's whole step as one job of the pool: embedding, all layers, final norm and head.
+ *
+ * Each phase is the xxx_part() of a kernel, so that bits are those of the kernels called one after the other. Between
+ * phases there is a barrier, but where a thread goes on with rows of its own: kernels that work row by row share out the
+ * rows alike.
+ */
+#ifndef DECODER_H
+#define DECODER_H
+
+#include "attention.h"
+#include "gemm.h"
+
+/* Of a model; made once. Of the Gemms: weights, bias, sizes and dtypes. */
+typedef struct {
+    Gemm qkv, o, gate_up, down;
+    const float *input_norm, *mlp_norm;       /* [hidden_size] */
+    const float *attention_out_norm, *mlp_out_norm; /* the same, of what is added, or NULL */
+    const float *head_norms;                  /* see rope.h; or NULL */
+    float scale;                              /* see attention.h */
+    int32_t kind;                             /* of its window and rotation: index into the step's kinds */
+} DecoderLayer;
+
+typedef struct {
+    const DecoderLayer *layers;
+    Gemm head;
+    const void *embeddings; /* [.., hidden_size] of dtype */
+    const float *norm;      /* the final one's, [hidden_size] */
+    int64_t hidden_size, intermediate_size;
+    int32_t num_layers, num_heads, dtype;
+    int32_t function; /* see activation.h */
+    float eps, embedding_scale;
+} Decoder;
+
+/* What a step has for the layers of one kind. */
+typedef struct {
+    const float *cos, *sin; /* see rope.h */
+    Attention attention;    /* all but q, layer, out and scale */
+} DecoderKind;
+
+/* Of one step, T tokens of which S have logits; the buffers are overwritten. */
+typedef struct {
+    const Decoder *decoder;
+    const DecoderKind *kinds;
+    void *const *cache;                 /* [num_layers] */
+    const int64_t *token_ids, *positions, *slots; /* [T] */
+    const int64_t *logits_rows;         /* [S] indices of tokens */
+    float *hidden;                      /* [T, hidden_size]: the last layer's output */
+    void *x;                            /* [max(T, S), hidden_size], and below T rows of their kernels' widths, of dtype */
+    void *qkv, *q, *attended, *gate_up, *gated;
+    void *added;                        /* [T, hidden_size] of dtype: what is added to hidden */
+    float *normed;                      /* [T, hidden_size]: the same, normalised; or NULL where no layer does that */
+    float *logits;                      /* [S, num_columns of head] */
+    int64_t num_tokens, num_logits;
+} DecoderStep;
+
+void decoder_step(const DecoderStep *args);
+
+#endif

@@ -1,0 +1,209 @@
+"""CpuDecoder: a decoder's whole step - embedding, layers, final norm, head - as one C call (kernels/cpu/decoder.h)."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels.cpu_attention import AttentionArguments, CpuAttention
+from kernels.cpu_attention_plan import AttentionPlan
+from kernels.cpu_embedding import CpuEmbedding
+from kernels.cpu_gated_activation import FUNCTIONS
+from kernels.cpu_gemm import GemmArguments, PackedMatrix
+from kernels.cpu_kv_cache import CpuKVCache
+from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
+from kernels.cpu_rms_norm import CpuNorm
+from kernels.cpu_rope import RotaryTable
+
+_NUM_KINDS = 2  # of layers: those that see everything, those that slide
+
+
+class _LayerArguments(ctypes.Structure):
+    """struct DecoderLayer."""
+
+    _fields_ = (
+        *((name, GemmArguments) for name in ("qkv", "o", "gate_up", "down")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "head_norms")
+        ),
+        ("scale", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class _DecoderArguments(ctypes.Structure):
+    """struct Decoder."""
+
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        ("head", GemmArguments),
+        *((name, ctypes.c_void_p) for name in ("embeddings", "norm")),
+        *((name, ctypes.c_int64) for name in ("hidden_size", "intermediate_size")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "num_heads", "dtype", "function")),
+        *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
+    )
+
+
+class _KindArguments(ctypes.Structure):
+    """struct DecoderKind."""
+
+    _fields_ = (("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("attention", AttentionArguments))
+
+
+_BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gate_up", "gated", "added", "normed")
+
+
+class _StepArguments(ctypes.Structure):
+    """struct DecoderStep."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("decoder", "kinds", "cache")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "logits_rows")),
+        *((name, ctypes.c_void_p) for name in (*_BUFFERS, "logits")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits")),
+    )
+
+
+class LayerParts(NamedTuple):
+    """What the kernels of one layer were made with."""
+
+    input_norm: CpuNorm
+    qkv: PackedMatrix
+    head_norms: torch.Tensor | None  # float32, contiguous
+    scale: float  # of the scores
+    o: PackedMatrix
+    attention_out_norm: CpuNorm | None
+    mlp_norm: CpuNorm
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    mlp_out_norm: CpuNorm | None
+    slides: bool
+
+
+class CpuDecoder:
+    """Gives the bits of its parts' kernels called one after the other. The next step overwrites what one returns."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        layers: Sequence[LayerParts],
+        embedding: CpuEmbedding,
+        norm: CpuNorm,
+        head: PackedMatrix,
+        *,
+        num_heads: int,
+        function: str,
+    ) -> None:
+        """head gives float32; function: of kernels.cpu_gated_activation."""
+        assert head.out_dtype == torch.float32, head.out_dtype
+        self._kept = (layers, embedding, norm, head)  # what the pointers point to
+        self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
+        self._width, self._vocab_size, self._dtype = embedding.table.shape[1], head.out_features, norm.dtype
+        first = layers[0]
+        self._decoder = _decoder_arguments(embedding, norm, head, first.down, function)
+        self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
+        self._decoder.num_heads = self._num_heads = num_heads
+        self._widths = {"x": self._width, "added": self._width}
+        self._widths |= {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
+        self._widths |= {"gate_up": first.gate_up.out_features, "gated": first.down.in_features}
+        self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
+        kinds = sorted({int(parts.slides) for parts in layers})
+        self._attention = [(kind, CpuAttention(library)) for kind in kinds]  # each with room of its own
+        self._kinds = (_KindArguments * _NUM_KINDS)()
+        self._step = _StepArguments(
+            decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
+        )
+        self._cache: CpuKVCache | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._reserve(1, 1)
+        self._run = library.function("decoder_step", ctypes.POINTER(_StepArguments))
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        tables: Sequence[RotaryTable],
+        plans: Sequence[AttentionPlan],
+        cache: CpuKVCache,
+        logits_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
+        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's output
+        [T, hidden] and logits [S, vocab], float32."""
+        num_tokens, num_logits = len(token_ids), len(logits_rows)
+        self._reserve(num_tokens, num_logits)
+        self._use_cache(cache)
+        for index, attention in self._attention:
+            kind, table, plan = self._kinds[index], tables[-index], plans[-index]
+            kind.cos, kind.sin = table.cos.data_ptr(), table.sin.data_ptr()
+            attention.prepare(kind.attention, cache, plan, self._num_heads)
+        step = self._step
+        step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
+        step.slots, step.logits_rows = slots.data_ptr(), logits_rows.data_ptr()
+        step.num_tokens, step.num_logits = num_tokens, num_logits
+        self._run(step)
+        return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+
+    def _use_cache(self, cache: CpuKVCache) -> None:
+        if cache is not self._cache:
+            self._cache = cache
+            pointers = (tensor.data_ptr() for tensor in cache.layers)
+            self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
+            self._step.cache = ctypes.addressof(self._cache_layers)
+
+    def _reserve(self, num_tokens: int, num_logits: int) -> None:
+        """Buffers for so many rows; they only grow, by powers of two."""
+        if not self._buffers or max(num_tokens, num_logits) > len(self._buffers["x"]):
+            rows = 1 << (max(num_tokens, num_logits) - 1).bit_length()
+            for name, width in self._widths.items():
+                self._keep(name, torch.empty((rows, width), dtype=self._dtype))
+            self._keep("hidden", torch.empty((rows, self._width)))
+            if self._normalises_added:
+                self._keep("normed", torch.empty((rows, self._width)))
+        if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
+            rows = 1 << (num_logits - 1).bit_length()
+            self._keep("logits", torch.empty((rows, self._vocab_size)))
+
+    def _keep(self, name: str, buffer: torch.Tensor) -> None:
+        self._buffers[name] = buffer
+        setattr(self._step, name, buffer.data_ptr())
+
+
+def _decoder_arguments(
+    embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix, down: PackedMatrix, function: str
+) -> _DecoderArguments:
+    """All but what concerns layers and heads."""
+    return _DecoderArguments(
+        head=head.arguments,
+        embeddings=embedding.table.data_ptr(),
+        norm=norm.weight.data_ptr(),
+        hidden_size=down.out_features,
+        intermediate_size=down.in_features,
+        dtype=ELEMENT_TYPES[norm.dtype],
+        function=FUNCTIONS[function],
+        eps=norm.eps,
+        embedding_scale=embedding.scale,
+    )
+
+
+def _layer_arguments(parts: LayerParts) -> _LayerArguments:
+    def weight(norm: CpuNorm | None) -> int | None:
+        return None if norm is None else norm.weight.data_ptr()
+
+    return _LayerArguments(
+        qkv=parts.qkv.arguments,
+        o=parts.o.arguments,
+        gate_up=parts.gate_up.arguments,
+        down=parts.down.arguments,
+        input_norm=weight(parts.input_norm),
+        mlp_norm=weight(parts.mlp_norm),
+        attention_out_norm=weight(parts.attention_out_norm),
+        mlp_out_norm=weight(parts.mlp_out_norm),
+        head_norms=None if parts.head_norms is None else parts.head_norms.data_ptr(),
+        scale=parts.scale * math.log2(math.e),
+        kind=int(parts.slides),
+    )

@@ -1,0 +1,80 @@
+"""A step as one C call is the C kernels called one after the other: the same bits of hidden states, logits and cache,
+for every kind of model, whatever the threads, as batches grow and shrink."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.models.llama import Llama
+from kernels.cpu_library import load_cpu_library
+from tests.core.invariance import DTYPES, KINDS, tiny_model
+from tests.core.test_llama import Requests, prompts
+
+
+class Watched:
+    """A model that keeps the hidden states of its steps; one_by_one: operation after operation."""
+
+    def __init__(self, model: Llama, one_by_one: bool) -> None:
+        self._model, self._one_by_one = model, one_by_one
+        self.hidden: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *inputs, logits_rows = args
+        if self._one_by_one:
+            hidden = self._model.hidden_states(*inputs)
+            logits = self._model.compute_logits(hidden, logits_rows)
+        else:
+            hidden, logits = self._model.forward(*args)
+        self.hidden.append(hidden.clone())
+        return hidden, logits
+
+
+#: Requests -> tokens of each step: mixed chunks, decoding alone, more rows than before, fewer again.
+STEPS = [{0: 1}, {0: 100, 1: 37}, {0: 1, 1: 1}, {2: 600, 1: 1}, {2: 1}, {0: 9, 1: 9, 2: 1}]
+
+
+def run(model: Llama, one_by_one: bool) -> list[torch.Tensor]:
+    watched = Watched(model, one_by_one)
+    requests = Requests(watched, prompts(111, 49, 603))
+    logits = [part for step in STEPS for part in requests.step(step).values()]
+    return [*watched.hidden, *logits, *requests.cache.layers]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
+    model, library = tiny_model(DTYPES[dtype], kind=kind), load_cpu_library()
+    expected = run(model, one_by_one=True)
+    try:
+        for num_threads in (1, 2):
+            library.start_threads(num_threads)
+            got = run(model, one_by_one=False)
+            different = [i for i, pair in enumerate(zip(got, expected, strict=True)) if not same_bits(*pair)]
+            assert different == [], f"{num_threads} threads"
+    finally:
+        library.stop_threads()
+
+
+def test_rows_without_logits_are_computed_and_stored() -> None:
+    model = tiny_model(torch.float32)
+    ids, positions, slots = torch.arange(5), torch.arange(5), torch.arange(16, 21)
+    caches = [model.allocate_cache(2, 16) for _ in range(2)]
+    for cache in caches:
+        cache.layers[-1].zero_()
+    lengths = torch.tensor([5]).numpy()
+    metadata = model.attention_metadata(lengths, lengths, torch.tensor([[1]]).numpy(), caches[0])
+    hidden, logits = model.forward(ids, positions, slots, metadata, caches[0], torch.arange(0))
+    assert logits.shape == (0, model.vocab_size)
+    assert torch.equal(hidden, model.hidden_states(ids, positions, slots, metadata, caches[1]))
+    assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
+    assert caches[0].layers[-1].any()
