@@ -28,7 +28,7 @@ class TritonWork(NamedTuple):
     tile_tokens: torch.Tensor  # [m] index of each query tile's first token
     tile_counts: torch.Tensor  # [m] tokens of the tile
     num_splits: int  # of SPLIT tokens that the longest context of decode_tokens takes, or more
-    window: int | None  # tokens that a row sees, itself included; None = all before it
+    window: int | None = None  # tokens that a row sees, itself included; None = all before it
 
     @property
     def num_rows(self) -> int:
