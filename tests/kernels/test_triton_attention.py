@@ -1,5 +1,6 @@
 """Triton's attention equals the float64 oracle: shuffled tables, poisoned caches, padding, any chunking and batch."""
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +13,10 @@ from kernels.kv_cache import KVCache
 from kernels.triton import decode_attention as decode
 from kernels.triton.attention_work import SPLIT, TritonWork, tile_tokens, triton_work, work_columns
 from kernels.triton.decode_attention import decode_attention
-from kernels.triton.device import INTERPRETED
 from kernels.triton.prefill_attention import prefill_attention
+from tests.triton_device import ANYWHERE, DEVICE
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="triton was imported without TRITON_INTERPRET=1")
+pytestmark = ANYWHERE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SCALE = 0.3
@@ -63,15 +64,17 @@ def batch(shape: Shape, requests: list[tuple[int, int]], dtype: torch.dtype, see
 def work_of(shape: Shape, given: Batch) -> TritonWork:
     group = shape.heads // shape.kv_heads
     columns = given.num_tokens, given.context_lens, given.tables
-    return triton_work(*columns, group, torch.device("cpu"), shape.window)
+    return triton_work(*columns, group, DEVICE, shape.window)
 
 
 def attend(shape: Shape, given: Batch, work: TritonWork | None = None, soft_cap: float | None = None) -> torch.Tensor:
     work = work_of(shape, given) if work is None else work
-    out = torch.full_like(given.q, torch.nan)
-    prefill_attention(given.q, given.cache, 0, work, SCALE, out, soft_cap)
-    decode_attention(given.q, given.cache, 0, work, SCALE, out, soft_cap)
-    return out
+    q, cache = given.q.to(DEVICE), copy(given.cache)
+    cache.layers = [layer.to(DEVICE) for layer in given.cache.layers]
+    out = torch.full_like(q, torch.nan)
+    prefill_attention(q, cache, 0, work, SCALE, out, soft_cap)
+    decode_attention(q, cache, 0, work, SCALE, out, soft_cap)
+    return out.cpu()
 
 
 def expected(shape: Shape, given: Batch) -> torch.Tensor:
@@ -133,9 +136,9 @@ def test_padding_is_zero_and_reads_no_table() -> None:
     given = batch(shape, [(1, 5), (1, 3)], torch.float32)
     work = work_of(shape, given)
     padded = work._replace(
-        rows=torch.tensor([0, 1, -1], dtype=torch.int32),
-        positions=torch.tensor([4, 2, -1], dtype=torch.int32),
-        decode_tokens=torch.arange(3, dtype=torch.int32),
+        rows=torch.tensor([0, 1, -1], dtype=torch.int32, device=DEVICE),
+        positions=torch.tensor([4, 2, -1], dtype=torch.int32, device=DEVICE),
+        decode_tokens=torch.arange(3, dtype=torch.int32, device=DEVICE),
     )
     q = torch.cat((given.q, torch.full((1, 2, 16), 3.0)))
     for splits in (1, 2):

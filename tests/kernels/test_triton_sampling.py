@@ -11,10 +11,10 @@ import triton.language as tl
 from core.sampler import SamplingInputs, sample
 from kernels.philox import uniform
 from kernels.triton import philox, sampling
-from kernels.triton.device import INTERPRETED
 from kernels.triton.sampling import pack_columns, sample_tokens
+from tests.triton_device import ANYWHERE, DEVICE
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="triton was imported without TRITON_INTERPRET=1")
+pytestmark = ANYWHERE
 
 VOCAB = 90
 
@@ -30,9 +30,9 @@ def test_uniform_numbers_are_those_of_numpy() -> None:
     seeds = np.concatenate((np.array([0, 1, 2**63, 2**64 - 1], np.uint64), rng.integers(0, 2**64, 60, np.uint64)))
     positions = np.concatenate((np.array([0, 2**31 - 1], np.int32), rng.integers(0, 2**31, 62).astype(np.int32)))
     choices = np.arange(64, dtype=np.int32)
-    out = torch.empty(64, dtype=torch.float64)
-    _uniform[(1,)](*(torch.from_numpy(x) for x in (seeds.view(np.int64), positions, choices)), out, N=64)
-    assert np.array_equal(out.numpy().view(np.int64), uniform(seeds, positions, choices).view(np.int64))
+    out = torch.empty(64, dtype=torch.float64, device=DEVICE)
+    _uniform[(1,)](*(torch.from_numpy(x).to(DEVICE) for x in (seeds.view(np.int64), positions, choices)), out, N=64)
+    assert np.array_equal(out.cpu().numpy().view(np.int64), uniform(seeds, positions, choices).view(np.int64))
 
 
 class Row(NamedTuple):
@@ -73,8 +73,8 @@ def columns(rows: tuple[Row, ...], seed: int = 0) -> SamplingInputs:
 
 
 def draw(logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
-    words = torch.from_numpy(pack_columns(inputs[:7]))
-    return sample_tokens(logits, words).tolist()
+    words = torch.from_numpy(pack_columns(inputs[:7])).to(DEVICE)
+    return sample_tokens(logits.to(DEVICE), words).tolist()
 
 
 @pytest.mark.parametrize("kind", ["spread", "tied", "forbidden"])
