@@ -4,13 +4,13 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ipc.config import config_from_options
+from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
 from tools.bench.ipc import measure_ipc
@@ -148,18 +148,26 @@ def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
-    # Imported here: they need torch, which takes seconds.
-    from tools.bench.gemm import measure_gemm
-    from tools.bench.kernels import measure_kernels
-
     config = config_from_options(**options)
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
-        measured = (
-            measure_gemm(config, parsed.rows, rep) if parsed.benchmark == "gemm" else measure_kernels(config, rep)
-        )
-        for record in measured:
+        for record in _kernel_records(parsed, config, rep):
             print_record(record)
+
+
+def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
+    # Imported here: they need torch, which takes seconds.
+    if parsed.benchmark == "gemm":
+        from tools.bench.gemm import measure_gemm
+
+        return measure_gemm(config, parsed.rows, rep)
+    if config.device == "cuda":
+        from tools.bench.gpu_kernels import measure_gpu_kernels
+
+        return measure_gpu_kernels(config, rep)
+    from tools.bench.kernels import measure_kernels
+
+    return measure_kernels(config, rep)
 
 
 def _host_options(options: dict[str, Any], folder: Path) -> dict[str, Any]:
