@@ -223,7 +223,7 @@ class CudaModelRunner(ModelRunner):
 
     def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in the host's memory, there once the step's event has come."""
-        if tensor.device.type != "cuda":
-            return tensor.clone()
+        if tensor.device.type != "cuda" or not tensor.numel():
+            return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)

@@ -46,6 +46,7 @@ class CudaExecutor(LocalExecutor):
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.empty_cache()
+        peak += self._tables_bytes()
         used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
         left = int(total * self._config.gpu_memory_utilization) - peak - used_by_others
         if left <= 0:
@@ -56,6 +57,11 @@ class CudaExecutor(LocalExecutor):
                 "max_num_batched_tokens"
             )
         return left
+
+    def _tables_bytes(self) -> int:
+        """Of core/device_tables.py, which comes later."""
+        num_tokens = min(self._config.max_model_len or self.info.max_model_len, self.info.max_model_len) + 1
+        return 4 * self._config.max_num_seqs * (num_tokens + -(-num_tokens // self._config.block_size))
 
     @torch.inference_mode()
     def _largest_step(self) -> None:

@@ -107,13 +107,14 @@ class TritonOperations:
         )
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+        return self._cache(num_blocks, block_size, self.device)
+
+    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+        """In the host's memory, pinned, for blocks of preempted requests. Errors: MemoryError."""
+        return self._cache(num_blocks, block_size, torch.device("cpu"), pinned=self.device.type == "cuda")
+
+    def _cache(self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False) -> TritonKVCache:
         config = self._config
-        return TritonKVCache(
-            config.num_hidden_layers,
-            num_blocks,
-            block_size,
-            config.num_key_value_heads,
-            config.head_dim,
-            self._dtype,
-            self.device,
-        )
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        shape = config.num_hidden_layers, num_blocks, block_size, heads, head_dim
+        return TritonKVCache(*shape, self._dtype, device, pinned)

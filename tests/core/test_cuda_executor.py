@@ -22,7 +22,7 @@ from ipc.errors import ConfigError
 from ipc.messages import AddRequest, Logprobs, Outputs
 from ipc.sampling_params import SamplingParams
 from tests.core.test_llama import Requests, prompts, random_weights, tiny_config
-from tests.triton_device import ANYWHERE, DEVICE
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
 pytestmark = ANYWHERE
 
@@ -212,6 +212,18 @@ def test_preempted_requests_give_the_same_tokens(depth: int) -> None:
     got = run("triton", requests, depth, num_blocks=7)
     assert got.num_preemptions > 0
     assert got.tokens == expected.tokens
+
+
+def test_blocks_go_to_the_hosts_memory_and_back() -> None:
+    made = runner("triton", 6)
+    operations = MODELS[1].operations
+    assert isinstance(operations, TritonOperations)
+    pool = operations.allocate_swap_cache(3, BLOCK_SIZE)
+    assert [(layer.device.type, layer.is_pinned()) for layer in pool.layers] == [("cpu", ON_GPU)]
+    made.cache.layers[0][[2, 5]] = torch.arange(2.0, device=DEVICE).view(2, 1, 1, 1, 1) + 1
+    made.cache.copy_blocks(np.array([2, 5], np.int32), pool, np.array([2, 1], np.int32))
+    pool.copy_blocks(np.array([1, 2], np.int32), made.cache, np.array([3, 4], np.int32))
+    assert made.cache.layers[0][3:5, 0, 0, 0, 0].tolist() == [2, 1]
 
 
 def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:

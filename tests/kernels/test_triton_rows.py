@@ -11,7 +11,7 @@ from kernels.rope import rope_kv_write, rotary_frequencies, rotary_tables
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
-from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.kv_cache import TritonKVCache, _runs
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.rms_norm import TritonNorm
 from kernels.triton.rope import TritonRope
@@ -120,16 +120,25 @@ def test_block_copies(dtype: torch.dtype) -> None:
     assert torch.equal(target[[1, 3]], before[[1, 3]])
 
 
-@pytest.mark.parametrize("pool_device", sorted({"cpu", str(DEVICE)}))
-def test_copies_between_caches(pool_device: str) -> None:
-    """A pool on the device, and one in the host's memory."""
-    cache = TritonKVCache(2, 5, 4, 1, 16, torch.float32, DEVICE)
-    pool = TritonKVCache(2, 3, 4, 1, 16, torch.float32, torch.device(pool_device))
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_copies_between_caches(in_host_memory: bool) -> None:
+    """Within the device, and to pinned memory and back."""
+    cache = TritonKVCache(2, 6, 4, 1, 16, torch.float32, DEVICE)
+    place = torch.device("cpu") if in_host_memory else DEVICE
+    pool = TritonKVCache(2, 4, 4, 1, 16, torch.float32, place, pinned=in_host_memory and ON_GPU)
     for index, layer in enumerate((*cache.layers, *pool.layers)):
         layer[1:] = random(*layer[1:].shape, seed=index).to(layer.device)
-    expected = [layer[[4, 2]].clone() for layer in cache.layers]
-    cache.copy_blocks(np.array([4, 2], np.int32), pool, np.array([1, 2], np.int32))
-    pool.copy_blocks(np.array([2, 1], np.int32), cache, np.array([1, 3], np.int32))
-    for layer, (first, second) in zip(cache.layers, expected, strict=True):
-        assert torch.equal(layer[3], first)
+    expected = [layer[[4, 2, 3]].clone() for layer in cache.layers]
+    none = np.zeros(0, np.int32)
+    cache.copy_blocks(none, pool, none)
+    cache.copy_blocks(np.array([4, 2, 3], np.int32), pool, np.array([1, 2, 3], np.int32))
+    pool.copy_blocks(np.array([2, 3, 1], np.int32), cache, np.array([1, 2, 3], np.int32))
+    for layer, (first, second, third) in zip(cache.layers, expected, strict=True):
         assert torch.equal(layer[1], second)
+        assert torch.equal(layer[2], third)
+        assert torch.equal(layer[3], first)
+
+
+def test_blocks_that_stand_together_are_one_transfer() -> None:
+    assert _runs(np.array([4, 2, 3, 4, 9]), np.array([1, 2, 3, 4, 5])) == [(4, 1, 1), (2, 2, 3), (9, 5, 1)]
+    assert _runs(np.zeros(0, np.int32), np.zeros(0, np.int32)) == []
