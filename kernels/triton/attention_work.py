@@ -40,6 +40,11 @@ def tile_tokens(group_size: int) -> int:
     return max(1, PREFILL_ROWS // power_of_2(group_size))
 
 
+def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a KV tile; divides SPLIT. Fewer where a token's numbers are many: a tile has to fit shared memory."""
+    return 64 if power_of_2(head_dim) * dtype.itemsize <= 256 else 32
+
+
 class WorkColumns(NamedTuple):
     """Of the host, before they are sent: int32."""
 

@@ -8,10 +8,8 @@ import triton.language as tl
 
 from kernels.kv_cache import KVCache
 from kernels.triton.attention_tile import fold_tile, load_queries
-from kernels.triton.attention_work import SPLIT, TritonWork
+from kernels.triton.attention_work import SPLIT, TritonWork, kv_tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
-
-_BLOCK_N = 64  # tokens of a KV tile; divides SPLIT
 
 
 # fmt: off
@@ -134,7 +132,7 @@ def decode_attention(
         KV_HEADS=kv_heads,
         BLOCK_SIZE=cache.block_size,
         BLOCK_M=max(16, power_of_2(num_heads // kv_heads)),
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=kv_tile_tokens(cache.head_dim, cache.dtype),
         DIRECT=splits == 1,
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,

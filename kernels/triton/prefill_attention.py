@@ -6,10 +6,8 @@ import triton.language as tl
 
 from kernels.kv_cache import KVCache
 from kernels.triton.attention_tile import fold_tile, load_queries
-from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, tile_tokens
+from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
-
-_BLOCK_N = 64  # tokens of a KV tile
 
 
 # fmt: off
@@ -86,7 +84,7 @@ def prefill_attention(
         BLOCK_D=max(16, power_of_2(cache.head_dim)),
         BLOCK_SIZE=cache.block_size,
         BLOCK_M=block_m,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=kv_tile_tokens(cache.head_dim, cache.dtype),
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
         UPCAST=INTERPRETED,
