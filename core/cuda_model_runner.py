@@ -203,7 +203,7 @@ class CudaModelRunner(ModelRunner):
     def _sample(self, rows: Int32s, logits: torch.Tensor) -> _Sampled:
         positions = self.table.num_tokens[rows]
         inputs = self.sampling.inputs(rows, self.table)
-        reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0)
+        reporting = self.sampling.reporting(rows)
         told = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
         apply_edits(logits, inputs.edits)
         if len(reporting) and self._tells_processed:

@@ -18,8 +18,6 @@ from ipc.paged_rows import Int32s, Ints
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32
 
-_NONE: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-
 
 class StepInputs(NamedTuple):
     """One step's tokens, packed request after request. T tokens of R rows, of which S sample."""
@@ -67,7 +65,7 @@ class ModelRunner:
         rows = plan.rows[inputs.samples]
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         if len(rows):
-            reporting = np.flatnonzero(self.sampling.num_logprobs[rows] >= 0) if self.sampling.num_reporting else _NONE
+            reporting = self.sampling.reporting(rows)
             told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
             sampled = self.sample(rows, logits)
             finite = sampled >= 0
@@ -92,12 +90,10 @@ class ModelRunner:
         table, rows, counts = self.table, plan.rows, plan.num_scheduled_tokens
         samples = table.advance(plan)
         ends = table.num_computed_tokens[rows]
-        token_rows: Ints
-        last: Ints
-        if counts.max() == 1:  # most steps: every row decodes
-            last, token_rows, positions = np.arange(len(rows)), rows, ends - 1
-        else:
-            last = np.cumsum(counts) - 1  # index of each row's last token
+        last: Ints = np.arange(len(rows))  # index of each row's last token
+        token_rows, positions = rows, ends - 1
+        if counts.max() > 1:  # in most steps every row decodes
+            last = np.cumsum(counts) - 1
             token_rows = np.repeat(rows, counts)
             positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
         blocks, offsets = np.divmod(positions, self.block_size)

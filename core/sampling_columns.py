@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.bad_words import BadWords
-from core.logit_edits import NO_EDITS, LogitEdits
+from core.logit_edits import NO_EDITS, Indices, LogitEdits
 from core.plan import NewRow
 from core.row_group import RowGroup
 from core.runner_table import RunnerTable
@@ -14,6 +14,7 @@ from ipc.sampling_params import SamplingParams
 
 _NOT_SAMPLED = -1
 _NO_LOGPROBS = -1
+_NO_ROWS: Indices = np.zeros(0, np.int64)
 _ALL_LOGPROBS = 2**31 - 1
 
 
@@ -78,6 +79,10 @@ class SamplingColumns:
             self._has_edits[row] = True
             self._num_edited += 1
             self._add_edits(new)
+
+    def reporting(self, rows: Ints) -> Indices:
+        """Which of these rows want their tokens' log probabilities: indices into them."""
+        return np.flatnonzero(self.num_logprobs[rows] >= 0) if self.num_reporting else _NO_ROWS
 
     def _reports(self, row: int) -> bool:
         return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)

@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cpu_library import CpuLibrary
-from kernels.scratch import Scratch
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
@@ -31,25 +30,31 @@ class CpuSampler:
         self._run = library.function("sample", ctypes.POINTER(SamplingArguments))
         self._scratch_bytes = library.function("sampling_scratch_bytes", ctypes.c_int64, result=ctypes.c_int64)
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
-        self._scratch = Scratch()
+        self._arguments = SamplingArguments()
+        self._columns: list[NDArray[Any]] = []  # each with room for as many rows as tokens has
+        self._tokens = np.zeros(0, np.int32)
+        self._room: tuple[int, ...] = ()  # what the scratch is for
 
     def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...]) -> NDArray[np.int32]:
         """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
         token ids [S]; -1 where a row's largest logit over its temperature is no finite number."""
         assert logits.is_contiguous(), logits.stride()
         num_rows, vocab_size = logits.shape
-        tokens = np.empty(num_rows, np.int32)
-        columns = tuple(np.ascontiguousarray(column, to) for column, to in zip(columns, _TYPES, strict=True))
-        size = self._scratch_bytes(vocab_size) * self._num_threads() + 64
-        scratch = self._scratch.get("scratch", (size,), torch.uint8)
-        self._run(
-            SamplingArguments(
-                logits.data_ptr(),
-                *(column.ctypes.data for column in columns),
-                tokens.ctypes.data,
-                -(-scratch.data_ptr() // 64) * 64,
-                num_rows,
-                vocab_size,
-            )
-        )
-        return tokens
+        if num_rows > len(self._tokens):
+            self._grow(1 << (num_rows - 1).bit_length())
+        if (room := (vocab_size, self._num_threads())) != self._room:
+            self._scratch = torch.empty(self._scratch_bytes(vocab_size) * room[1] + 64, dtype=torch.uint8)
+            self._arguments.scratch = -(-self._scratch.data_ptr() // 64) * 64
+            self._room = room
+        for buffer, column in zip(self._columns, columns, strict=True):
+            buffer[:num_rows] = column
+        arguments = self._arguments
+        arguments.logits, arguments.num_rows, arguments.vocab_size = logits.data_ptr(), num_rows, vocab_size
+        self._run(arguments)
+        return self._tokens[:num_rows].copy()
+
+    def _grow(self, num_rows: int) -> None:
+        self._tokens = np.zeros(num_rows, np.int32)
+        self._columns = [np.zeros(num_rows, to) for to in _TYPES]
+        for name, buffer in zip((*_COLUMNS, "tokens"), (*self._columns, self._tokens), strict=True):
+            setattr(self._arguments, name, buffer.ctypes.data)

@@ -54,20 +54,20 @@ class Llama:
             table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
             self._embedding = operations.embedding(table, scale)
             indices = range(config.num_hidden_layers)
-            self._layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
+            self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
             self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
             head = table if config.tie_word_embeddings else parts.take("lm_head.weight")
             self._head = operations.linear(head, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
-            self._decoder = cpu_decoder(config, operations, self._layers, self._embedding, self._norm, self._head)
+            self._decoder = cpu_decoder(config, operations, self.layers, self._embedding, self._norm, self._head)
         # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
-        row_counts = [product.row_counts for layer in self._layers for product in layer.products.values()]
+        row_counts = [product.row_counts for layer in self.layers for product in layer.products.values()]
         common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
         self._row_counts = common if all(row_counts) else ()
 
     @property
     def variant(self) -> str:
         """Names every kernel and summation order in use; with config, weights and dtype it fixes each logit's bits."""
-        products = {**self._layers[0].products, "head": self._head}
+        products = {**self.layers[0].products, "head": self._head}
         parts = [f"{name}={product.variant}" for name, product in products.items()]
         return " ".join((*parts, self.operations.variant))
 
@@ -128,13 +128,13 @@ class Llama:
         positions = torch.cat((positions, padding))
         step = self.operations.step(positions, slots, metadata, cache)
         hidden = self._embedding(torch.cat((token_ids, padding)))
-        x = self._layers[0].input_norm(hidden)
-        for index, layer in enumerate(self._layers):
+        x = self.layers[0].input_norm(hidden)
+        for index, layer in enumerate(self.layers):
             x = layer.attention_out(layer.o(layer.attention(layer.qkv(x), step, index)))
             x = layer.mlp_norm.after(hidden, x)
             x = layer.mlp_out(layer.down(layer.activation(layer.gate_up(x))))
-            if index + 1 < len(self._layers):
-                x = self._layers[index + 1].input_norm.after(hidden, x)
+            if index + 1 < len(self.layers):
+                x = self.layers[index + 1].input_norm.after(hidden, x)
         return hidden.add_(x)
 
     @torch.inference_mode()

@@ -255,4 +255,9 @@ void sample_part(const Sampling *args, int thread, int num_threads) {
 
 static void sample_job(void *args, int thread, int num_threads) { sample_part(args, thread, num_threads); }
 
-EXPORT void sample(const Sampling *args) { pool_run(sample_job, (void *)args); }
+EXPORT void sample(const Sampling *args) {
+    if (args->num_rows == 1)
+        sample_part(args, 0, 1);
+    else
+        pool_run(sample_job, (void *)args);
+}

@@ -180,7 +180,13 @@ KEYS = ["layer_types", "sliding_window", "sliding_window_pattern", "max_window_l
 KEYS += ["rope_parameters", "rope_scaling", "rope_local_base_freq", "hidden_activation", "query_pre_attn_scalar"]
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 @given(st.sampled_from(["mistral", "qwen3", "gemma3_text"]), st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1))
 def test_any_values_give_a_config_or_a_model_file_error(
     tmp_path_factory: pytest.TempPathFactory, model_type: str, edit: dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
@@ -223,7 +223,9 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(
+    max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(edit=st.dictionaries(st.sampled_from([*PLAIN, "rope_parameters", "head_dim", "dtype"]), JSON, min_size=1))
 def test_any_values_give_a_config_or_a_model_file_error(
     edit: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

@@ -20,7 +20,7 @@ from ipc.safetensors import read_safetensors_folder
 from kernels.cpu_build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
-from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, quiet
+from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, quiet, step
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -292,3 +292,22 @@ def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(record["us"] > 0 and record["torch_us"] > 0 and record["gb_s"] > 0 for record in records)
     with pytest.raises(ConfigError, match="there are none here"):
         next(kernels.measure_kernels(EngineConfig(cpu_kernels="torch"), rep=0))
+
+
+@pytest.mark.parametrize("cpu_kernels", ["c", "torch"])
+def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "SIZES", (1, 3))
+    monkeypatch.setattr(step, "_STEPS", 3)
+    write_tiny_model(tmp_path)
+    before = torch.get_num_threads()
+    try:
+        records = list(step.measure_step(EngineConfig(model=str(tmp_path), threads=1, cpu_kernels=cpu_kernels), rep=0))
+    finally:
+        torch.set_num_threads(before)
+    assert [record["batch"] for record in records] == [1, 3]
+    operations = {"input_norm", "qkv", "attention", "o", "mlp_norm", "gate_up", "activation", "down", "head"}
+    for record in records:
+        parts = [record[f"{name}_us"] for name in ("schedule", "prepare", "forward", "sample", "update", "encode")]
+        assert min(parts) > 0
+        assert record["step_us"] < 3 * sum(parts)
+        assert set(record["operations_us"]) == operations | ({"rope"} if cpu_kernels == "c" else set())

@@ -31,6 +31,7 @@ DEFAULTS = {
     "capture": [],
     "gemm": [],
     "kernels": [],
+    "step": [],
 }
 #: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -129,7 +130,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
-    if parsed.benchmark in ("gemm", "kernels"):
+    if parsed.benchmark in ("gemm", "kernels", "step"):
         _run_kernels(parsed, options)
         return
     measure = measure_ipc if parsed.benchmark == "ipc" else measure_capture
@@ -161,6 +162,10 @@ def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) 
         from tools.bench.gemm import measure_gemm
 
         return measure_gemm(config, parsed.rows, rep)
+    if parsed.benchmark == "step":
+        from tools.bench.step import measure_step
+
+        return measure_step(config, rep)
     if config.device == "cuda":
         from tools.bench.gpu_kernels import measure_gpu_kernels
 
