@@ -10,7 +10,6 @@ import torch
 from core import cuda_device as cuda_device_module
 from core.cuda_device import cuda_device
 from core.cuda_model_runner import CudaModelRunner
-from core.decode_graphs import DecodeGraphs, padded_rows, padded_splits
 from core.engine import EngineCore
 from core.executor.interface import ModelInfo, StepHandle
 from core.model_runner import ModelRunner
@@ -250,10 +249,3 @@ def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda_device_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs triton, which is not installed: pip install 'engine-core\[cuda\]'"):
         cuda_device()
-
-
-def test_sizes_of_graphs() -> None:
-    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
-    assert [padded_splits(n) for n in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 64]
-    assert DecodeGraphs.fits(512)
-    assert not DecodeGraphs.fits(513)
