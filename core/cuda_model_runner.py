@@ -18,7 +18,7 @@ from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.sampler import SamplingInputs, processed_logits
 from ipc.config import LogprobsMode
 from ipc.paged_rows import Int32s, Ints
-from kernels.triton.attention_work import SPLIT, TritonWork, work_columns
+from kernels.triton.attention_work import TritonWork, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import pack_columns, sample_tokens
 
@@ -172,33 +172,29 @@ class CudaModelRunner(ModelRunner):
 
     def _launch(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, hidden] and logits [S, vocab] of the rows that sample."""
-        if self._graphs is not None and len(batch.rows) == len(batch.samples) and self._graphs.fits(len(batch.rows)):
-            inputs = self._tables.send(np.stack((batch.rows, batch.positions)).astype(np.int32))
-            hidden, logits = self._graphs(inputs, -(-int(batch.context_lens.max()) // SPLIT))
-            if batch.samples.all():
-                return hidden, logits
-            return hidden, logits.index_select(0, self._tables.send(np.flatnonzero(batch.samples)))
         work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
         columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
         sent = self._tables.send(np.concatenate(columns).astype(np.int32))
         rows, positions, alone, tiles, counts, logits_rows = torch.split(sent, [len(column) for column in columns])
-        blocks = self._tables.blocks
-        return self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits), logits_rows)
+        if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
+            hidden = self._graphs(rows, positions, work.num_splits)
+        else:
+            blocks = self._tables.blocks
+            hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))
+        return hidden, self._llama.compute_logits(hidden, logits_rows)
 
-    def _decode(self, inputs: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """inputs [2, B] int32: rows and positions of one token each, -1 = padding -> hidden states and logits of all.
+    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+        """One token each of these rows [B] at these positions [B], -1 = padding -> hidden states [B, hidden].
         Everything happens on the device."""
-        rows, positions = inputs.unbind(0)
-        all_tokens = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
-        return self._forward(TritonWork(rows, positions, blocks, all_tokens, none, none, num_splits), all_tokens)
+        return self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits))
 
-    def _forward(self, work: TritonWork, logits_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """work: its tables are the device's, its window is not looked at."""
+    def _forward(self, work: TritonWork) -> torch.Tensor:
+        """Hidden states [T, hidden]. work: its tables are the device's, its window is not looked at."""
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
-        hidden = self._llama.hidden_states(ids, work.positions, slots, metadata, self.cache)
-        return hidden, self._llama.compute_logits(hidden, logits_rows)
+        return self._llama.hidden_states(ids, work.positions, slots, metadata, self.cache)
 
     def _sample(self, rows: Int32s, logits: torch.Tensor) -> _Sampled:
         positions = self.table.num_tokens[rows]

@@ -1,54 +1,60 @@
 """DecodeGraphs: steps in which every row computes one token, as CUDA graphs: one launch instead of hundreds."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-
-Results = tuple[torch.Tensor, torch.Tensor]
 
 #: Rows of the largest graph; more are launched kernel by kernel, which takes less time than they run.
 MAX_ROWS = 512
 
 
-class DecodeGraphs:
-    """One graph for each number of rows and of attention splits, both rounded up, captured when first needed.
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor  # [2, B] int32: rows and positions
+    hidden: torch.Tensor  # [B, hidden]
 
-    decode(inputs [2, B] int32, num_splits) -> hidden states and logits: all on the device, inputs of -1 being padding
-    that reads and writes nothing. Used on CUDA alone.
+
+class DecodeGraphs:
+    """One graph for each number of rows and of attention splits, both rounded up, captured when first needed. The
+    logits are no part of it: they are few launches, and every graph would keep a buffer of B x vocabulary for them.
+
+    decode(rows [B], positions [B], num_splits) -> hidden states: all on the device, int32; -1 is padding, which reads
+    and writes nothing. Used on CUDA alone.
     """
 
-    def __init__(self, decode: Callable[[torch.Tensor, int], Results], device: torch.device) -> None:
+    def __init__(self, decode: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor], device: torch.device) -> None:
         self._decode, self._device = decode, device
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, Results]] = {}
+        self._graphs: dict[tuple[int, int], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @staticmethod
     def fits(num_rows: int) -> bool:
         return num_rows <= MAX_ROWS
 
-    def __call__(self, inputs: torch.Tensor, num_splits: int) -> Results:
-        """Results of these rows; they are overwritten by the next call."""
-        num_rows = inputs.shape[1]
-        key = padded_rows(num_rows), padded_splits(num_splits)
+    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+        """Hidden states of these rows; they are overwritten by the next call."""
+        count = len(rows)
+        key = padded_rows(count), padded_splits(num_splits)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
-        graph, static, (hidden, logits) = self._graphs[key]
-        static[:, :num_rows] = inputs
-        static[:, num_rows:] = -1
+        graph, inputs, hidden = self._graphs[key]
+        inputs[0, :count], inputs[1, :count] = rows, positions
+        inputs[:, count:] = -1
         graph.replay()
-        return hidden[:num_rows], logits[:num_rows]
+        return hidden[:count]
 
-    def _capture(self, num_rows: int, num_splits: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, Results]:
-        static = torch.full((2, num_rows), -1, dtype=torch.int32, device=self._device)
+    def _capture(self, num_rows: int, num_splits: int) -> _Captured:
+        inputs = torch.full((2, num_rows), -1, dtype=torch.int32, device=self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._decode(static, num_splits)  # compiles kernels and makes libraries' handles: no part of a graph
+            self._decode(inputs[0], inputs[1], num_splits)  # compiles kernels, makes handles: no part of a graph
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            results = self._decode(static, num_splits)
-        return graph, static, results
+            hidden = self._decode(inputs[0], inputs[1], num_splits)
+        return _Captured(graph, inputs, hidden)
 
 
 def padded_rows(num_rows: int) -> int:

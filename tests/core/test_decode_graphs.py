@@ -24,13 +24,12 @@ class Recording:
     current: "Recording | None" = None
 
     def __init__(self) -> None:
-        self.run: Callable[[], tuple[torch.Tensor, ...]] | None = None
-        self.results: tuple[torch.Tensor, ...] = ()
+        self.run: Callable[[], torch.Tensor] | None = None
+        self.result = torch.zeros(0)
 
     def replay(self) -> None:
         assert self.run is not None
-        for kept, new in zip(self.results, self.run(), strict=True):
-            kept.copy_(new)
+        self.result.copy_(self.run())
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +57,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     init = DecodeGraphs.__init__
 
     def recorded(self: DecodeGraphs, decode: Callable[..., Any], device: torch.device) -> None:
-        def traced(inputs: torch.Tensor, num_splits: int) -> Any:
-            results = decode(inputs, num_splits)
+        def traced(rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+            result: torch.Tensor = decode(rows, positions, num_splits)
             if (recording := Recording.current) is not None:
-                captured.append((inputs.shape[1], num_splits))
-                recording.run, recording.results = lambda: decode(inputs, num_splits), results
-            return results
+                captured.append((len(rows), num_splits))
+                recording.run, recording.result = lambda: decode(rows, positions, num_splits), result
+            return result
 
         init(self, traced, device)
 
@@ -74,18 +73,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list[tuple[int, int]]) -> None:
     seen: list[list[list[int]]] = []
 
-    def decode(inputs: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(inputs.tolist())
-        return inputs[0, :, None].float(), inputs[1, :, None].float() * num_splits
+    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+        seen.append([rows.tolist(), positions.tolist()])
+        return (rows + 100 * positions * num_splits)[:, None].float()
+
+    def int32s(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
 
     graphs = DecodeGraphs(decode, torch.device("cpu"))
-    hidden, logits = graphs(torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]], dtype=torch.int32), 3)
+    hidden = graphs(int32s(5, 6, 7, 8, 9), int32s(1, 2, 3, 4, 5), 3)
     assert seen[-1] == [[5, 6, 7, 8, 9, -1, -1, -1], [1, 2, 3, 4, 5, -1, -1, -1]]
-    assert hidden[:, 0].tolist() == [5, 6, 7, 8, 9]
-    assert logits[:, 0].tolist() == [4, 8, 12, 16, 20]
-    hidden, _ = graphs(torch.tensor([[3, 4, 5, 6, 7, 8], [0] * 6], dtype=torch.int32), 4)
-    assert hidden[:, 0].tolist() == [3, 4, 5, 6, 7, 8]
-    graphs(torch.tensor([[1], [2]], dtype=torch.int32), 1)
+    assert hidden[:, 0].tolist() == [405, 806, 1207, 1608, 2009]
+    assert graphs(int32s(3, 4, 5, 6, 7, 8), int32s(0, 0, 0, 0, 0, 0), 4)[:, 0].tolist() == [3, 4, 5, 6, 7, 8]
+    graphs(int32s(1), int32s(2), 1)
     assert seen[-1] == [[1], [2]]
     assert cuda == [(8, 4), (1, 1)]
     assert seen[0] == [[-1] * 8] * 2  # what is captured writes nothing
