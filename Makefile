@@ -1,6 +1,7 @@
 # make run    ask the demo model (PROMPT="..." asks that)
 # make test   all that a change must pass: linters, types, import rules, tests
 # make soak   the counts that are too large for every change
+# make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
 # make venv   only set up
 #
@@ -8,6 +9,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Tests run the GPU kernels under its interpreter. A CUDA build of torch brings the version it was made with.
+TRITON ?= $(if $(wildcard /dev/nvidia0),triton,triton==3.9.0)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,7 +26,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test soak check venv clean
+.PHONY: run test soak gpu check venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
@@ -33,6 +36,9 @@ test: check
 
 soak: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
+
+gpu: $(DEV_STAMP)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -53,7 +59,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) install --quiet -e '.[dev]'
+	$(PIP) install --quiet -e '.[dev]' '$(TRITON)'
 	touch $@
 
 clean:

@@ -113,6 +113,7 @@ class _Tap:
     ) -> None:
         self.info = executor.info
         self.determine_num_available_blocks = executor.determine_num_available_blocks
+        self.cache_memory_bytes = executor.cache_memory_bytes
         self.initialize_cache = executor.initialize_cache
         self.measure_costs = executor.measure_costs
         self.close = executor.close

@@ -49,7 +49,7 @@ def apply_edits(logits: torch.Tensor, edits: LogitEdits) -> None:
         known = edits.forbidden_token < logits.shape[1]
         logits[_index(edits.forbidden_row[known]), _index(edits.forbidden_token[known])] = -torch.inf
     if len(edits.bias_row):
-        logits[_index(edits.bias_row), _index(edits.bias_token)] += torch.from_numpy(edits.bias)
+        logits[_index(edits.bias_row), _index(edits.bias_token)] += torch.from_numpy(edits.bias).to(logits.device)
     if len(edits.counted_row):
         _penalize(logits, edits)
 
@@ -65,11 +65,11 @@ def _penalize(logits: torch.Tensor, edits: LogitEdits) -> None:
     """Repetition: positive logits are divided by it, others multiplied (Keskar et al. 2019, arXiv 1909.05858);
     frequency and presence as in the OpenAI API."""
     rows, tokens = _index(edits.counted_row), _index(edits.counted_token)
-    values = logits[rows, tokens].numpy()
+    values = logits[rows, tokens].cpu().numpy()
     values = np.where(values > 0, values / edits.repetition, values * edits.repetition)
     values -= edits.frequency * edits.occurrences.astype(np.float32)
     values -= edits.presence * (edits.occurrences > 0)
-    logits[rows, tokens] = torch.from_numpy(values)
+    logits[rows, tokens] = torch.from_numpy(values).to(logits.device)
 
 
 def _index(entries: Indices) -> torch.Tensor:

@@ -22,7 +22,7 @@ def gather_logprobs(
     Of each row: its token first, then the most likely ones, ties by lower id; the token's rank is the number of tokens
     at least as likely, as in vLLM. rows, positions [L]: handed through.
     """
-    vocab_size = logits.shape[1]
+    logits, vocab_size = logits.cpu(), logits.shape[1]
     chosen = logits.gather(1, torch.from_numpy(tokens.astype(np.int64))[:, None])
     ranks = (logits >= chosen).sum(-1)
     base = _log_totals(logits) if normalized else np.zeros(len(logits))

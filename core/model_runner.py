@@ -66,7 +66,7 @@ class ModelRunner:
         hidden, logits = self.forward(inputs)
         logprobs: list[TokenLogprobs] = []
         if self.sampling.num_reporting:
-            logprobs += self._prompt_logprobs(plan, inputs, hidden)
+            logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, hidden)
         rows = plan.rows[inputs.samples]
         token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
         if len(rows):
@@ -148,7 +148,9 @@ class ModelRunner:
             inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache, inputs.logits_rows
         )
 
-    def _prompt_logprobs(self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor) -> list[TokenLogprobs]:
+    def _prompt_logprobs(
+        self, plan: SchedulerOutput, num_tokens: Int32s, context_lens: Ints, hidden: torch.Tensor
+    ) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
         are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
         wanted = self.sampling.num_prompt_logprobs[plan.rows]
@@ -156,9 +158,9 @@ class ModelRunner:
         if not len(group):
             return []
         table, rows = self.table, plan.rows[group]
-        first = (np.cumsum(inputs.num_tokens) - inputs.num_tokens)[group]  # index of each row's first token
-        starts = inputs.context_lens[group] - inputs.num_tokens[group]
-        ends = np.minimum(inputs.context_lens[group], table.num_prompt_tokens[rows] - 1)
+        first = (np.cumsum(num_tokens) - num_tokens)[group]  # index of each row's first token
+        starts = context_lens[group] - num_tokens[group]
+        ends = np.minimum(context_lens[group], table.num_prompt_tokens[rows] - 1)
         counts = np.maximum(ends - starts, 0)
         offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         index = np.repeat(first, counts) + offsets

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.executor.interface import Costs
 from kernels.kv_cache import KVCache
@@ -17,15 +18,27 @@ _PATIENCE_NS = 200_000_000  # for all samples of a cost but the first; the first
 _NO_ROOM_NS = 1_000_000_000
 
 
-def measure_costs(compute: Callable[[], None], num_tokens: int, cache: KVCache, swap_cache: KVCache | None) -> Costs:
-    """Medians. compute: runs the model over num_tokens tokens. The blocks of both caches are free and written to."""
+def measure_costs(
+    compute: Callable[[], None],
+    num_tokens: int,
+    cache: KVCache,
+    swap_cache: KVCache | None,
+    wait: Callable[[], None] = lambda: None,
+) -> Costs:
+    """Medians. compute: runs the model over num_tokens tokens; wait: until copies are done. The blocks of both caches
+    are free and written to."""
     token_ns = max(1, _median_ns(compute) // num_tokens)
     if swap_cache is None:
         return Costs(token_ns, _NO_ROOM_NS)
     count = min(_NUM_BLOCKS, cache.num_blocks - 1, swap_cache.num_blocks)
     blocks, slots = np.arange(1, count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
-    out_ns = _median_ns(lambda: cache.copy_blocks(blocks, swap_cache, slots))
-    back_ns = _median_ns(lambda: swap_cache.copy_blocks(slots, cache, blocks))
+
+    def copy(source: KVCache, sources: NDArray[np.int32], target: KVCache, targets: NDArray[np.int32]) -> None:
+        source.copy_blocks(sources, target, targets)
+        wait()
+
+    out_ns = _median_ns(lambda: copy(cache, blocks, swap_cache, slots))
+    back_ns = _median_ns(lambda: copy(swap_cache, slots, cache, blocks))
     return Costs(token_ns, max(1, (out_ns + back_ns) // (2 * count)))
 
 

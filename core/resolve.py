@@ -21,11 +21,18 @@ def default_cache_bytes(total_memory_bytes: int) -> int:
 
 
 def resolve(
-    config: EngineConfig, info: ModelInfo, blocks_in: BlocksIn, *, total_memory_bytes: int, num_cpus: int
+    config: EngineConfig,
+    info: ModelInfo,
+    blocks_in: BlocksIn,
+    *,
+    total_memory_bytes: int,
+    num_cpus: int,
+    device_bytes: int | None = None,
 ) -> EngineConfig:
     """The config with nothing left open: dtype, max_model_len, kv_cache_memory_bytes, num_blocks_override (the number
     of KV blocks, null block included), threads and num_swap_blocks are set; the costs of preemption are left to
-    resolve_costs(), which needs the cache.
+    resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of its own; None: it shares the
+    machine's memory.
 
     Errors: ConfigError when max_model_len exceeds the model's; OutOfMemoryError when the cache cannot hold one request
     of max_model_len tokens, with the numbers and what to change.
@@ -35,7 +42,7 @@ def resolve(
             f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
             f"was made for: use at most {info.max_model_len}, or leave it out"
         )
-    memory_bytes = config.kv_cache_memory_bytes or default_cache_bytes(total_memory_bytes)
+    memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
     available = config.num_blocks_override or blocks_in(memory_bytes, config.block_size)
     bytes_per_block = -(-_PROBE_BYTES // max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)

@@ -47,6 +47,11 @@ class SamplingColumns:
         self._bad_words = BadWords()
         self._counts = TokenCounts()
 
+    @property
+    def has_edits(self) -> bool:
+        """Some row has options that change its logits; with some of them, by what it has been given so far."""
+        return self._num_edited > 0
+
     def remove(self, row: int) -> None:
         self.num_reporting -= self._reports(row)
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NO_LOGPROBS

@@ -14,7 +14,7 @@ from core import log
 from core.capture import CapturedEngine, capture_path, start_capture
 from core.capture_writer import check_capture
 from core.engine import EngineCore
-from core.executor.interface import Executor, ModelInfo, load_executor
+from core.executor.interface import Executor, ModelInfo, executor_module, load_executor
 from core.io_thread import IOThread
 from core.process import Engine
 from core.reception import Served
@@ -64,12 +64,12 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     report("read tokenizer")
     tokenizer = _read_tokenizer(config)
     report("import")
-    if config.executor == "local" and config.cpu_kernels != "torch":
+    if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
         # Imported here: whose `kernels` this is was checked after core was imported.
         from kernels.cpu_library_file import find_library_soon
 
         find_library_soon()  # torch's import takes a second of one core
-    importlib.import_module(f"core.executor.{config.executor}")
+    importlib.import_module(executor_module(config))
     report("load model")
     executor = load_executor(config)
     report("kv cache")
@@ -79,6 +79,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         executor.determine_num_available_blocks,
         total_memory_bytes=total_memory_bytes(),
         num_cpus=len(os.sched_getaffinity(0)),
+        device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs)

@@ -13,7 +13,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Numerics = Literal["L0", "L2"]
 ExecutorName = Literal["local", "fake"]
-Device = Literal["cpu"]
+Device = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -29,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch
     load_format: LoadFormat = "auto"  # "dummy": random weights for this config; no weight is read
     dtype: Dtype = "auto"  # auto = bfloat16 where the CPU has bf16 instructions, else float32
-    device: Device = "cpu"
+    device: Device = "cpu"  # "cuda": an NVIDIA GPU, by Triton's kernels; numerics level L0
     model_impl: ModelImpl = "auto"  # auto: our own code where there is some for the architecture, else transformers'
     numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's own attention
     threads: int | None = None  # compute threads; None = the CPUs this process may use
@@ -68,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_logprobs: int = 20  # that a request may ask for at each position; -1 = any number, up to the whole vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # logarithms or logits; raw, or what the sampler draws from
     cpu_kernels: CpuKernels = "auto"  # auto: the C kernels where a wheel or a compiler has them, else torch's
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that the engine may take in all; of device cuda
+    enforce_eager: bool = False  # no CUDA graphs; of device cuda
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -77,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             _check_integer(name, getattr(self, name), low, high, optional=name in _OPTIONAL)
         for name, most in _FRACTIONS.items():
             _check_number(name, getattr(self, name), most)
-        for name in ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "reserve_full_length"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
@@ -88,8 +90,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
-        if self.async_scheduling and self.executor == "local":
-            raise ConfigError("async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not")
+        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        if self.async_scheduling and self.executor == "local" and self.device == "cpu":
+            raise ConfigError(
+                "async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not, device=cuda does"
+            )
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -129,6 +134,13 @@ _RANGES: dict[str, tuple[int, int]] = {
     "fake_max_model_len": (2, 2**24),
     "max_logprobs": (-1, 2**24),
 }
+_SWITCHES = (
+    "enable_prefix_caching",
+    "async_scheduling",
+    "enable_chunked_prefill",
+    "reserve_full_length",
+    "enforce_eager",
+)
 #: Numbers from 0 up to this.
 _FRACTIONS = {"priority_aging_seconds": 1e6, "scheduler_delay_factor": 1e6, "watermark": 0.5}
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
@@ -151,7 +163,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "trust_remote_code": (True, False),  # nothing remote is ever run
-    "enforce_eager": (True, False),
     "quantization": (None,),
     "disable_log_stats": (True, False),
     "tokenizer_mode": ("auto",),
@@ -168,7 +179,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 #: The same for numbers: (above, up to).
 _NEUTRAL_NUMBERS: dict[str, tuple[float, float]] = {
-    "gpu_memory_utilization": (0, 1),
     "max_seq_len_to_capture": (0, 2**24),
 }
 #: vLLM's names of our options, and of our options' values.
@@ -239,6 +249,11 @@ def _check_model(model: object) -> None:
         raise ConfigError(f"model must be valid UTF-8 without NUL; got {model!r:.80}")
     if (size := len(model.encode())) > _MAX_MODEL_BYTES:
         raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ConfigError(f"{name} must be a number above 0 and up to 1; got {value!r}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool) -> None:

@@ -20,13 +20,22 @@ def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layer
 
 class KVCache:
     """The blocks of all layers. Memory is reserved at once but not touched: pages never written cost nothing, and
-    unwritten slots hold arbitrary bits, NaN included (but for the null block).
+    unwritten slots hold arbitrary bits, NaN included (but for the null block). device: None = the CPU's memory;
+    pinned: which a GPU reads and writes by itself.
 
     Errors: MemoryError with the sizes when it cannot be reserved.
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        pinned: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -36,7 +45,7 @@ class KVCache:
         self.scratch = Scratch()  # of the attention over this cache
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         try:
-            self.layers = [torch.empty(shape, dtype=dtype) for _ in range(num_layers)]
+            self.layers = [torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned) for _ in range(num_layers)]
         except (RuntimeError, MemoryError) as error:
             size = num_blocks * bytes_per_block(block_size, num_kv_heads, head_dim, num_layers, dtype)
             raise MemoryError(

@@ -79,6 +79,11 @@ class PackedLinear:
         self._row_counts = frozenset(self.chosen.row_counts)
 
     @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows that are run without padding; empty: any."""
+        return self.chosen.row_counts
+
+    @property
     def variant(self) -> str:
         """Names kernel, row counts and summation order; equal variants give equal bits. Part of the fingerprint."""
         return str(self.chosen)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+# Triton's kernels run under its interpreter, which is chosen when triton is imported, by whatever imports it first.
+# `make gpu` sets it to 0 and runs the tests that need a device.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _MARK = "ENGINE_CORE_TEST_PROCESS"  # in the environment of everything that a test starts, children of children too
 _ENDING_S = 5.0  # seconds that processes and threads get to end after the last test
 

@@ -122,6 +122,12 @@ def test_the_start_of_the_engine_process_loads_no_torch() -> None:
     assert loaded_by("import core.process, core.__main__") & {"torch", "transformers"} == set()
 
 
+def test_an_engine_on_the_cpu_loads_no_triton() -> None:
+    assert (
+        loaded_by("import core.executor.local") & {"triton", "kernels.triton", "core.models.triton_operations"} == set()
+    )
+
+
 def test_the_core_is_a_function_of_its_inputs() -> None:
     """No clock, chance, environment, hash() or id() in what the scheduler and the step are made of."""
     loaded = {name for module in PURE for name in loaded_by(f"import {module}") if name.split(".")[0] == "core"}

@@ -15,8 +15,8 @@ HELP = {
     "model": "folder with config.json and *.safetensors, .gguf file, or Hugging Face name; default: the demo model",
     "executor": "'fake' answers with made-up tokens and needs no model",
     "load_format": "format of the weights; 'dummy' makes them up, for benchmarks of a config",
-    "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU has it, else float32",
-    "device": "where the model runs",
+    "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it, else float32",
+    "device": "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels",
     "model_impl": "whose model code; auto = ours where there is some for the architecture, else transformers'",
     "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's own attention",
     "threads": "compute threads; default: the CPUs this process may use",
@@ -55,6 +55,8 @@ HELP = {
     "max_logprobs": "log probabilities that a request may ask for at each position; -1 = any number",
     "logprobs_mode": "logarithms or logits; raw: as the model gave them, processed: what the sampler draws from",
     "cpu_kernels": "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's",
+    "gpu_memory_utilization": "share of a GPU's memory that the engine may take",
+    "enforce_eager": "no CUDA graphs on a GPU",
 }
 
 #: vLLM's, SGLang's and llama.cpp's names of our options; accepted, not shown.

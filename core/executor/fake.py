@@ -84,6 +84,9 @@ class FakeExecutor:
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return max(2, memory_bytes // (block_size * 4096))  # as if a token took 4 KiB
 
+    def cache_memory_bytes(self) -> int | None:
+        return None
+
     def initialize_cache(self, config: EngineConfig) -> None:
         self._table = RunnerTable(config.max_num_seqs, config.block_size)
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)

@@ -52,6 +52,10 @@ class Executor(Protocol):
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """KV blocks (null block included) of block_size tokens that fit memory_bytes."""
 
+    def cache_memory_bytes(self) -> int | None:
+        """What is free for the KV cache on a device of its own; None: it shares the machine's memory. Errors:
+        OutOfMemoryError."""
+
     def initialize_cache(self, config: EngineConfig) -> None:
         """Allocate the KV cache and the host's blocks; config is resolved. Errors: OutOfMemoryError."""
 
@@ -64,8 +68,14 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+def executor_module(config: EngineConfig) -> str:
+    """The name of the module that makes the config's executor."""
+    name = "cuda" if config.executor == "local" and config.device == "cuda" else config.executor
+    return f"core.executor.{name}"
+
+
 def load_executor(config: EngineConfig) -> Executor:
     """The executor named in the config; its module (and torch with it) is imported only here."""
-    module = importlib.import_module(f"core.executor.{config.executor}")
+    module = importlib.import_module(executor_module(config))
     executor: Executor = module.create(config)
     return executor

@@ -15,6 +15,8 @@ from ipc.errors import OutOfMemoryError
 from ipc.hub import hub_name
 from ipc.model_files import resolve_model
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class LocalExecutor:
     """Loads the model when it is made. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
@@ -22,7 +24,7 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(num_threads(config))
         path = resolve_model(config.model)
-        dtype = _dtype(config)
+        dtype = self.choose_dtype(config)
         self._model, fingerprint, label = load_model(path, dtype, config)
         self.info = ModelInfo(
             name=hub_name(path) or path.name,
@@ -34,9 +36,17 @@ class LocalExecutor:
             numerics=self._model.numerics,
         )
 
+    @staticmethod
+    def choose_dtype(config: EngineConfig) -> torch.dtype:
+        """auto: bfloat16 where the CPU multiplies it, else float32."""
+        return DTYPES[config.dtype] if config.dtype != "auto" else torch.bfloat16 if _has_bfloat16() else torch.float32
+
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """On a CPU the budget is the cache's: a step's working memory is small beside it and bounded."""
         return memory_bytes // self._model.bytes_per_block(block_size)
+
+    def cache_memory_bytes(self) -> int | None:
+        return None
 
     def initialize_cache(self, config: EngineConfig) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"
@@ -67,13 +77,6 @@ class LocalExecutor:
 
 def create(config: EngineConfig) -> LocalExecutor:
     return LocalExecutor(config)
-
-
-def _dtype(config: EngineConfig) -> torch.dtype:
-    """auto: bfloat16 where the CPU multiplies it, else float32."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if _has_bfloat16() else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
 def _has_bfloat16() -> bool:

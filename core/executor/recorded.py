@@ -28,6 +28,9 @@ class RecordedExecutor:
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return memory_bytes // block_size
 
+    def cache_memory_bytes(self) -> int | None:
+        return None
+
     def initialize_cache(self, config: EngineConfig) -> None:
         """There is none."""
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from core.models.config import ModelConfig
 from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer, unchanged
-from core.models.operations import Norm, Operation, Operations
+from core.models.operations import Norm, Operation, Operations, Product
 from kernels.cpu_decoder import CpuDecoder, LayerParts
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gemm import PackedMatrix
@@ -19,7 +19,7 @@ def cpu_decoder(
     layers: Sequence[Layer],
     embedding: Operation,
     norm: Norm,
-    head: PackedLinear,
+    head: Product,
 ) -> CpuDecoder | None:
     """None: the model's operations are not the C kernels'."""
     if not isinstance(operations, CpuOperations):
@@ -58,6 +58,7 @@ def _norm(norm: Norm | Operation) -> CpuNorm:
     return norm
 
 
-def _matrix(product: PackedLinear) -> PackedMatrix:
+def _matrix(product: Product) -> PackedMatrix:
+    assert isinstance(product, PackedLinear), type(product)
     assert product.matrix is not None, product.variant
     return product.matrix

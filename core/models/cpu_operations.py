@@ -18,6 +18,7 @@ from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.linear import ROW_COUNTS, PackedLinear
 
 
 class CpuStep(NamedTuple):
@@ -58,6 +59,16 @@ class CpuOperations:
 
     def embedding(self, table: torch.Tensor, scale: float) -> CpuEmbedding:
         return CpuEmbedding(self.library, table, scale)
+
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        max_rows: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        return PackedLinear(weight, bias, self.library, max_rows=max_rows or ROW_COUNTS[-1], out_dtype=out_dtype)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
         return CpuNorm(self.library, weight, eps, dtype)

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from core.models.config import ModelConfig
-from core.models.operations import Norm, Operation, Operations
+from core.models.operations import Norm, Operation, Operations, Product
 from core.models.weight_parts import WeightParts
-from kernels.cpu_library import CpuLibrary
-from kernels.linear import PackedLinear
 
 
 def unchanged(x: torch.Tensor) -> torch.Tensor:
@@ -23,18 +21,18 @@ class Layer:
 
     kind: int  # 0: sees everything, -1: slides. Index into what a step has for each kind, or once for both
     input_norm: Norm
-    qkv: PackedLinear
+    qkv: Product
     attention: Callable[[torch.Tensor, Any, int], torch.Tensor]  # rotates, stores K and V, attends
-    o: PackedLinear
+    o: Product
     attention_out: Operation
     mlp_norm: Norm
-    gate_up: PackedLinear
+    gate_up: Product
     activation: Operation
-    down: PackedLinear
+    down: Product
     mlp_out: Operation
 
     @property
-    def products(self) -> dict[str, PackedLinear]:
+    def products(self) -> dict[str, Product]:
         return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
 
 
@@ -48,21 +46,20 @@ def build_layer(
     config: ModelConfig,
     index: int,
     dtype: torch.dtype,
-    library: CpuLibrary | None,
 ) -> Layer:
-    """library: of the C kernels, None = torch's. Errors: ModelFileError naming tensors that are missing."""
+    """Errors: ModelFileError naming tensors that are missing."""
     prefix = f"model.layers.{index}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
     def norm(name: str, to: torch.dtype = dtype) -> Norm:
         return build_norm(operations, parts, f"{prefix}{name}.weight", config, to)
 
-    def product(names: list[str], has_bias: bool) -> PackedLinear:
+    def product(names: list[str], has_bias: bool) -> Product:
         weight = parts.take(*(f"{name}.weight" for name in names))
         if not has_bias:
-            return PackedLinear(weight, None, library)
+            return operations.linear(weight)
         bias = parts.take(*(f"{name}.bias" for name in names))
-        return PackedLinear(weight, bias.to(torch.float32, copy=True), library)  # no view of a mapped file
+        return operations.linear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
 
     kind = -1 if index in config.sliding_layers else 0
     qkv_names = [f"{attention}{name}_proj" for name in "qkv"]

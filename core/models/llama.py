@@ -9,13 +9,13 @@ import torch
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.layer import build_layer, build_norm
-from core.models.operations import AttentionWork, choose_operations
+from core.models.operations import AttentionWork, Operations, choose_operations
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_library import CpuLibrary
 from kernels.kv_cache import KVCache
-from kernels.linear import ROW_COUNTS, PackedLinear, padded_rows
+from kernels.linear import ROW_COUNTS, padded_rows
 
 #: Rows the head computes at once: it sees one row per request that samples.
 _HEAD_ROWS = 32
@@ -31,51 +31,53 @@ class Llama:
         dtype: torch.dtype,
         numerics: Numerics = "L2",
         library: CpuLibrary | None = None,
+        operations: Operations | None = None,
     ) -> None:
         """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
         as soon as its parts are there and not kept. library: of the C kernels, its threads started; None = torch's.
+        operations: instead of those that numerics and library choose; weights are where these run.
         Errors: ModelFileError naming tensors that are missing."""
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
-        self._operations = operations = choose_operations(config, dtype, numerics, library)
+        self.operations = operations = operations or choose_operations(config, dtype, numerics, library)
         self.sampler = operations.sampler
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         scale = torch.tensor(scale, dtype=dtype).item()
-        self._windows = _windows(config)
+        self.windows = _windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
             table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
             self._embedding = operations.embedding(table, scale)
             indices = range(config.num_hidden_layers)
-            self.layers = [build_layer(operations, parts, config, index, dtype, library) for index in indices]
+            self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
             self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
             head = table if config.tie_word_embeddings else parts.take("lm_head.weight")
-            self._head = PackedLinear(head, library=library, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
+            self._head = operations.linear(head, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
             self._decoder = cpu_decoder(config, operations, self.layers, self._embedding, self._norm, self._head)
         # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
-        row_counts = [product.chosen.row_counts for layer in self.layers for product in layer.products.values()]
+        row_counts = [product.row_counts for layer in self.layers for product in layer.products.values()]
         common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
-        self._row_counts = common if library is None else ()
+        self._row_counts = common if all(row_counts) else ()
 
     @property
     def variant(self) -> str:
         """Names every kernel and summation order in use; with config, weights and dtype it fixes each logit's bits."""
         products = {**self.layers[0].products, "head": self._head}
         parts = [f"{name}={product.variant}" for name, product in products.items()]
-        return " ".join((*parts, self._operations.variant))
+        return " ".join((*parts, self.operations.variant))
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV cache one block of block_size tokens takes."""
-        return self._operations.bytes_per_block(block_size)
+        return self.operations.bytes_per_block(block_size)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Errors: MemoryError."""
-        return self._operations.allocate_cache(num_blocks, block_size)
+        return self.operations.allocate_cache(num_blocks, block_size)
 
     def attention_metadata(
         self,
@@ -87,8 +89,8 @@ class Llama:
         """As kernels.attention_metadata, with this model's heads and padding; one for each kind of layer there is."""
         num_rows = padded_rows(int(num_tokens.sum()), self._row_counts)
         return tuple(
-            self._operations.attention_work(num_tokens, context_lens, block_tables, cache, num_rows, window)
-            for window in self._windows
+            self.operations.attention_work(num_tokens, context_lens, block_tables, cache, num_rows, window)
+            for window in self.windows
         )
 
     def forward(
@@ -107,7 +109,7 @@ class Llama:
             return hidden, self.compute_logits(hidden, logits_rows) if len(logits_rows) else hidden.new_empty(
                 0, self.vocab_size
             )
-        step = self._operations.step(positions, slots, metadata, cache)
+        step = self.operations.step(positions, slots, metadata, cache)
         inputs = (step.positions, step.slots, step.tables, step.work, step.cache)
         return self._decoder(token_ids, *inputs, logits_rows)
 
@@ -124,7 +126,7 @@ class Llama:
         layer's output [>= T, hidden] float32."""
         padding = token_ids.new_zeros(metadata[0].num_rows - len(token_ids))
         positions = torch.cat((positions, padding))
-        step = self._operations.step(positions, slots, metadata, cache)
+        step = self.operations.step(positions, slots, metadata, cache)
         hidden = self._embedding(torch.cat((token_ids, padding)))
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers):
@@ -138,7 +140,7 @@ class Llama:
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
-        return self._head(self._norm(hidden.index_select(0, rows)))
+        return self._head(self._norm(hidden.index_select(0, rows.to(hidden.device))))
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,11 @@ import torch
 from core.cpu_kernels import start_cpu_kernels
 from core.load_format import open_weights
 from core.model_config import SUPPORTED_ARCHITECTURES, read_model_config
+from core.models.config import ModelConfig
 from core.models.interface import Model
 from core.models.llama import Llama
 from ipc.config import EngineConfig
-from ipc.errors import ConfigError
+from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.gguf import forget_gguf
 from ipc.model_files import model_fingerprint
 
@@ -30,11 +32,19 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
     """Errors: ModelFileError, UnsupportedModelError; ConfigError for a load_format that does not fit."""
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
+        if config.device == "cuda":
+            weights = open_weights(config.load_format, path, model_config, dtype)
+            on_device = _device_model(model_config, weights.tensors, dtype)
+            return LoadedModel(on_device, weights.fingerprint, weights.label)
         library = start_cpu_kernels(config)
         weights = open_weights(config.load_format, path, model_config, dtype, library)
         native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
         _return_free_memory()
         return LoadedModel(native, weights.fingerprint, weights.label)
+    if config.device == "cuda":
+        raise ConfigError(
+            f"device='cuda' runs models of our own, and {path} needs transformers' code: use device='cpu'"
+        )
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
     # Imported here: transformers takes seconds, and models of our own never need it.
@@ -52,6 +62,20 @@ def _return_free_memory() -> None:
     forget_gguf()
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _device_model(config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Llama:
+    """Errors: ConfigError where there is no device; OutOfMemoryError."""
+    # Imported here: only device=cuda needs triton.
+    from core.cuda_device import cuda_device
+    from core.models.triton_operations import TritonOperations
+
+    device = cuda_device()
+    moved = ((name, tensor.to(device)) for name, tensor in tensors)
+    try:
+        return Llama(config, moved, dtype, operations=TritonOperations(config, dtype, device))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"the model's weights do not fit the GPU: {error}") from error
 
 
 def _is_foreign(path: Path) -> bool:

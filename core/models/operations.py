@@ -30,6 +30,21 @@ class Norm(Protocol):
         """hidden [T, d] float32 += x [T, d]; then hidden normalised."""
 
 
+class Product(Protocol):
+    """y = x @ weight.T + bias."""
+
+    @property
+    def variant(self) -> str:
+        """Names what fixes the results' bits; part of the fingerprint."""
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows that it runs without padding; empty: any."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""
+
+
 class Operations(Protocol):
     @property
     def variant(self) -> str:
@@ -45,6 +60,16 @@ class Operations(Protocol):
 
     def embedding(self, table: torch.Tensor, scale: float) -> Operation:
         """Of ids [T] int64 -> table's rows times scale [T, d] float32."""
+
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        max_rows: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Product:
+        """weight [out, in], bias [out] float32; max_rows: it never sees more; out_dtype: None = the weight's."""
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
         """weight [d] float32; results are of dtype."""

@@ -14,6 +14,7 @@ from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_met
 from kernels.attention_reference import sdpa_attention
 from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
 from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.linear import ROW_COUNTS, PackedLinear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_kv_write, rotary_tables
 from kernels.whole_vectors import ElementwiseInPlace, is_position_independent
@@ -79,6 +80,16 @@ class TorchOperations:
 
     def embedding(self, table: torch.Tensor, scale: float) -> Operation:
         return lambda ids: table.index_select(0, ids).float().mul_(scale)
+
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        max_rows: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        return PackedLinear(weight, bias, None, max_rows=max_rows or ROW_COUNTS[-1], out_dtype=out_dtype)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TorchNorm:
         return TorchNorm(weight, eps, dtype)

@@ -15,7 +15,8 @@ FIELDS = EngineConfig.__struct_fields__
 
 def test_every_option_is_checked_by_some_rule() -> None:
     switches = {"enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "reserve_full_length"}
-    assert set(FIELDS) == {*_CHOICES, *_RANGES, *_FRACTIONS, *switches, "model", "capture", "client_weights"}
+    others = {"model", "capture", "client_weights", "gpu_memory_utilization"}
+    assert set(FIELDS) == {*_CHOICES, *_RANGES, *_FRACTIONS, *switches, "enforce_eager", *others}
 
 
 @pytest.mark.parametrize("weights", [None, [], {"": 1.0}, {1: 1.0}])
@@ -117,6 +118,7 @@ def test_async_scheduling_needs_an_executor_that_overlaps() -> None:
     with pytest.raises(ConfigError, match="async_scheduling=true needs an executor that overlaps"):
         config_from_options(async_scheduling=True)
     assert config_from_options(async_scheduling=True, executor="fake").async_scheduling
+    assert config_from_options(async_scheduling=True, device="cuda").async_scheduling
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,14 @@ def test_options_of_vllm_are_accepted_where_they_change_nothing(name: str) -> No
 
 
 def test_numbers_of_vllm_that_change_nothing() -> None:
-    assert config_from_options(gpu_memory_utilization=0.9, max_seq_len_to_capture=8192) == EngineConfig()
-    for value in (0, 1.5, float("nan"), True, "0.9"):
+    assert config_from_options(max_seq_len_to_capture=8192) == EngineConfig()
+    with pytest.raises(ConfigError, match="max_seq_len_to_capture must be a number above 0 and up to 16777216; got 0"):
+        config_from_options(max_seq_len_to_capture=0)
+
+
+def test_share_of_a_gpu() -> None:
+    assert config_from_options(gpu_memory_utilization=1).gpu_memory_utilization == 1
+    for value in (0, 1.5, float("nan"), True, "0.9", None):
         with pytest.raises(ConfigError, match="gpu_memory_utilization must be a number above 0 and up to 1; got"):
             config_from_options(gpu_memory_utilization=value)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.safetensors import read_safetensors_folder
 from kernels.cpu_build import usable_variants
-from tools.bench import capture_cost, gemm, ipc, kernels, quiet, step
+from kernels.triton import device
+from kernels.triton.device import NoDeviceError
+from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, quiet, step
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -259,6 +262,36 @@ def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch
     }
     with pytest.raises(SystemExit):
         main(["gemm", "--rows", "1,x"])
+
+
+def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Triton's interpreter, whose times mean nothing: what is called, and what is told of it."""
+    ran = []
+
+    def run_once(run: Callable[[], object]) -> float:
+        ran.append(run())
+        return 1e-3
+
+    monkeypatch.setattr(gpu_kernels, "seconds", run_once)
+    shapes = gpu_kernels.Shapes(4, 2, 16, 32, 48, 50, ((2, 40),), ((1, 20),), (3,), 1 << 10, 16)
+    records = list(gpu_kernels.measure_gpu_kernels(EngineConfig(dtype="float32", device="cuda"), 0, shapes))
+    assert len(ran) == 2 + 2 * len(records)
+    decode, prefill, *rest = records
+    assert (decode["kernel"], decode["shape"], decode["us"]) == ("attention decode", "2x40", 1000)
+    assert decode["gb_s"] == pytest.approx((2 * 2 * 40 * 2 + 2 * 2 * 4) * 16 * 4 / 1e-3 / 1e9, abs=0.01)
+    assert (prefill["kernel"], prefill["gflop_s"]) == ("attention prefill", round(4 * 210 * 4 * 16 / 1e-3 / 1e9, 1))
+    names = ["norm after addition", "silu * up", "rope and cache write"]
+    samplers = [f"sampler {name}" for name in ("greedy", "plain", "top_k 50", "top_p 0.9")]
+    assert [record["kernel"] for record in rest] == names + samplers
+
+
+def test_gpu_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> torch.device:
+        raise NoDeviceError("there is none")
+
+    monkeypatch.setattr(device, "find_device", none)
+    with pytest.raises(ConfigError, match="device=cuda needs an NVIDIA GPU: there is none"):
+        next(gpu_kernels.measure_gpu_kernels(EngineConfig(device="cuda"), rep=0))
 
 
 def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:

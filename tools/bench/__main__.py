@@ -4,13 +4,13 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ipc.config import config_from_options
+from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
 from tools.bench.ipc import measure_ipc
@@ -163,18 +163,30 @@ def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
-    # Imported here: they need torch, which takes seconds.
-    from tools.bench.gemm import measure_gemm
-    from tools.bench.kernels import measure_kernels
-    from tools.bench.step import measure_step
-
     config = config_from_options(**options)
-    measures = {"gemm": lambda rep: measure_gemm(config, parsed.rows, rep)}
-    measures |= {"kernels": lambda rep: measure_kernels(config, rep), "step": lambda rep: measure_step(config, rep)}
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
-        for record in measures[parsed.benchmark](rep):
+        for record in _kernel_records(parsed, config, rep):
             print_record(record)
+
+
+def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
+    # Imported here: they need torch, which takes seconds.
+    if parsed.benchmark == "gemm":
+        from tools.bench.gemm import measure_gemm
+
+        return measure_gemm(config, parsed.rows, rep)
+    if parsed.benchmark == "step":
+        from tools.bench.step import measure_step
+
+        return measure_step(config, rep)
+    if config.device == "cuda":
+        from tools.bench.gpu_kernels import measure_gpu_kernels
+
+        return measure_gpu_kernels(config, rep)
+    from tools.bench.kernels import measure_kernels
+
+    return measure_kernels(config, rep)
 
 
 def _host_options(options: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
         "workload": "step",
         "model": executor.info.name,
     }
-    common |= {"dtype": executor.info.dtype, "kernels": model.layers[0].qkv.chosen.kernel, "rep": rep}
+    common |= {"dtype": executor.info.dtype, "kernels": model.layers[0].qkv.variant.partition("[")[0], "rep": rep}
     for size in SIZES:
         yield common | {"batch": size, **_measure(EngineCore(config, executor), executor, model, size)}
 

@@ -61,6 +61,9 @@ class _TimedExecutor:
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return self._inner.determine_num_available_blocks(memory_bytes, block_size)
 
+    def cache_memory_bytes(self) -> int | None:
+        return self._inner.cache_memory_bytes()
+
     def initialize_cache(self, config: EngineConfig) -> None:
         """Done already."""
 

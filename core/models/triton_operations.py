@@ -1,0 +1,120 @@
+"""TritonOperations: a model's operations on a device: Triton's kernels, and torch's products. Imported for device=cuda
+alone, since it imports triton."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+
+from core.models.config import Activation, ModelConfig
+from core.models.rotary import rotary_embeddings
+from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.rope import rotary_tables
+from kernels.triton.attention_work import SPLIT, AnyInts, TritonWork, triton_work
+from kernels.triton.decode_attention import decode_attention
+from kernels.triton.embedding import embedding
+from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.linear import DeviceLinear
+from kernels.triton.prefill_attention import prefill_attention
+from kernels.triton.rms_norm import TritonNorm
+from kernels.triton.rope import TritonRope
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+class TritonStep(NamedTuple):
+    slots: torch.Tensor  # [T] int64, -1 = do not store
+    tables: list[tuple[torch.Tensor, torch.Tensor]]  # cosines and sines of all rows, for each kind
+    work: tuple[TritonWork, ...]
+    cache: KVCache
+
+
+class TritonOperations:
+    """The decode attention's bits do not depend on the batch; the products' do: numerics level L0."""
+
+    is_exact = False
+    sampler = None
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self.device = config, dtype, device
+        self._rotary = [(rotary.frequencies.to(device), rotary.factor) for rotary in rotary_embeddings(config)]
+        self.group_size = config.num_attention_heads // config.num_key_value_heads
+
+    @property
+    def variant(self) -> str:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
+        return f"triton-{triton.__version__} split={SPLIT} device={name}"
+
+    def embedding(self, table: torch.Tensor, scale: float) -> Operation:
+        return partial(embedding, table=table, scale=scale)
+
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        max_rows: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> DeviceLinear:
+        return DeviceLinear(weight, bias, out_dtype)
+
+    def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TritonNorm:
+        return TritonNorm(weight, eps, dtype)
+
+    def gated_activation(self, function: Activation) -> Operation:
+        return GATES[function]
+
+    def attention(
+        self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
+    ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+        rope = TritonRope(self._config.num_attention_heads, head_norms, eps)
+
+        def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
+            cos, sin = step.tables[kind]
+            q = rope(qkv, cos, sin, step.cache, index, step.slots)
+            out = torch.empty_like(q)
+            prefill_attention(q, step.cache, index, step.work[kind], scale, out)
+            decode_attention(q, step.cache, index, step.work[kind], scale, out)
+            return out.flatten(1)
+
+        return attend
+
+    def step(
+        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[TritonWork, ...], cache: KVCache
+    ) -> TritonStep:
+        return TritonStep(slots, [rotary_tables(positions, *rotary) for rotary in self._rotary], work, cache)
+
+    def attention_work(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+        num_rows: int,
+        window: int | None,
+    ) -> TritonWork:
+        return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        config = self._config
+        return bytes_per_block(
+            block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self._dtype
+        )
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+        return self._cache(num_blocks, block_size, self.device)
+
+    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+        """In the host's memory, pinned, for blocks of preempted requests. Errors: MemoryError."""
+        return self._cache(num_blocks, block_size, torch.device("cpu"), pinned=self.device.type == "cuda")
+
+    def _cache(self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False) -> TritonKVCache:
+        config = self._config
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        shape = config.num_hidden_layers, num_blocks, block_size, heads, head_dim
+        return TritonKVCache(*shape, self._dtype, device, pinned)

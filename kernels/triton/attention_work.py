@@ -1,0 +1,102 @@
+"""TritonWork: which queries a step's attention kernels compute. A request with one query token is the decode kernel's;
+the tokens of others are cut into tiles for the prefill kernel. Both find positions and blocks on the device."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.triton.device import power_of_2
+
+#: Tokens of context that one decode program reads: fixed, so that the order of summation is the request's own.
+SPLIT = 256
+
+#: Rows of a prefill program's products: tokens of a query tile x query heads of one KV head, filled up.
+PREFILL_ROWS = 64
+
+AnyInts = NDArray[np.integer[Any]]
+
+
+class TritonWork(NamedTuple):
+    """The tensors are int32 and on the device."""
+
+    rows: torch.Tensor  # [T] row of the block tables of each token; -1 = padding
+    positions: torch.Tensor  # [T]; -1 = padding
+    tables: torch.Tensor  # [rows, P] block ids; what lies beyond a request's context is never read
+    decode_tokens: torch.Tensor  # [n] indices of the tokens that are their request's only ones
+    tile_tokens: torch.Tensor  # [m] index of each query tile's first token
+    tile_counts: torch.Tensor  # [m] tokens of the tile
+    num_splits: int  # of SPLIT tokens that the longest context of decode_tokens takes, or more
+    window: int | None = None  # tokens that a row sees, itself included; None = all before it
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+
+def tile_tokens(group_size: int) -> int:
+    """Tokens of a query tile; group_size: query heads of a KV head."""
+    return max(1, PREFILL_ROWS // power_of_2(group_size))
+
+
+def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a KV tile; divides SPLIT. Fewer where a token's numbers are many: a tile has to fit shared memory."""
+    return 64 if power_of_2(head_dim) * dtype.itemsize <= 256 else 32
+
+
+class WorkColumns(NamedTuple):
+    """Of the host, before they are sent: int32."""
+
+    decode_tokens: NDArray[np.int32]
+    tile_tokens: NDArray[np.int32]
+    tile_counts: NDArray[np.int32]
+    num_splits: int
+
+
+def work_columns(num_tokens: AnyInts, context_lens: AnyInts, group_size: int) -> WorkColumns:
+    """num_tokens [R] > 0 tokens of each request, packed one request after the other; context_lens [R]: tokens in the
+    cache after the step, these included. Column operations only."""
+    first = np.cumsum(num_tokens) - num_tokens
+    alone = num_tokens == 1
+    longest = int(context_lens[alone].max(initial=0))
+    size = tile_tokens(group_size)
+    counts, starts = num_tokens[~alone], first[~alone]
+    num_tiles = -(-counts // size)
+    which = np.repeat(np.arange(len(counts)), num_tiles)
+    number = np.arange(len(which)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    return WorkColumns(
+        first[alone].astype(np.int32),
+        (starts[which] + number * size).astype(np.int32),
+        np.minimum(counts[which] - number * size, size).astype(np.int32),
+        -(-longest // SPLIT),
+    )
+
+
+def triton_work(
+    num_tokens: AnyInts,
+    context_lens: AnyInts,
+    block_tables: AnyInts,
+    group_size: int,
+    device: torch.device,
+    window: int | None = None,
+) -> TritonWork:
+    """As kernels.attention_metadata: of columns and block tables [R, P] in the host's memory."""
+    columns = work_columns(num_tokens, context_lens, group_size)
+    rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
+    last = np.cumsum(num_tokens) - 1
+    positions = np.arange(len(rows)) + np.repeat(context_lens - 1 - last, num_tokens)
+
+    def sent(column: AnyInts) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column, np.int32)).to(device)
+
+    return TritonWork(
+        sent(rows),
+        sent(positions),
+        sent(block_tables),
+        sent(columns.decode_tokens),
+        sent(columns.tile_tokens),
+        sent(columns.tile_counts),
+        columns.num_splits,
+        window,
+    )

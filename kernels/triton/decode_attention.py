@@ -1,0 +1,142 @@
+"""Attention of requests with one query token, by Triton: one program for SPLIT tokens of context and a KV head, all its
+query heads together, and a merge in the order of the splits. Where they lie depends on the request's own length alone,
+so its bits do not depend on the batch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.kv_cache import KVCache
+from kernels.triton.attention_tile import fold_tile, load_queries
+from kernels.triton.attention_work import SPLIT, TritonWork, kv_tile_tokens
+from kernels.triton.device import INTERPRETED, power_of_2
+
+
+# fmt: off
+@triton.jit
+def _decode(
+    q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
+    num_splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """DIRECT, for one split: the result goes to out; else what has been summed goes to partial_sums
+    [n, splits, H, D] and partial_stats [n, splits, H, 2] (maximum, total), also of a split that sees nothing."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    token = tl.load(tokens + index).to(tl.int64)
+    position = tl.load(positions + token)
+    if split * SPLIT <= tl.maximum(position, 0):
+        # Padding has row -1 and position -1: it reads no table.
+        table = tables + tl.maximum(tl.load(rows + token), 0).to(tl.int64) * table_width
+        m = tl.arange(0, BLOCK_M)
+        mine = m < GROUP
+        own = tl.where(mine, position, -1)
+        row = token * HEADS + head * GROUP + m
+        queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
+        maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        end = tl.minimum((split + 1) * SPLIT, position + 1)
+        low = split * SPLIT
+        if WINDOW > 0:
+            low = tl.maximum(tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N, low)
+        for start in range(low, end, BLOCK_N):
+            maximum, total, sums = fold_tile(
+                queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
+                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP, UPCAST,
+            )
+        d = tl.arange(0, BLOCK_D)[None, :]
+        inside = mine[:, None] & (d < HEAD_DIM)
+        if DIRECT:
+            result = sums / tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
+        else:
+            part = (index.to(tl.int64) * num_splits + split) * HEADS + head * GROUP + m
+            tl.store(partial_sums + part[:, None] * HEAD_DIM + d, sums, mask=inside)
+            tl.store(partial_stats + part * 2, maximum, mask=mine)
+            tl.store(partial_stats + part * 2 + 1, total, mask=mine)
+# fmt: on
+
+
+@triton.jit
+def _merge(
+    out,
+    partial_sums,
+    partial_stats,
+    positions,
+    tokens,
+    num_splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One query head of a token a program: its splits folded in ascending order."""
+    index = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    token = tl.load(tokens + index).to(tl.int64)
+    position = tl.load(positions + token)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < HEAD_DIM
+    maximum = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    sums = tl.zeros((BLOCK_D,), tl.float32)
+    for split in range(tl.maximum(position, 0) // SPLIT + 1):
+        part = (index * num_splits + split) * HEADS + head
+        theirs = tl.load(partial_stats + part * 2)
+        new_maximum = tl.maximum(maximum, theirs)
+        finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        shrunk = tl.exp2(maximum - finite)
+        factor = tl.exp2(theirs - finite)
+        total = total * shrunk + tl.load(partial_stats + part * 2 + 1) * factor
+        sums = sums * shrunk + tl.load(partial_sums + part * HEAD_DIM + d, mask=inside, other=0.0) * factor
+        maximum = new_maximum
+    result = sums / tl.where(total == 0, 1.0, total)
+    tl.store(out + (token * HEADS + head) * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    work: TritonWork,
+    scale: float,
+    out: torch.Tensor,
+    soft_cap: float | None = None,
+) -> None:
+    """As prefill_attention, of work's decode_tokens: q [T, H, D] -> out [T, H, D]; zeros for padding."""
+    count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
+    if count == 0:
+        return
+    kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
+    shape = {"HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_2(head_dim)), "SPLIT": SPLIT}
+    parts = count * splits if splits > 1 else 0
+    assert q.is_contiguous(), q.stride()
+    sums = torch.empty((parts, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((parts, num_heads, 2), dtype=torch.float32, device=q.device)
+    _decode[(count, kv_heads, splits)](
+        q,
+        out,
+        sums,
+        stats,
+        cache.layers[layer],
+        *(work.rows, work.positions, work.tables, work.tables.stride(0), work.decode_tokens),
+        scale,
+        soft_cap or 0.0,
+        splits,
+        **shape,
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=cache.block_size,
+        BLOCK_M=max(16, power_of_2(num_heads // kv_heads)),
+        BLOCK_N=kv_tile_tokens(cache.head_dim, cache.dtype),
+        DIRECT=splits == 1,
+        WINDOW=work.window or 0,
+        HAS_CAP=soft_cap is not None,
+        UPCAST=INTERPRETED,
+    )
+    if splits > 1:
+        _merge[(count, num_heads)](out, sums, stats, work.positions, work.decode_tokens, splits, **shape)

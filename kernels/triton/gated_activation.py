@@ -1,0 +1,48 @@
+"""The gated activations by Triton: silu(gate) * up and gelu_tanh(gate) * up; see kernels/gated_activation.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.device import power_of_2
+
+_MAX_BLOCK = 1024
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+
+
+@triton.jit
+def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """BLOCK numbers of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    inner = gate
+    if GELU:
+        inner = (gate * gate * 0.044715 + 1.0) * gate * _SQRT_8_OVER_PI
+    # exp of a number that is not positive never overflows.
+    small = tl.exp(-tl.abs(inner))
+    sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
+    result = gate * sigmoid * up
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I] contiguous -> [T, I], the same dtype; float32 inside, rounded once."""
+    return _run(gate_up, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As silu_mul, with gelu's tanh approximation."""
+    return _run(gate_up, gelu=True)
+
+
+def _run(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    assert gate_up.is_contiguous(), gate_up.stride()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    block = min(_MAX_BLOCK, power_of_2(width))
+    if num_rows:
+        _gated[(num_rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, GELU=gelu)
+    return out

@@ -1,0 +1,37 @@
+"""TritonKVCache: a KVCache in a device's memory, or in pinned memory of the host, to which blocks are swapped.
+
+The layout is the torch path's: a head's tokens of a block lie together, so that a program, which reads one head, reads
+whole lines.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.kv_cache import KVCache
+from kernels.triton.copy_blocks import copy_blocks
+
+
+class TritonKVCache(KVCache):
+    """Errors: MemoryError with the sizes when it cannot be reserved."""
+
+    def copy_blocks(self, sources: NDArray[np.int32], target: KVCache, targets: NDArray[np.int32]) -> None:
+        """target's blocks targets [n] become this cache's blocks sources [n], in all layers. The copies are in the
+        order of the device's stream, and the host does not wait for them; it must not look into a pinned cache."""
+        mine, theirs = self.layers[0].device, target.layers[0].device
+        if mine == theirs:
+            on_device = [torch.from_numpy(np.ascontiguousarray(ids)).to(mine) for ids in (sources, targets)]
+            for source, destination in zip(self.layers, target.layers, strict=True):
+                copy_blocks(source, on_device[0], destination, on_device[1])
+            return
+        for first, to, count in _runs(sources, targets):
+            for source, destination in zip(self.layers, target.layers, strict=True):
+                destination[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+def _runs(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """(source, target, count) of blocks that stand together on both sides: one transfer each."""
+    breaks = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1)) if len(sources) else np.zeros(0, np.int64)
+    counts = np.diff(starts, append=len(sources))
+    return list(zip(sources[starts].tolist(), targets[starts].tolist(), counts.tolist(), strict=True))

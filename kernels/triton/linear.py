@@ -1,0 +1,25 @@
+"""DeviceLinear: a linear layer by torch's own product on the device. How it sums over K depends on the number of rows:
+numerics level L0."""
+
+import torch
+from torch.nn.functional import linear
+
+
+class DeviceLinear:
+    """weight [out, in], kept as it is; bias [out] of any type; out_dtype: None = the weight's."""
+
+    row_counts: tuple[int, ...] = ()  # any
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.weight, self.out_dtype = weight.contiguous(), out_dtype or weight.dtype
+        self.bias = None if bias is None else bias.to(weight.dtype)
+
+    @property
+    def variant(self) -> str:
+        return f"torch-{self.weight.device.type}"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out] of out_dtype."""
+        return linear(x, self.weight, self.bias).to(self.out_dtype)

@@ -1,0 +1,91 @@
+"""Attention of requests with several query tokens, by Triton: one program for a query tile and a KV head."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.kv_cache import KVCache
+from kernels.triton.attention_tile import fold_tile, load_queries
+from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, tile_tokens
+from kernels.triton.device import INTERPRETED, power_of_2
+
+
+# fmt: off
+@triton.jit
+def _prefill(
+    q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(tile_tokens + tile)
+    count = tl.load(tile_counts + tile)
+    first = tl.load(positions + token)
+    table = tables + tl.load(rows + token).to(tl.int64) * table_width
+    m = tl.arange(0, BLOCK_M)
+    mine = m // GROUP < count
+    own = tl.where(mine, first + m // GROUP, -1)
+    row = (token.to(tl.int64) + m // GROUP) * HEADS + head * GROUP + m % GROUP
+    queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end = first + count
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for start in range(low, end, BLOCK_N):
+        maximum, total, sums = fold_tile(
+            queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
+            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP, UPCAST,
+        )
+    d = tl.arange(0, BLOCK_D)[None, :]
+    result = sums / tl.where(total == 0, 1.0, total)[:, None]
+    inside = mine[:, None] & (d < HEAD_DIM)
+    tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
+# fmt: on
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    work: TritonWork,
+    scale: float,
+    out: torch.Tensor,
+    soft_cap: float | None = None,
+) -> None:
+    """Causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D], both contiguous and of the
+    cache's dtype. A row's bits depend on its own tokens only. soft_cap: scores become cap * tanh(score / cap)."""
+    num_tiles, num_heads = len(work.tile_tokens), q.shape[1]
+    if num_tiles == 0:
+        return
+    assert q.is_contiguous(), q.stride()
+    group = num_heads // cache.num_kv_heads
+    block_m = max(PREFILL_ROWS, tile_tokens(group) * power_of_2(group))
+    _prefill[(num_tiles, cache.num_kv_heads)](
+        q,
+        out,
+        cache.layers[layer],
+        work.rows,
+        work.positions,
+        work.tables,
+        work.tables.stride(0),
+        work.tile_tokens,
+        work.tile_counts,
+        scale,
+        soft_cap or 0.0,
+        HEADS=num_heads,
+        KV_HEADS=cache.num_kv_heads,
+        HEAD_DIM=cache.head_dim,
+        BLOCK_D=max(16, power_of_2(cache.head_dim)),
+        BLOCK_SIZE=cache.block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=kv_tile_tokens(cache.head_dim, cache.dtype),
+        WINDOW=work.window or 0,
+        HAS_CAP=soft_cap is not None,
+        UPCAST=INTERPRETED,
+    )

@@ -1,0 +1,164 @@
+"""Draws one token from each row of logits, as core/sampler.py does, without sorting.
+
+A draw is one Philox number pushed through the inverse cumulative distribution of the tokens left: of rows with top_k or
+top_p in order of descending logit, ties by lower id; of other rows in vocabulary order. One program a row, so a token
+depends on nothing but its row. Sums are float64.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from kernels.triton.device import power_of_2
+from kernels.triton.philox import uniform
+from kernels.triton.threshold_search import LOWEST_KEY, find_key, load_scaled, measure, ordered_key
+
+_MAX_BLOCK = 4096
+
+#: int32 words of a row's parameters: temperature, top_p, min_p (float32), top_k, position, choice, seed (low, high).
+_NUM_WORDS = 8
+
+
+@triton.jit
+def _largest(row, vocab_size, BLOCK: tl.constexpr):
+    """The largest logit, NaN if there is one, and its index: the first of equals."""
+    best = tl.full((), -float("inf"), tl.float32)
+    index = tl.zeros((), tl.int32)
+    num_nan = tl.zeros((), tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(row + at, mask=at < vocab_size, other=-float("inf"))
+        is_nan = values != values
+        num_nan += tl.sum(is_nan.to(tl.int32), 0)
+        values = tl.where(is_nan, -float("inf"), values)
+        block_best = tl.max(values, 0)
+        first = tl.min(tl.where(values == block_best, at, vocab_size), 0).to(tl.int32)
+        index = tl.where(block_best > best, first, index)
+        best = tl.maximum(best, block_best)
+    return tl.where(num_nan > 0, float("nan"), best), index
+
+
+@triton.jit
+def _target(u, total):
+    """u * total, below total also after rounding."""
+    return tl.minimum(u * total, total * (1.0 - 2.0**-52))
+
+
+@triton.jit
+def _in_vocabulary_order(row, vocab_size, temperature, maximum, min_p, u, BLOCK: tl.constexpr):
+    _, total = measure(row, vocab_size, temperature, maximum, min_p, LOWEST_KEY, BLOCK)
+    target = _target(u, total)
+    before = tl.zeros((), tl.float64)
+    found = vocab_size + tl.zeros((), tl.int32)
+    last = tl.zeros((), tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = load_scaled(row, at, vocab_size, temperature)
+        weights = tl.exp(values - maximum)
+        weights = tl.where((weights >= min_p) & (values > -float("inf")), weights, 0.0).to(tl.float64)
+        passed = (before + tl.cumsum(weights, 0) > target) & (weights > 0)
+        found = tl.minimum(found, tl.min(tl.where(passed, at, vocab_size), 0).to(tl.int32))
+        last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0).to(tl.int32))
+        before += tl.sum(weights, 0)
+    return tl.where(found < vocab_size, found, last)
+
+
+@triton.jit
+def _nth_of_key(row, vocab_size, temperature, key, n, BLOCK: tl.constexpr):
+    """The id of the n-th token, from 0, whose scaled logit has this key."""
+    found = vocab_size + tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int64)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = load_scaled(row, at, vocab_size, temperature)
+        same = ((ordered_key(values) == key) & (at < vocab_size)).to(tl.int64)
+        rank = before + tl.cumsum(same, 0) - 1
+        found = tl.minimum(found, tl.min(tl.where((same > 0) & (rank == n), at, vocab_size), 0).to(tl.int32))
+        before += tl.sum(same, 0)
+    return found
+
+
+@triton.jit
+def _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, top_p, u, BLOCK: tl.constexpr):
+    low = tl.zeros((), tl.int64) + LOWEST_KEY
+    if (top_k > 0) & (top_k < vocab_size):
+        low = find_key(row, vocab_size, temperature, maximum, min_p, low, top_k.to(tl.float64), True, BLOCK)
+    _, total = measure(row, vocab_size, temperature, maximum, min_p, low, BLOCK)
+    cut = low - 1  # the key of which only some tokens stay
+    num_cut = tl.zeros((), tl.int64)
+    if top_p < 1:
+        # A token stays if those before it weigh less than goal.
+        goal = top_p.to(tl.float64) * total
+        cut = find_key(row, vocab_size, temperature, maximum, min_p, low, goal * (1.0 - 2.0**-52), False, BLOCK)
+        above_count, above = measure(row, vocab_size, temperature, maximum, min_p, cut + 1, BLOCK)
+        count, weight = measure(row, vocab_size, temperature, maximum, min_p, cut, BLOCK)
+        each = (weight - above) / tl.maximum(count - above_count, 1).to(tl.float64)
+        wanted = tl.ceil((goal - above) / tl.maximum(each, 1e-300))
+        num_cut = tl.minimum(tl.maximum(wanted, 1.0), (count - above_count).to(tl.float64)).to(tl.int64)
+        total = above + num_cut.to(tl.float64) * each
+        low = cut
+    target = _target(u, total)
+    key = find_key(row, vocab_size, temperature, maximum, min_p, low, target, False, BLOCK)
+    above_count, above = measure(row, vocab_size, temperature, maximum, min_p, key + 1, BLOCK)
+    count, weight = measure(row, vocab_size, temperature, maximum, min_p, key, BLOCK)
+    same = count - above_count
+    each = (weight - above) / tl.maximum(same, 1).to(tl.float64)
+    same = tl.where(key == cut, num_cut, same)
+    n = tl.floor((target - above) / tl.maximum(each, 1e-300))
+    n = tl.minimum(tl.maximum(n, 0.0), tl.maximum(same - 1, 0).to(tl.float64)).to(tl.int64)
+    return _nth_of_key(row, vocab_size, temperature, key, n, BLOCK)
+
+
+@triton.jit
+def _sample(logits, words, tokens, vocab_size, num_rows, BLOCK: tl.constexpr):
+    index = tl.program_id(0)
+    row = logits + index.to(tl.int64) * vocab_size
+    temperature = tl.load(words + index).to(tl.float32, bitcast=True)
+    top_p = tl.load(words + num_rows + index).to(tl.float32, bitcast=True)
+    min_p = tl.load(words + 2 * num_rows + index).to(tl.float32, bitcast=True)
+    top_k = tl.load(words + 3 * num_rows + index)
+    maximum, token = _largest(row, vocab_size, BLOCK)
+    drawn = temperature > 0
+    if drawn:
+        maximum = maximum / temperature
+    finite = tl.abs(maximum) < float("inf")
+    if drawn & finite:
+        one = tl.arange(0, 1)
+        position = tl.load(words + 4 * num_rows + index + one)
+        choice = tl.load(words + 5 * num_rows + index + one)
+        low = tl.load(words + 6 * num_rows + index + one).to(tl.uint32, bitcast=True).to(tl.uint64)
+        high = tl.load(words + 7 * num_rows + index + one).to(tl.uint32, bitcast=True).to(tl.uint64)
+        seed = ((high << 32) | low).to(tl.int64, bitcast=True)
+        u = tl.sum(uniform(seed, position, choice), 0)
+        if ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1):
+            token = _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, top_p, u, BLOCK)
+        else:
+            token = _in_vocabulary_order(row, vocab_size, temperature, maximum, min_p, u, BLOCK)
+    tl.store(tokens + index, tl.where(finite, token, -1))
+
+
+def pack_columns(columns: tuple[NDArray[Any], ...]) -> NDArray[np.int32]:
+    """temperature, top_k, top_p, min_p, seed, position, choice [S] -> [words, S] int32 for the device."""
+    temperature, top_k, top_p, min_p, seed, position, choice = columns
+    words = np.empty((_NUM_WORDS, len(temperature)), np.int32)
+    for index, column in enumerate((temperature, top_p, min_p)):
+        words[index] = column.astype(np.float32).view(np.int32)
+    words[3:6] = np.minimum(top_k, 2**31 - 1), position, choice
+    words[6:] = seed.astype("<u8").view("<i4").reshape(-1, 2).T
+    return words
+
+
+def sample_tokens(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """logits [S, V] float32 contiguous, words: of pack_columns, on the device -> token ids [S] int32, also there; -1
+    where a row's largest logit over its temperature is no finite number."""
+    assert logits.is_contiguous(), logits.stride()
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        block = min(_MAX_BLOCK, power_of_2(vocab_size))
+        _sample[(num_rows,)](logits, words, tokens, vocab_size, num_rows, BLOCK=block)
+    return tokens

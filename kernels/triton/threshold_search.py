@@ -1,0 +1,51 @@
+"""Top-k, top-p and the draw in descending order without sorting: the value where a count, or a sum of weights, over all
+larger logits passes a goal is found by bisection over the 32 bits of a float."""
+
+import triton
+import triton.language as tl
+
+#: Below every key of a number.
+LOWEST_KEY = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def ordered_key(x):
+    """float32 -> int64 in the order of the numbers; -0 and 0 have one key."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def load_scaled(row, at, vocab_size, temperature):
+    """Logits over the temperature, -inf past the end."""
+    values = tl.load(row + at, mask=at < vocab_size, other=-float("inf"))
+    return tl.where(values == -float("inf"), values, values / temperature)
+
+
+@triton.jit
+def measure(row, vocab_size, temperature, maximum, min_p, key, BLOCK: tl.constexpr):
+    """Over the tokens whose key is at least `key` and that min_p leaves: their number and the sum of exp(logit -
+    maximum), float64, added up in vocabulary order in blocks."""
+    count = tl.zeros((), tl.int64)
+    total = tl.zeros((), tl.float64)
+    for start in range(0, vocab_size, BLOCK):
+        values = load_scaled(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
+        weights = tl.exp(values - maximum)
+        taken = (ordered_key(values) >= key) & (weights >= min_p) & (values > -float("inf"))
+        count += tl.sum(taken.to(tl.int64), 0)
+        total += tl.sum(tl.where(taken, weights, 0.0).to(tl.float64), 0)
+    return count, total
+
+
+@triton.jit
+def find_key(row, vocab_size, temperature, maximum, min_p, low, goal, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key >= low such that the tokens from it on number at least goal (COUNTS), or weigh more than goal;
+    low if there is none."""
+    high = ordered_key(maximum)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        count, total = measure(row, vocab_size, temperature, maximum, min_p, middle, BLOCK)
+        enough = count.to(tl.float64) >= goal if COUNTS else total > goal
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low

@@ -1,0 +1,122 @@
+"""DecodeGraphs with torch.cuda's graphs played by a recording: what is captured, padded and replayed, and that a runner
+gives the same tokens through them. That real graphs do what the recording does, `make gpu` tests."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from core import decode_graphs
+from core.decode_graphs import DecodeGraphs, padded_rows, padded_splits
+from ipc.sampling_params import SamplingParams
+from tests.core import test_cuda_executor as engine
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+
+pytestmark = [*ANYWHERE, pytest.mark.skipif(ON_GPU, reason="graphs are real there")]
+
+
+class Recording:
+    """A graph that runs Python again: whatever was called while it was captured."""
+
+    current: "Recording | None" = None
+
+    def __init__(self) -> None:
+        self.run: Callable[[], torch.Tensor] | None = None
+        self.result = torch.zeros(0)
+
+    def replay(self) -> None:
+        assert self.run is not None
+        self.result.copy_(self.run())
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Gives the sizes of the graphs that are captured."""
+    captured: list[tuple[int, int]] = []
+
+    @contextmanager
+    def graph(recording: Recording, pool: object) -> Iterator[None]:
+        Recording.current = recording
+        yield
+        Recording.current = None
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fake = {
+        "graph_pool_handle": lambda: 0,
+        "Stream": lambda device: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda other: nullcontext(),
+        "CUDAGraph": Recording,
+        "graph": graph,
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(decode_graphs.torch.cuda, name, value)
+    init = DecodeGraphs.__init__
+
+    def recorded(self: DecodeGraphs, decode: Callable[..., Any], device: torch.device) -> None:
+        def traced(rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+            result: torch.Tensor = decode(rows, positions, num_splits)
+            if (recording := Recording.current) is not None:
+                captured.append((len(rows), num_splits))
+                recording.run, recording.result = lambda: decode(rows, positions, num_splits), result
+            return result
+
+        init(self, traced, device)
+
+    monkeypatch.setattr(DecodeGraphs, "__init__", recorded)
+    return captured
+
+
+def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list[tuple[int, int]]) -> None:
+    seen: list[list[list[int]]] = []
+
+    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+        seen.append([rows.tolist(), positions.tolist()])
+        return (rows + 100 * positions * num_splits)[:, None].float()
+
+    def int32s(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    graphs = DecodeGraphs(decode, torch.device("cpu"))
+    hidden = graphs(int32s(5, 6, 7, 8, 9), int32s(1, 2, 3, 4, 5), 3)
+    assert seen[-1] == [[5, 6, 7, 8, 9, -1, -1, -1], [1, 2, 3, 4, 5, -1, -1, -1]]
+    assert hidden[:, 0].tolist() == [405, 806, 1207, 1608, 2009]
+    assert graphs(int32s(3, 4, 5, 6, 7, 8), int32s(0, 0, 0, 0, 0, 0), 4)[:, 0].tolist() == [3, 4, 5, 6, 7, 8]
+    graphs(int32s(1), int32s(2), 1)
+    assert seen[-1] == [[1], [2]]
+    assert cuda == [(8, 4), (1, 1)]
+    assert seen[0] == [[-1] * 8] * 2  # what is captured writes nothing
+
+
+def test_a_runner_gives_the_same_tokens_with_graphs(
+    cuda: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.5}, {"temperature": 0, "logprobs": 1}]
+    requests = [
+        (engine.ids(3 + number, number), SamplingParams(max_tokens=3 + number, ignore_eos=True, **each))
+        for number, each in enumerate(options)
+    ]
+    expected = engine.run("triton", requests)
+    plain = engine.runner
+
+    def with_graphs(kind: str, num_blocks: int) -> Any:
+        made = plain(kind, num_blocks)
+        made._graphs = DecodeGraphs(made._decode, DEVICE)  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr(engine, "runner", with_graphs)
+    for depth in (1, 2):
+        got = engine.run("triton", requests, depth)
+        assert got.tokens == expected.tokens
+        assert got.logprobs.keys() == expected.logprobs.keys()
+    assert set(cuda) == {(4, 1), (2, 1), (1, 1)}
+
+
+def test_sizes() -> None:
+    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
+    assert [padded_splits(n) for n in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 64]
+    assert DecodeGraphs.fits(512)
+    assert not DecodeGraphs.fits(513)
