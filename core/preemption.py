@@ -27,7 +27,7 @@ class Preemption:
         self._mode = config.preemption_mode
         self._recompute_ns = config.recompute_ns_per_token or 1  # None in captures older than these options
         self._swap_ns = 2 * (config.swap_ns_per_block or 1)  # out and back
-        self.swap_space = SwapSpace(config.num_swap_blocks or 0)
+        self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks or 0)
         self.num_swapped = 0  # requests that wait with a copy on the host
 
     def in_order_of_sacrifice(self, candidates: Ints) -> Ints:

@@ -50,9 +50,10 @@ class VirtualTime:
 
     def forget(self, client: int) -> None:
         """The client is gone, and its requests are."""
-        slot = self._slots.pop(client, None)
+        slot = self._slots.get(client)
         if slot is not None:
             assert not self._num_present[slot], f"client {client} has {self._num_present[slot]} requests"
+            del self._slots[client]
             self._times[slot], self._costs[slot] = 0, TOKEN
             self._free.append(slot)
 

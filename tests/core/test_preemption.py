@@ -162,3 +162,15 @@ def test_room_in_flight_is_waited_for_and_nobody_else_takes_it() -> None:
     assert [(one.request.number, one.verdict) for one in decision.examined] == [(2, Verdict.FENCED)]
     hand.update(first)
     assert hand.scheduled(hand.schedule()) == {2: 24, 3: 4}
+
+
+def test_recompute_never_swaps_whatever_room_the_host_has() -> None:
+    hand = ByHand(
+        small_config(7, max_model_len=24, preemption_mode="recompute", num_swap_blocks=9, prefix_caching=False)
+    )
+    for number in (1, 2):
+        hand.add(add_message(number, [number] * 12, 9))
+    for _ in range(60):
+        hand.step()
+    assert hand.scheduler.stats.num_preemptions > 0
+    assert hand.scheduler.stats.num_swapped_out_blocks == 0
