@@ -22,18 +22,6 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 MAX_PREEMPTIONS = 8
 
 
-class _Needs(NamedTuple):
-    """What a waiting request would start with."""
-
-    hits: Int32s  # blocks found in the prefix cache
-    content: int  # of the last of them
-    num_computed_tokens: int  # in hits, or on the host
-    num_tokens: int  # to compute in this step, at most
-    least_tokens: int  # to compute in this step; else it does not start
-    num_blocks: int  # hits included; all of them must fit
-    is_reserved: bool  # all are taken at once
-
-
 class Appraisal(NamedTuple):
     """What a waiting request would need to start now."""
 
@@ -56,6 +44,7 @@ class Admission:
         preemption: Preemption,
     ) -> None:
         self._batch = batch
+        self._block_size = batch.block_size
         self._waiting = waiting
         self._policy = policy
         self._preemption = preemption
@@ -71,7 +60,7 @@ class Admission:
     def never_fits(self, request: Request) -> str | None:
         """Why the request could not run even alone, with the numbers; None when it could."""
         length = request.max_total_tokens - 1  # its last token is never computed
-        needed, there_are = -(-length // self._batch.block_size), self._batch.pool.num_blocks - 1
+        needed, there_are = -(-length // self._block_size), self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
         if not self._is_chunked and length > self._budget:
@@ -83,13 +72,12 @@ class Admission:
 
     def appraise(self, request: Request) -> Appraisal:
         """Of a request that waits, between two steps."""
-        draft = Draft(0, 0, 0)
-        room = _Room(self._batch, draft, 0)
-        needs, pool = self._needs(request, draft, room), self._batch.pool
-        left = self._blocks_left(request, needs, draft, room)
-        reserve = pool.num_free - pool.num_revived(needs.hits) - room.promised - left
-        num_hits = len(needs.hits)
-        return Appraisal(needs.num_computed_tokens, num_hits, needs.num_blocks - num_hits, reserve)
+        room = _Room(self._batch, Draft(0, 0, 0), 0)
+        is_shared = len(self._batch) > 0
+        start, pool = self._start_of(request, is_shared), self._batch.pool
+        left = self._blocks_left(start, room, is_shared)
+        reserve = pool.num_free - pool.num_revived(start.hits) - room.promised - left
+        return Appraisal(start.num_computed_tokens, start.num_hits, start.num_blocks - start.num_hits, reserve)
 
     def fill(self, draft: Draft, row_limit: int) -> None:
         """Start waiting requests while budget, rows and blocks last."""
@@ -131,67 +119,93 @@ class Admission:
         self._settle(draft, room)
 
     def _try(self, request: Request, draft: Draft, room: "_Room") -> Examined | None:
-        """Start the request, or say what it lacks; nobody is preempted for one that cannot start."""
+        """Start the request, or say what it lacks."""
         if draft.preempted and any(preempted.request is request for preempted in draft.preempted):
             return Examined(request, Verdict.PREEMPTED, 0, 0)
-        if request.block_hashes and request.block_hashes[0] in room.first_hashes:
+        if request.first_key in room.first_keys:
             self._settle(draft, room)  # who begins as one that starts in this step finds its blocks
-        needs = self._needs(request, draft, room)
-        lack = needs.num_blocks - len(needs.hits) - self._blocks_left(request, needs, draft, room)
-        budget, victims, skipped = draft.budget, _NOBODY, _NOBODY
-        if lack > 0 or room.rows < 1 or budget < needs.num_tokens:
-            yields = self._batch.rows[self._policy.must_yield(request, self._batch.rows)]
-            yields = self._preemption.in_order_of_sacrifice(yields)
-            num_victims, given = self._count_victims(yields, needs.hits, 1 - room.rows, lack)
-            if given < lack:
-                needed = needs.num_blocks - len(needs.hits)
-                return Examined(request, Verdict.NO_BLOCKS, needed, needed - lack)
-            if num_victims + room.rows < 1:
-                return Examined(request, Verdict.NO_ROW, 1, 0)
-            victims, skipped = yields[:num_victims], yields[num_victims:]
-            budget += draft.tokens_of(yields)
-        num_tokens = min(needs.num_tokens, budget)
-        if num_tokens < needs.least_tokens:
-            return Examined(request, Verdict.NO_BUDGET, needs.least_tokens, budget)
-        if needs.num_computed_tokens + num_tokens < request.num_tokens and room.partial >= self._max_partial:
-            return Examined(request, Verdict.PARTIAL_PREFILLS, 1, 0)
-        if len(victims):
-            for row in victims.tolist():
+        is_shared = self._is_shared(draft, room)
+        start = self._start_of(request, is_shared)
+        lack = start.num_blocks - start.num_hits - self._blocks_left(start, room, is_shared)
+        if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
+            refusal = self._cut(start, draft.budget, room)
+        else:
+            refusal = self._make_way(start, lack, draft, room)
+        if refusal is None:
+            self._start(start, draft, room)
+        return refusal
+
+    def _make_way(self, start: Start, lack: int, draft: Draft, room: "_Room") -> Examined | None:
+        """Take the missing row, blocks and tokens from those who must yield to the request, or say what it lacks;
+        nobody is preempted for one that cannot start."""
+        request, rows = start.request, self._batch.rows
+        yields = self._preemption.in_order_of_sacrifice(rows[self._policy.must_yield(request, rows)])
+        num_victims, given = self._count_victims(yields, start.hits, 1 - room.rows, lack)
+        needed = start.num_blocks - start.num_hits
+        if given < lack:
+            return Examined(request, Verdict.NO_BLOCKS, needed, needed - lack)
+        if num_victims + room.rows < 1:
+            return Examined(request, Verdict.NO_ROW, 1, 0)
+        if refusal := self._cut(start, draft.budget + draft.tokens_of(yields), room):
+            return refusal
+        if num_victims:
+            for row in yields[:num_victims].tolist():
                 room.make(self._batch.num_promised_blocks_of(row))
                 self._preemption.preempt(draft, row, Cause.MORE_URGENT)
-            left = self._blocks_left(request, needs, draft, room)
-            if needs.num_blocks - len(needs.hits) > left:
-                return Examined(request, Verdict.FENCED, needs.num_blocks - len(needs.hits), left)
-        if draft.budget < num_tokens:
-            draft.take_budget(skipped, num_tokens - draft.budget)
-        self._start(request, needs, num_tokens, draft, room)
+            left = self._blocks_left(start, room, self._is_shared(draft, room))
+            if needed > left:
+                return Examined(request, Verdict.FENCED, needed, left)
+        if draft.budget < start.num_tokens:
+            draft.take_budget(yields[num_victims:], start.num_tokens - draft.budget)
         return None
 
-    def _needs(self, request: Request, draft: Draft, room: "_Room") -> _Needs:
+    def _cut(self, start: Start, budget: int, room: "_Room") -> Examined | None:
+        """Give the request of its tokens what the budget allows, or say why that is not enough."""
+        missing = start.num_missing_tokens
+        if start.num_tokens > budget:
+            start.num_tokens = budget
+        elif start.num_tokens == missing:
+            return None
+        least = 1 if self._is_chunked else missing
+        if start.num_tokens < least:
+            return Examined(start.request, Verdict.NO_BUDGET, least, budget)
+        if room.partial >= self._max_partial:
+            return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
+        return None
+
+    def _is_shared(self, draft: Draft, room: "_Room") -> bool:
+        """Whether somebody runs beside who starts now."""
+        return bool(room.settling or draft.starts or len(self._batch.rows))
+
+    def _start_of(self, request: Request, is_shared: bool) -> Start:
+        """What the request would start with."""
         hits, content = self._batch.prefix_cache.find(request)
-        computed = len(hits) * self._batch.block_size
+        num_hits, length = len(hits), len(request.token_ids)
+        computed = num_hits * self._block_size
         if request.swapped is not None:
             computed = max(computed, request.swapped.num_computed_tokens)
-        is_alone = not (len(self._batch) or len(self._waiting) or draft.starts or room.settling)
-        missing = request.num_tokens - computed
-        num_tokens = missing if is_alone else min(missing, self._chunk)
+        missing = num_tokens = length - computed
+        if missing > self._chunk and (is_shared or len(self._waiting)):
+            num_tokens = self._chunk
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
-        length = request.max_total_tokens - 1 if is_reserved else request.num_tokens
-        num_blocks = -(-length // self._batch.block_size)
-        least = 1 if self._is_chunked else missing
-        return _Needs(hits, content, computed, num_tokens, least, num_blocks, is_reserved)
+        if is_reserved:
+            length = request.max_total_tokens - 1
+        num_blocks = -(-length // self._block_size)
+        return Start(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
-    def _blocks_left(self, request: Request, needs: _Needs, draft: Draft, room: "_Room") -> int:
+    def _blocks_left(self, start: Start, room: "_Room", is_shared: bool) -> int:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
         oftener the request was preempted, so that it does not come back only to be preempted again."""
-        pool, margin = self._batch.pool, 0
-        if len(self._batch.rows) or draft.starts or room.settling:
-            margin = self._watermark
+        pool, request = self._batch.pool, start.request
+        left = pool.num_free - room.promised - room.unsettled
+        if start.num_hits:
+            left -= pool.num_revived(start.hits)
+        if is_shared:
+            left -= self._watermark
             if request.num_preemptions:
-                most = -(-(request.max_total_tokens - 1) // self._batch.block_size) - needs.num_blocks
-                margin += min((1 << request.num_preemptions) - 1, most)
-        revived = pool.num_revived(needs.hits) if len(needs.hits) else 0
-        return pool.num_free - revived - room.promised - room.unsettled - margin
+                most = -(-(request.max_total_tokens - 1) // self._block_size) - start.num_blocks
+                left -= min((1 << request.num_preemptions) - 1, most)
+        return left
 
     def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
         """How many of these rows must go, from the first on, to make room for so many rows and blocks, and how many
@@ -206,53 +220,39 @@ class Admission:
             count += 1
         return count, given
 
-    def _start(self, request: Request, needs: _Needs, count: int, draft: Draft, room: "_Room") -> None:
-        end = needs.num_computed_tokens + count
-        num_given = needs.num_blocks if needs.is_reserved else -(-end // self._batch.block_size)
-        if len(needs.hits):
-            self._batch.pool.hold(needs.hits)  # before anything is allocated, which might evict them
-        room.settling.append(_Settling(request, needs, count, num_given))
-        room.unsettled += num_given - len(needs.hits)
-        if request.block_hashes:
-            room.first_hashes.add(request.block_hashes[0])
+    def _start(self, start: Start, draft: Draft, room: "_Room") -> None:
+        request, count = start.request, start.num_tokens
+        end = start.num_computed_tokens + count
+        num_given = start.num_given = start.num_blocks if start.is_reserved else -(-end // self._block_size)
+        if start.num_hits:
+            self._batch.pool.hold(start.hits)  # before anything is allocated, which might evict them
+        room.settling.append(start)
+        room.unsettled += num_given - start.num_hits
+        if request.first_key:
+            room.first_keys.add(request.first_key)
         draft.budget -= count
         room.rows -= 1
-        room.promised += needs.num_blocks - num_given
-        room.partial += end < request.num_tokens
-        self._policy.start(request, min(count, max(0, end - request.num_computed_before)))
+        room.promised += start.num_blocks - num_given
+        room.partial += count < start.num_missing_tokens
+        self._policy.start(start)
 
     def _settle(self, draft: Draft, room: "_Room") -> None:
         """Give those that start their blocks, and the full ones of them their names."""
         if not room.settling:
             return
-        batch, size = self._batch, self._batch.block_size
-        fresh, first = batch.pool.allocate(room.unsettled), 0
-        starts, nums_hits = [], []
-        for request, needs, count, num_given in room.settling:
-            num_hits = len(needs.hits)
-            block_ids = fresh[first : first + num_given - num_hits]
-            first += num_given - num_hits
-            if num_hits:
-                block_ids = np.concatenate([needs.hits, block_ids])
-            if request.swapped is not None:
-                self._preemption.swap_in(request, block_ids, num_hits)
-            computed = needs.num_computed_tokens
-            starts.append(Start(request, block_ids, computed, (computed + count) // size, needs.content, count))
-            nums_hits.append(num_hits)
-        contents = batch.prefix_cache.name_starts(starts, nums_hits)
-        draft.starts += [start._replace(content=content) for start, content in zip(starts, contents, strict=True)]
+        fresh, first = self._batch.pool.allocate(room.unsettled), 0
+        for start in room.settling:
+            end = first + start.num_given - start.num_hits
+            blocks = fresh[first:end]
+            start.block_ids = np.concatenate([start.hits, blocks]) if start.num_hits else blocks
+            first = end
+            if start.request.swapped is not None:
+                self._preemption.swap_in(start.request, start.block_ids, start.num_hits)
+        self._batch.prefix_cache.name_starts(room.settling)
+        draft.starts += room.settling
         room.settling.clear()
-        room.first_hashes.clear()
+        room.first_keys.clear()
         room.unsettled = 0
-
-
-class _Settling(NamedTuple):
-    """A request that starts in this step and has not got its blocks yet."""
-
-    request: Request
-    needs: _Needs
-    num_tokens: int  # of this step
-    num_given: int  # blocks, hits included
 
 
 class _Room:
@@ -262,9 +262,9 @@ class _Room:
         table = batch.table
         self.rows = row_limit - len(batch)
         self.promised = batch.num_promised_blocks()  # blocks
-        self.settling: list[_Settling] = []
+        self.settling: list[Start] = []  # they start in this step and have not got their blocks yet
         self.unsettled = 0  # blocks that those will get
-        self.first_hashes: set[int] = set()  # of their first blocks; asked, never walked
+        self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
         missing = table.num_tokens[draft.rows] - table.num_computed_tokens[draft.rows] - draft.counts
         self.partial = int(np.count_nonzero(missing > 1))  # prompts that take more steps
 

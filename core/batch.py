@@ -67,11 +67,11 @@ class Batch:
         """Free the rows and their blocks, tail first."""
         table = self.table
         counts = table.num_blocks[rows]
-        ends = np.cumsum(counts)
-        offsets = np.repeat(ends, counts) - 1 - np.arange(int(ends[-1]))
-        blocks = table.blocks.get(np.repeat(rows, counts), offsets)
+        ends = counts.cumsum()
+        offsets = ends.repeat(counts) - np.arange(1, int(ends[-1]) + 1)
+        blocks = table.blocks.get(rows.repeat(counts), offsets)
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
-        for row in rows[table.has_stop_ids[rows]].tolist():
+        for row in rows[table.has_stop_ids[rows] > 0].tolist():
             self.stop_check.remove(row)
         if len(rows) == 1:
             self.rows = self.rows[self.rows != rows[0]]
@@ -93,7 +93,7 @@ class Batch:
 
     def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:
         later = (ranks[1:] > ranks[:-1]) | ((ranks[1:] == ranks[:-1]) & (serials[1:] > serials[:-1]))
-        return bool(later.all())
+        return int(np.count_nonzero(later)) == len(later)
 
     def check_integrity(self) -> None:
         """AssertionError with the numbers when anything disagrees with anything."""

@@ -4,23 +4,32 @@ Row numbers are stable while a request runs and are reused after it; `tenancy` t
 Token ids and block tables lie in paged pools addressed by the row.
 """
 
-from typing import NamedTuple
+from array import array
 
+import msgspec
 import numpy as np
 
 from core.request import NO_ROW, Request
 from ipc.paged_rows import Int32s, Ints, PagedRows
 
+_NO_BLOCKS = np.zeros(0, np.int32)
 
-class Start(NamedTuple):
-    """A request that is to have a row."""
+
+class Start(msgspec.Struct, eq=False):
+    """How a waiting request starts: first what it would need, then what it has got."""
 
     request: Request
-    block_ids: Int32s  # enough for this step's tokens
-    num_computed_tokens: int
-    num_named_blocks: int
-    content: int  # of the named blocks
-    num_tokens: int  # of this step
+    hits: Int32s  # blocks found in the prefix cache
+    num_hits: int
+    content: int  # of the last block that has a name
+    num_computed_tokens: int  # in hits, or on the host
+    num_missing_tokens: int  # to compute, in this step and later
+    num_tokens: int  # of this step; at first, at most
+    num_blocks: int  # hits included; all of them must fit
+    is_reserved: bool  # all are taken at once
+    num_given: int = 0  # blocks that it gets, hits included: enough for this step's tokens
+    block_ids: Int32s = _NO_BLOCKS
+    num_named_blocks: int = 0
 
 
 TOKENS_PER_PAGE = 256
@@ -42,80 +51,18 @@ class BatchTable:
     num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
     content [rows]: number of the content of the named blocks; see core/block_names.py
     rank, serial, level [rows]: the request's place in the order of the scheduling policy
-    ignore_eos, has_stop_ids [rows] bool
+    ignore_eos, has_stop_ids [rows]: 0 or 1
     """
 
     def __init__(self, num_rows: int) -> None:
         self.tenancy = np.full(num_rows, FREE_ROW, np.int64)
-        self.client = np.zeros(num_rows, np.int64)
-        self.number = np.zeros(num_rows, np.uint32)
-        self.choice = np.zeros(num_rows, np.uint16)
-        self.num_tokens = np.zeros(num_rows, np.int64)
-        self.num_placeholders = np.zeros(num_rows, np.int64)
-        self.num_prompt_tokens = np.zeros(num_rows, np.int64)
-        self.num_computed_tokens = np.zeros(num_rows, np.int64)
-        self.num_computed_before = np.zeros(num_rows, np.int64)
-        self.max_total_tokens = np.zeros(num_rows, np.int64)
-        self.min_total_tokens = np.zeros(num_rows, np.int64)
-        self.num_blocks = np.zeros(num_rows, np.int64)
-        self.num_named_blocks = np.zeros(num_rows, np.int64)
-        self.content = np.zeros(num_rows, np.int64)
-        self.rank = np.zeros(num_rows, np.int64)
-        self.serial = np.zeros(num_rows, np.int64)
-        self.level = np.zeros(num_rows, np.int64)
-        self.ignore_eos = np.zeros(num_rows, np.bool_)
-        self.has_stop_ids = np.zeros(num_rows, np.bool_)
-        self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
-        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
-        self.request: list[Request | None] = [None] * num_rows
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._num_tenancies = 0
-
-    def add(self, starts: list[Start]) -> Ints:
-        """Give these requests rows; their tokens move into the table."""
-        rows = np.array([self._free_rows.pop() for _ in starts])
-        requests = [start.request for start in starts]
-        self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
-        self._num_tenancies += len(rows)
-        self._set(rows, np.array([self._entries(start) for start in starts], np.int64))
-        self.num_placeholders[rows] = 0
-        self.ignore_eos[rows] = [request.params.ignore_eos for request in requests]
-        self.has_stop_ids[rows] = [bool(request.params.stop_token_ids) for request in requests]
-        for row, request in zip(rows.tolist(), requests, strict=True):
-            request.row = row
-            self.request[row] = request
-        self.tokens.fill(rows, [request.token_ids for request in requests])
-        self.blocks.fill(rows, [start.block_ids for start in starts])
-        return rows
-
-    def _entries(self, start: Start) -> tuple[int, ...]:
-        """In the order of _set()."""
-        request = start.request
-        num_prompt_tokens = request.num_prompt_tokens
-        return (
-            request.client,
-            request.number,
-            request.choice,
-            request.num_tokens,
-            num_prompt_tokens,
-            start.num_computed_tokens,
-            request.num_computed_before,
-            request.max_total_tokens,
-            num_prompt_tokens + request.params.min_tokens,
-            len(start.block_ids),
-            start.num_named_blocks,
-            start.content,
-            request.rank,
-            request.serial,
-            request.level,
-        )
-
-    def _set(self, rows: Ints, entries: Ints) -> None:
-        columns: tuple[Ints, ...] = (
+        self._columns = np.zeros((18, num_rows), np.int64)  # what _entries() gives, one below the other
+        (
             self.client,
             self.number,
             self.choice,
             self.num_tokens,
+            self.num_placeholders,
             self.num_prompt_tokens,
             self.num_computed_tokens,
             self.num_computed_before,
@@ -127,9 +74,56 @@ class BatchTable:
             self.rank,
             self.serial,
             self.level,
+            self.ignore_eos,
+            self.has_stop_ids,
+        ) = self._columns
+        self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
+        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
+        self.request: list[Request | None] = [None] * num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_tenancies = 0
+
+    def add(self, starts: list[Start]) -> Ints:
+        """Give these requests rows; their tokens move into the table."""
+        free, entries = self._free_rows, list[int]()
+        numbers = free[: -len(starts) - 1 : -1]
+        del free[-len(starts) :]
+        for row, start in zip(numbers, starts, strict=True):
+            start.request.row = row
+            self.request[row] = start.request
+            entries += self._entries(start)
+        rows = np.array(numbers)
+        self._columns[:, rows] = np.frombuffer(array("q", entries), np.int64).reshape(len(starts), -1).T
+        self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
+        self._num_tenancies += len(rows)
+        self.tokens.fill(rows, [start.request.token_ids for start in starts])
+        self.blocks.fill(rows, [start.block_ids for start in starts])
+        return rows
+
+    def _entries(self, start: Start) -> tuple[int, ...]:
+        """In the order of the columns."""
+        request = start.request
+        params, num_prompt_tokens = request.params, request.num_prompt_tokens
+        return (
+            request.client,
+            request.number,
+            request.choice,
+            len(request.token_ids),
+            0,
+            num_prompt_tokens,
+            start.num_computed_tokens,
+            request.num_computed_before,
+            request.max_total_tokens,
+            num_prompt_tokens + params.min_tokens,
+            start.num_given,
+            start.num_named_blocks,
+            start.content,
+            request.rank,
+            request.serial,
+            request.level,
+            params.ignore_eos,
+            1 if params.stop_token_ids else 0,
         )
-        for column, values in zip(columns, entries.T, strict=True):
-            column[rows] = values
 
     def remove(self, rows: Ints) -> list[Request]:
         """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
@@ -157,11 +151,13 @@ class BatchTable:
         """counts[i] > 0 more blocks for rows[i], taken from block_ids in order; returns the row of each block."""
         starts = self.num_blocks[rows]
         self.blocks.ensure(rows, starts + counts)
-        block_rows = np.repeat(rows, counts)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        self.blocks.set(block_rows, np.repeat(starts, counts) + np.arange(len(block_ids)) - first, block_ids)
         self.num_blocks[rows] += counts
-        return block_rows
+        if len(rows) < len(block_ids):  # some get several
+            first = counts.cumsum() - counts
+            starts = np.repeat(starts - first, counts) + np.arange(len(block_ids))
+            rows = rows.repeat(counts)
+        self.blocks.set(rows, starts, block_ids)
+        return rows
 
     def append_tokens(self, rows: Ints, token_ids: Int32s) -> Ints:
         """One sampled token for each of these rows; returns their tokens now."""

@@ -45,32 +45,29 @@ def hash_blocks(token_ids: Int32s) -> npt.NDArray[np.uint64]:
 
 
 class BlockNames:
-    """content [num_blocks] int64: number of what each block holds, UNNAMED for none."""
+    """content [num_blocks] int64: number of what each block holds, UNNAMED for none.
+    block_of_key: where a block is found; only for asking whether there is one."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.content = np.zeros(num_blocks, np.int64)
         self.events: KVEventLog | None = None  # set while somebody listens
         self._parent = np.zeros(num_blocks, np.int64)
-        self._key = [0] * num_blocks
+        self._key = np.zeros(num_blocks, np.uint64)
         self._tokens = np.zeros((num_blocks, block_size), np.int32)
-        self._block_of_key: dict[int, int] = {}
+        self.block_of_key: dict[int, int] = {}
         self._num_contents = 0
 
     def __len__(self) -> int:
         """Blocks that can be found."""
-        return len(self._block_of_key)
-
-    def knows(self, parent: int, value: int) -> bool:
-        """Whether a block with this hash may be found after this content."""
-        return _key(parent, value) in self._block_of_key
+        return len(self.block_of_key)
 
     def find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[Int32s, int]:
         """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
         hashes: of these blocks."""
         content, found, contents = root, [], [root]
         for value in hashes:
-            block = self._block_of_key.get(_key(content, value))
+            block = self.block_of_key.get(block_key(content, value))
             if block is None:
                 break
             content = int(self.content[block])
@@ -87,20 +84,13 @@ class BlockNames:
     def name(self, blocks: Int32s, parents: Ints, token_ids: Int32s) -> Ints:
         """Name one block of each of several rows: parents [n] contents before them, token_ids [n, block_size] theirs.
         Returns the contents [n]. The first block of a content keeps the name: block tables are append-only."""
-        keys = _keys(parents, token_ids)
-        numbers = keys.tolist()
-        owners = np.array(list(map(self._block_of_key.setdefault, numbers, blocks.tolist())), np.int64)
-        contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
-        self._num_contents += len(blocks)
-        new = owners == blocks
-        if new.all():
-            self._enter(blocks, contents, parents, numbers, token_ids)
-            return contents
-        self._enter(blocks[new], contents[new], parents[new], keys[new].tolist(), token_ids[new])
-        old = np.flatnonzero(~new)
-        same = self._parent[owners[old]] == parents[old]
-        same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
-        contents[old[same]] = self.content[owners[old[same]]]
+        contents = self._new_contents(len(blocks))
+        owners = self._enter(blocks, contents, parents, token_ids)
+        if owners is not None:
+            old = (owners != blocks).nonzero()[0]
+            same = self._parent[owners[old]] == parents[old]
+            same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
+            contents[old[same]] = self.content[owners[old[same]]]
         return contents
 
     def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: Int32s) -> Ints:
@@ -110,26 +100,43 @@ class BlockNames:
 
         A run's first block has a content that is new, so what follows it is new too, and numbers count up.
         """
-        ends = np.cumsum(lengths)
-        contents = np.arange(self._num_contents + 1, self._num_contents + 1 + len(blocks))
-        self._num_contents += len(blocks)
+        ends = lengths.cumsum()
+        contents = self._new_contents(len(blocks))
         before = contents - 1
         before[ends - lengths] = parents
-        keys = _keys(before, token_ids).tolist()
-        owners = np.array(list(map(self._block_of_key.setdefault, keys, blocks.tolist())), np.int64)
-        new = owners == blocks
-        if new.all():
-            self._enter(blocks, contents, before, keys, token_ids)
-        else:  # of keys that collide the block entered first keeps the name
-            kept = [key for key, is_new in zip(keys, new.tolist(), strict=True) if is_new]
-            self._enter(blocks[new], contents[new], before[new], kept, token_ids[new])
+        self._enter(blocks, contents, before, token_ids)
         lasts: Ints = contents[ends - 1]
         return lasts
+
+    def _new_contents(self, count: int) -> Ints:
+        self._num_contents += count
+        return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
+
+    def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: Int32s) -> Ints | None:
+        """Make the blocks found under their keys, where no others are: then returns who is [n], else None. Of keys that
+        collide the block entered first keeps the name."""
+        keys, owners = _keys(parents, token_ids), None
+        numbers, taken = keys.tolist(), self.block_of_key
+        if taken.keys().isdisjoint(numbers) and len(set(numbers)) == len(numbers):
+            taken.update(zip(numbers, blocks.tolist(), strict=True))
+        else:
+            owners = np.array(list(map(taken.setdefault, numbers, blocks.tolist())), np.int64)
+            new = owners == blocks
+            blocks, contents, parents, keys, token_ids = (
+                column[new] for column in (blocks, contents, parents, keys, token_ids)
+            )
+        self.content[blocks] = contents
+        self._parent[blocks] = parents
+        self._key[blocks] = keys
+        self._tokens[blocks] = token_ids
+        if self.events is not None:
+            self.events.stored(contents, parents, token_ids)
+        return owners
 
     def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s, hashes: list[int]) -> int:
         """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
         last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
-        content, enter = parent, self._block_of_key.setdefault
+        content, enter = parent, self.block_of_key.setdefault
         for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
             key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
             key ^= key >> 32
@@ -152,14 +159,14 @@ class BlockNames:
         """These blocks, which have names, are not found any more."""
         if self.events is not None:
             self.events.removed(self.content[blocks])
-        for block in blocks.tolist():
-            del self._block_of_key[self._key[block]]
+        for key in self._key[blocks].tolist():
+            del self.block_of_key[key]
         self.content[blocks] = UNNAMED
 
     def forget_all(self) -> None:
         if self.events is not None:
             self.events.cleared()
-        self._block_of_key.clear()
+        self.block_of_key.clear()
         self.content[:] = UNNAMED
 
     def columns(self) -> tuple[Ints, Ints, Int32s]:
@@ -172,34 +179,26 @@ class BlockNames:
     def _holds(self, block: int, parent: int, token_ids: Int32s) -> bool:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 
-    def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, keys: list[int], token_ids: Int32s) -> None:
-        self.content[blocks] = contents
-        self._parent[blocks] = parents
-        self._tokens[blocks] = token_ids
-        for block, key in zip(blocks.tolist(), keys, strict=True):
-            self._key[block] = key
-        if self.events is not None:
-            self.events.stored(contents, parents, token_ids)
-
     def check_integrity(self) -> None:
         """AssertionError when a name does not lead to its block or does not say what the block holds."""
         named = np.flatnonzero(self.content != UNNAMED)
-        assert len(named) == len(self._block_of_key), f"{len(named)} named, {len(self._block_of_key)} findable"
+        assert len(named) == len(self.block_of_key), f"{len(named)} named, {len(self.block_of_key)} findable"
         hashes = hash_blocks(self._tokens[named]).tolist()
         parents, contents = self._parent[named].tolist(), self.content[named].tolist()
         assert len(set(contents)) == len(contents), "two blocks have one content number"
         for block, parent, value in zip(named.tolist(), parents, hashes, strict=True):
-            key = _key(parent, value)
-            assert self._block_of_key.get(key) == block, f"block {block} is not found under its name"
+            key = block_key(parent, value)
+            assert self.block_of_key.get(key) == block, f"block {block} is not found under its name"
 
 
 def _keys(parents: Ints, token_ids: Int32s) -> npt.NDArray[np.uint64]:
-    """_key() of many."""
+    """block_key() of many."""
     keys = (parents.astype(np.uint64) * _CONTENT_FACTOR + hash_blocks(token_ids)) * _FINAL_FACTOR
     keys ^= keys >> _HALF
     return keys
 
 
-def _key(content: int, value: int) -> int:
+def block_key(content: int, value: int) -> int:
+    """Of the block with this hash after this content."""
     key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
     return key ^ (key >> 32)

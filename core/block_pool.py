@@ -79,23 +79,29 @@ class BlockPool:
 
         fence: the last step in flight that may touch them, None when there is none.
         """
-        places = np.arange(len(blocks))
-        self._place[blocks] = places
-        last = self._place[blocks] == places
-        if last.all():
-            self.ref_count[blocks] -= 1
-        else:  # shared by requests that end together: goes with the last of them
-            np.subtract.at(self.ref_count, blocks, 1)
-            blocks = blocks[last]
-        counts = self.ref_count[blocks]
-        assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
-        released = blocks[counts == 0]
+        if np.count_nonzero(self.ref_count[blocks] == 1) == len(blocks):
+            self.ref_count[blocks] = 0
+            released = blocks
+        else:
+            released = self._drop(blocks)
         if fence is None:
             self._make_free(released)
         elif len(released):
             self._fence_of[released] = fence
             self._fenced.append((fence, released))
             self.num_fenced += len(released)
+
+    def _drop(self, blocks: Int32s) -> Int32s:
+        """One reference less for each; returns those that nobody holds any more."""
+        places = np.arange(len(blocks))
+        self._place[blocks] = places
+        last = self._place[blocks] == places
+        np.subtract.at(self.ref_count, blocks, 1)
+        blocks = blocks[last]  # what requests that end together share goes with the last of them
+        counts = self.ref_count[blocks]
+        assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
+        released: Int32s = blocks[counts == 0]
+        return released
 
     def lift_fences(self, step: int) -> None:
         """The update of this step is done: blocks fenced by it are free."""
@@ -133,7 +139,11 @@ class BlockPool:
         if self._tail + len(blocks) - self._head > len(self._ring):
             self._compact_ring()
         entries = np.arange(self._tail, self._tail + len(blocks))
-        self._ring[entries % len(self._ring)] = blocks
+        start = self._tail % len(self._ring)
+        if start + len(blocks) <= len(self._ring):
+            self._ring[start : start + len(blocks)] = blocks
+        else:
+            self._ring[entries % len(self._ring)] = blocks
         self._ring_position[blocks] = entries
         self._tail += len(blocks)
         self._num_cached += len(blocks)
@@ -158,7 +168,8 @@ class BlockPool:
         """Take them off the ring."""
         start = self._head % len(self._ring)
         first = self._ring[start : start + count]
-        if len(first) == count and (self._ring_position[first] == np.arange(self._head, self._head + count)).all():
+        entries = np.arange(self._head, self._head + len(first))
+        if np.count_nonzero(self._ring_position[first] == entries) == count:
             self._head += count  # none of them was revived meanwhile
             return first.copy()
         victims: list[Int32s] = []

@@ -30,31 +30,31 @@ class Growth:
         """Give every running row its tokens, out of the draft's budget."""
         batch, pool = self._batch, self._batch.pool
         rows = batch.rows
-        counts, needs, num_needed = self._demand(rows, draft.budget)
-        if num_needed > pool.num_free or int(counts.sum()) == draft.budget:  # who goes first matters
+        counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
+        if num_needed > pool.num_free or num_tokens == draft.budget:  # who goes first matters
             rows = self._policy.in_order(rows)
-            counts, needs, num_needed = self._demand(rows, draft.budget)
+            counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
         while num_needed > pool.num_free + pool.num_fenced:
             victim = self._victim(rows, needs)
             if victim is None:
                 break
             self._preemption.preempt(draft, victim, Cause.OLDER)
             rows = rows[rows != victim]
-            counts, needs, num_needed = self._demand(rows, draft.budget)
+            counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
         if num_needed > pool.num_free:  # blocks come free when fences lift or others end
             wanted = counts
-            counts, needs, num_needed = self._demand(rows, draft.budget, self._first_short(needs))
+            counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget, self._first_short(needs))
             draft.num_skipped += int(np.count_nonzero((wanted > 0) & (counts == 0)))
         if num_needed:
             growing = needs > 0
             draft.block_ids = pool.allocate(num_needed)
             draft.block_rows = batch.table.append_blocks(rows[growing], needs[growing], draft.block_ids)
         draft.rows, draft.counts = rows, counts
-        draft.budget -= int(counts.sum())
+        draft.budget -= num_tokens
 
-    def _demand(self, rows: Ints, budget: int, num_growing: int | None = None) -> tuple[Ints, Ints, int]:
-        """Tokens for each row, cut where the budget ends; blocks that each lacks for them, and their sum. Only the
-        first num_growing rows may lack blocks, where it is given."""
+    def _demand(self, rows: Ints, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
+        """Tokens for each row, cut where the budget ends, and their sum; blocks that each lacks for them, and their
+        sum. Only the first num_growing rows may lack blocks, where it is given."""
         table = self._batch.table
         placeholders = table.num_placeholders[rows]
         known = table.num_tokens[rows] + placeholders
@@ -68,10 +68,11 @@ class Growth:
             held = rows[num_growing:]
             room = table.num_blocks[held] * self._batch.block_size - table.num_computed_tokens[held]
             np.minimum(wanted[num_growing:], room, out=wanted[num_growing:])
-        if int(wanted.sum()) > budget:
-            wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        num_wanted = int(wanted.sum())
+        if num_wanted > budget:
+            wanted, num_wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted), budget
         needs = np.maximum(self._batch.num_blocks_of(computed + wanted) - table.num_blocks[rows], 0)
-        return wanted, needs, int(needs.sum())
+        return wanted, num_wanted, needs, int(needs.sum())
 
     def _first_short(self, needs: Ints) -> int:
         return int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))

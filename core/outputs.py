@@ -1,10 +1,12 @@
 """OutputColumns: what a step has for the clients, gathered as columns and split by client once."""
 
+from array import array
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from core.batch_table import Start
 from core.plan import TokenLogprobs
 from core.request import Request
 from core.request_events import RequestEventLog
@@ -48,8 +50,8 @@ class _Packed:
         self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
         self.tokens = rows.tokens.astype("<i4", copy=False).tobytes()
         self.choices = _choices(rows.choices)
-        self.finish = rows.finish.tobytes() if rows.finish.any() else b""
-        stopped = np.flatnonzero(rows.stop_tokens).tolist() if rows.stop_tokens.any() else []
+        self.finish = rows.finish.tobytes() if np.count_nonzero(rows.finish) else b""
+        stopped = rows.stop_tokens.nonzero()[0].tolist()
         self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
 
 
@@ -60,7 +62,7 @@ class OutputColumns:
         self.events = RequestEventLog()
         self._epoch = epoch
         self._rows: list[_Rows] = []
-        self._started: dict[int, list[tuple[int, int]]] = {}
+        self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
         self._logprobs: dict[int, Logprobs] = {}
         self._failed: list[Addressed] = []
 
@@ -107,8 +109,14 @@ class OutputColumns:
                 choices=_choices(choices[mine]),
             )
 
-    def add_started(self, request: Request, num_cached_tokens: int) -> None:
-        self._started.setdefault(request.client, []).append((request.number, num_cached_tokens))
+    def add_starts(self, starts: list[Start], now_ns: int) -> None:
+        """Before has_started of their requests is set."""
+        self.events.add_starts(starts, now_ns)
+        for start in starts:
+            request = start.request
+            if not request.has_started and request.choice == 0:  # the others find the prompt's blocks because of it
+                started = self._started.setdefault(request.client, [])
+                started += (request.number, start.num_computed_tokens)
 
     def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
         self._failed.append((client, RequestFailed(number, code, message)))
@@ -127,7 +135,7 @@ class OutputColumns:
     def _split(self, step: int, rows: _Rows) -> list[Addressed]:
         """One message for each client, cut out of the encoded columns of all."""
         clients = rows.clients
-        if clients[0] == clients[-1] and (clients == clients[0]).all():
+        if clients[0] == clients[-1] and np.count_nonzero(clients == clients[0]) == len(clients):
             return [(int(clients[0]), self._message(step, _Packed(rows), 0, len(clients)))]
         order = np.argsort(clients, kind="stable")
         packed = _Packed(rows.take(order))
@@ -150,20 +158,20 @@ class OutputColumns:
             choices=packed.choices[2 * start : 2 * end],
             finish=finish if any(finish) else b"",
             stop_tokens=[(row - start, token) for row, token in packed.stopped if start <= row < end],
-            started=_pairs(self._started.pop(client, [])) if self._started else b"",
+            started=_packed(self._started.pop(client, [])) if self._started else b"",
             logprobs=self._logprobs.pop(client, None) if self._logprobs else None,
             events=self.events.take(client) if self.events else None,
         )
 
     def _without_rows(self, step: int, client: int) -> Outputs:
-        started, logprobs = _pairs(self._started.pop(client, [])), self._logprobs.pop(client, None)
+        started, logprobs = _packed(self._started.pop(client, [])), self._logprobs.pop(client, None)
         events = self.events.take(client)
         return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs, events=events)
 
 
 def _choices(choices: Ints) -> bytes:
-    return choices.astype("<u2").tobytes() if choices.any() else b""
+    return choices.astype("<u2").tobytes() if np.count_nonzero(choices) else b""
 
 
-def _pairs(pairs: list[tuple[int, int]]) -> bytes:
-    return np.array(pairs, "<u4").tobytes()
+def _packed(values: list[int]) -> bytes:
+    return np.frombuffer(array("q", values), np.int64).astype("<u4").tobytes()

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from core.batch_table import BatchTable
+from core.batch_table import BatchTable, Start
 from core.request import Request
 from core.stop_check import Bools
 from core.virtual_time import TOKEN, VirtualTime
@@ -39,8 +39,8 @@ class Policy(Protocol):
     def set_weight(self, client: int, weight: float) -> None:
         """The client's share."""
 
-    def start(self, request: Request, count: int) -> None:
-        """The request starts with so many tokens in this step that it never had before."""
+    def start(self, start: Start) -> None:
+        """A request starts."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
         """These rows get so many tokens in this step, which are not counted as computed yet; those of requests that
@@ -75,7 +75,7 @@ class Fcfs:
     def set_weight(self, client: int, weight: float) -> None:
         """Clients do not matter."""
 
-    def start(self, request: Request, count: int) -> None:
+    def start(self, start: Start) -> None:
         """Served tokens do not matter."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
@@ -143,8 +143,9 @@ class Fair:
     def set_weight(self, client: int, weight: float) -> None:
         self._times.set_weight(client, weight)
 
-    def start(self, request: Request, count: int) -> None:
-        self._times.charge_one(request.client, count)
+    def start(self, start: Start) -> None:
+        new = start.num_computed_tokens + start.num_tokens - start.request.num_computed_before
+        self._times.charge_one(start.request.client, max(0, min(new, start.num_tokens)))
 
     def serve(self, rows: Ints, counts: Ints) -> None:
         table = self._table

@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.batch_table import BatchTable, Start
-from core.block_names import BlockNames, hash_blocks, root_content
+from core.block_names import BlockNames, block_key, hash_blocks, root_content
 from core.request import Request
 from ipc.paged_rows import Int32s, Ints
 
@@ -25,19 +25,19 @@ class PrefixCache:
         if self._enabled and (count := request.num_tokens // self._block_size) > (have := len(request.block_hashes)):
             token_ids = request.token_ids[have * self._block_size : count * self._block_size]
             request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
+            if not have:
+                request.root = root_content(request.cache_salt)
+                request.first_key = block_key(request.root, request.block_hashes[0])
 
     def find(self, request: Request) -> tuple[Int32s, int]:
         """Blocks that hold the waiting request's first tokens, and the content of the last; never its last token,
         which has to be computed; none where the prompt's log probabilities are wanted, for which all of it has to
         be."""
-        root = root_content(request.cache_salt)
-        if not self._enabled or request.wants_prompt_logprobs:
-            return _NONE, root
-        count = (request.num_tokens - 1) // self._block_size
-        if not count or not self._names.knows(root, request.block_hashes[0]):
-            return _NONE, root
+        if request.first_key not in self._names.block_of_key or request.wants_prompt_logprobs:
+            return _NONE, request.root
+        count = (len(request.token_ids) - 1) // self._block_size
         token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
-        return self._names.find(root, token_ids, request.block_hashes[:count])
+        return self._names.find(request.root, token_ids, request.block_hashes[:count])
 
     def name_full_blocks(self, rows: Ints, ends: Ints) -> None:
         """Name the blocks whose tokens are all known and computed by the end of the step being planned, which is when
@@ -55,7 +55,7 @@ class PrefixCache:
         rows, more = rows[full], more[full]
         named = table.num_named_blocks[rows]
         one = more == 1
-        if one.all():
+        if np.count_nonzero(one) == len(rows):
             self._name_one_each(rows, named)
             return
         self._name_one_each(rows[one], named[one])
@@ -67,39 +67,35 @@ class PrefixCache:
             table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
             table.num_named_blocks[row] = start + count
 
-    def name_starts(self, starts: list[Start], num_named: list[int]) -> list[int]:
-        """Name the full blocks of these requests, whose first num_named[i] have names already and start.content;
-        returns the content of each one's last. No two of them have the same next block."""
-        contents = [start.content for start in starts]
+    def name_starts(self, starts: list[Start]) -> None:
+        """Name the full blocks of these requests, of which the hits have names already. No two of them have the same
+        first block, unless it was a hit, and then no two the same next one."""
         if not self._enabled:
-            return contents
-        size, names = self._block_size, self._names
-        fresh = []  # whose next content is new
-        for index, (start, named) in enumerate(zip(starts, num_named, strict=True)):
-            full, request = start.num_named_blocks, start.request
+            return
+        size, shift, names = self._block_size, self._shift, self._names
+        fresh: list[Start] = []  # whose next content is new
+        blocks, tokens, lengths = [], [], []
+        for start in starts:
+            request, named = start.request, start.num_hits
+            full = start.num_named_blocks = (start.num_computed_tokens + start.num_tokens) >> shift
             if full == named:
                 continue
-            if not names.knows(start.content, request.block_hashes[named]):
-                fresh.append(index)
+            block_ids, token_ids = start.block_ids[named:full], request.token_ids[named * size : full * size]
+            key = block_key(start.content, request.block_hashes[named]) if named else request.first_key
+            if key in names.block_of_key:
+                hashes = request.block_hashes[named:full]
+                start.content = names.name_run(block_ids, start.content, token_ids.reshape(-1, size), hashes)
                 continue
-            token_ids = request.token_ids[named * size : full * size].reshape(-1, size)
-            hashes = request.block_hashes[named:full]
-            contents[index] = names.name_run(start.block_ids[named:full], start.content, token_ids, hashes)
+            fresh.append(start)
+            blocks.append(block_ids)
+            tokens.append(token_ids)
+            lengths.append(full - named)
         if fresh:
-            blocks = [starts[index].block_ids[num_named[index] : starts[index].num_named_blocks] for index in fresh]
-            tokens = [
-                starts[index].request.token_ids[num_named[index] * size : starts[index].num_named_blocks * size]
-                for index in fresh
-            ]
-            lasts = names.name_runs(
-                np.concatenate(blocks),
-                np.array([len(part) for part in blocks]),
-                np.array([contents[index] for index in fresh]),
-                np.concatenate(tokens).reshape(-1, size),
-            )
-            for index, last in zip(fresh, lasts.tolist(), strict=True):
-                contents[index] = last
-        return contents
+            parents = np.array([start.content for start in fresh])
+            token_ids = np.concatenate(tokens).reshape(-1, size)
+            lasts = names.name_runs(np.concatenate(blocks), np.array(lengths), parents, token_ids)
+            for start, last in zip(fresh, lasts.tolist(), strict=True):
+                start.content = last
 
     def _name_one_each(self, rows: Ints, indices: Ints) -> None:
         """The rows' blocks at these indices."""

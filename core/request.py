@@ -39,7 +39,9 @@ class Request(msgspec.Struct, eq=False):
     level: int = 0  # of the scheduling policy: may take room from running requests of a larger one
     arrival_ns: int = 0  # on the clock of the step
     ticket: int = 0  # of its entry in the waiting queue; 0 = it has none
-    block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks, as far as it was looked up
+    block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks
+    root: int = -1  # content that its first block follows; see core/block_names.py
+    first_key: int = 0  # of its first block, if that is whole; 0 = it is not
     swapped: Swapped | None = None
     num_preemptions: int = 0  # for the room of requests of its own level
     num_overtaken: int = 0  # by requests that started while this one, which was first, did not fit

@@ -1,8 +1,11 @@
 """RequestEventLog: what happened to single requests - queued, scheduled, preempted, resumed - until their clients are
 told. Steps without such events pay nothing."""
 
+from array import array
+
 import numpy as np
 
+from core.batch_table import Start
 from core.decisions import Preempted
 from core.request import Request
 from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
@@ -25,26 +28,16 @@ class RequestEventLog:
     def clients(self) -> list[int]:
         return list(self._events)
 
-    def add_start(self, request: Request, now_ns: int, num_found: int) -> None:
-        """num_found: tokens that the prefix cache or the host has. Before request.has_started is set."""
-        events, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
-        if request.has_started:
-            events += (number, choice, _RESUMED, 0, num_found, now_ns)
-        else:
-            events += (
-                number,
-                choice,
-                _QUEUED,
-                0,
-                0,
-                request.arrival_ns,
-                number,
-                choice,
-                _SCHEDULED,
-                0,
-                num_found,
-                now_ns,
-            )
+    def add_starts(self, starts: list[Start], now_ns: int) -> None:
+        """Before has_started of their requests is set."""
+        for start in starts:
+            request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host
+            events, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
+            if request.has_started:
+                events += (number, choice, _RESUMED, 0, num_found, now_ns)
+            else:
+                events += (number, choice, _QUEUED, 0, 0, request.arrival_ns)
+                events += (number, choice, _SCHEDULED, 0, num_found, now_ns)
 
     def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
         for request, cause, _, num_swapped in preempted:
@@ -63,7 +56,7 @@ class RequestEventLog:
         events = self._events.pop(client, None)
         if events is None:
             return None
-        columns = np.array(events, np.int64).reshape(-1, 6).T
+        columns = np.frombuffer(array("q", events), np.int64).reshape(-1, 6).T
         kinds = ("<u4", "<u2", "u1", "u1", "<u4", "<i8")
         return RequestEvents(*(column.astype(kind).tobytes() for column, kind in zip(columns, kinds, strict=True)))
 

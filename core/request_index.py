@@ -36,15 +36,18 @@ class RequestIndex:
         if deadline_ns:
             heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
 
-    def remove(self, request: Request) -> None:
-        """The request is marked finished by now."""
-        numbers = self._clients[request.client]
-        numbers[request.number].remove(request)
-        if not numbers[request.number]:
-            del numbers[request.number]
-        if not numbers:
-            del self._clients[request.client]
-        self._length -= 1
+    def remove(self, requests: list[Request]) -> None:
+        """They are marked finished by now."""
+        for request in requests:
+            numbers = self._clients[request.client]
+            choices = numbers[request.number]
+            if len(choices) > 1:
+                choices.remove(request)
+            else:
+                del numbers[request.number]
+                if not numbers:
+                    del self._clients[request.client]
+        self._length -= len(requests)
         if len(self._deadlines) > 2 * self._length + _MAX_SPARE:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
             heapq.heapify(self._deadlines)

@@ -205,7 +205,7 @@ class Scheduler:
             told = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
             self.outputs.add_logprobs(*self._address(rows[told.rows]), told)
         sampled = live & (tokens >= 0)
-        if not sampled.all():
+        if np.count_nonzero(sampled) < len(rows):
             self._fail_rows(rows[live & (tokens == FAILED_TOKEN)])
             sampled &= table.tenancy[rows] == tenancies  # the other choices of what has failed are gone too
             rows, tokens = rows[sampled], tokens[sampled]
@@ -214,7 +214,7 @@ class Scheduler:
         positions = lengths - 1 - table.num_prompt_tokens[rows]
         self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token)
         self.stats.num_generation_tokens += len(rows)
-        if finish.any():
+        if np.count_nonzero(finish):
             self._end(rows[finish > 0])
         return self.outputs.drain(step)
 
@@ -223,12 +223,12 @@ class Scheduler:
         return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
-        table, scheduled = self.table, draft.counts > 0
+        table = self.table
         if draft.preempted:
             self.outputs.events.add_preempted(draft.preempted, draft.now_ns)
         rows, counts = draft.rows, draft.counts
-        if not scheduled.all():
-            rows, counts = rows[scheduled], counts[scheduled]
+        if np.count_nonzero(counts) < len(rows):
+            rows, counts = rows[counts > 0], counts[counts > 0]
         self.policy.serve(rows, counts)
         if draft.starts:
             rows = np.concatenate([rows, self._launch(draft)])
@@ -249,29 +249,26 @@ class Scheduler:
         return finish_plan(draft, rows, counts, carried)
 
     def _launch(self, draft: Draft) -> Ints:
-        """Give the starting requests their rows."""
+        """Give the starting requests their rows, and tell of it."""
         rows = self.batch.launch(draft.starts)
         for row, start in zip(rows.tolist(), draft.starts, strict=True):
-            request, cached = start.request, start.num_computed_tokens
+            request = start.request
             draft.added.append(
                 NewRow(
                     row,
                     request.token_ids,
                     request.num_prompt_tokens,
-                    cached,
+                    start.num_computed_tokens,
                     start.block_ids,
                     request.params,
                     request.seed,
                     request.choice,
                 )
             )
-            self.outputs.events.add_start(request, draft.now_ns, cached)
-            self.stats.num_recomputed_tokens += max(0, request.num_computed_before - cached)
-            if not request.has_started:
-                request.has_started = True
-                if request.choice == 0:  # the others find the prompt's blocks because of it
-                    self.outputs.add_started(request, cached)
-                self.stats.count_start(request, cached)
+        self.outputs.add_starts(draft.starts, draft.now_ns)
+        self.stats.count_starts(draft.starts)
+        for start in draft.starts:
+            start.request.has_started = True
         return rows
 
     def _decision(self, draft: Draft, rows: Ints, counts: Ints) -> Decision:
@@ -320,19 +317,19 @@ class Scheduler:
             self.preemption.end(request)
         else:
             self.batch.release(np.array([request.row]))
-        self._forget(request)
+        self._forget([request])
 
     def _end(self, rows: Ints) -> None:
         """The requests of these rows have all their tokens."""
-        for request in self.batch.release(rows):
-            self._forget(request)
+        self._forget(self.batch.release(rows))
         self.stats.num_finished += len(rows)
 
-    def _forget(self, request: Request) -> None:
-        request.is_finished = True
-        self._requests.remove(request)
-        if not self.waiting.is_held(request.client):
-            self.policy.end(request)
+    def _forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.is_finished = True
+            if not self.waiting.is_held(request.client):
+                self.policy.end(request)
+        self._requests.remove(requests)
 
     def _num_output_tokens(self, request: Request) -> int:
         if request.row == NO_ROW:

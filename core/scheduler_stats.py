@@ -2,9 +2,9 @@
 
 import msgspec
 
+from core.batch_table import Start
 from core.block_pool import BlockPool
 from core.decisions import Decision, Verdict
-from core.request import Request
 from ipc.paged_rows import Ints
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
@@ -35,10 +35,18 @@ class SchedulerStats(msgspec.Struct):
     num_head_no_blocks: int = 0
     num_head_partial_prefills: int = 0
 
-    def count_start(self, request: Request, num_cached_tokens: int) -> None:
-        self.num_prompt_tokens += request.num_prompt_tokens
-        self.prefix_cache_queries += request.num_prompt_tokens
-        self.prefix_cache_hits += num_cached_tokens
+    def count_starts(self, starts: list[Start]) -> None:
+        """Before has_started of their requests is set."""
+        num_prompt_tokens = 0
+        for start in starts:
+            request, num_found = start.request, start.num_computed_tokens
+            if request.has_started:
+                self.num_recomputed_tokens += max(0, request.num_computed_before - num_found)
+            else:
+                num_prompt_tokens += request.num_prompt_tokens
+                self.prefix_cache_hits += num_found
+        self.num_prompt_tokens += num_prompt_tokens
+        self.prefix_cache_queries += num_prompt_tokens
 
     def count_decision(self, decision: Decision) -> None:
         self.num_skipped += decision.num_skipped

@@ -48,11 +48,11 @@ class StopCheck:
         by_stop_token = np.zeros(len(rows), np.bool_)
         finish[lengths >= table.max_total_tokens[rows]] = int(FinishReason.LENGTH)
         by_eos = tokens == self._eos[0] if len(self._eos) == 1 else (tokens[:, None] == self._eos).any(1)
-        group = table.has_stop_ids[rows]
-        if not (by_eos | group).any():
+        group = table.has_stop_ids[rows] > 0
+        if not (np.count_nonzero(by_eos) or np.count_nonzero(group)):
             return finish, by_stop_token
         may_stop = lengths >= table.min_total_tokens[rows]
-        by_eos &= ~table.ignore_eos[rows] & may_stop
+        by_eos &= (table.ignore_eos[rows] == 0) & may_stop
         by_stop_token[group] = self._match(rows[group], tokens[group])
         by_stop_token &= may_stop & ~by_eos
         finish[by_eos | by_stop_token] = int(FinishReason.STOP)

@@ -43,12 +43,13 @@ class Line:
 
     def pop(self) -> Request | None:
         """Take the first out of the line."""
-        request = self.peek()
-        if request is not None:
-            heapq.heappop(self._heap)
-            request.ticket = 0
-            self._length -= 1
-        return request
+        while self._heap:
+            _, _, ticket, request = heapq.heappop(self._heap)
+            if ticket == request.ticket:
+                request.ticket = 0
+                self._length -= 1
+                return request
+        return None
 
     def first(self, count: int) -> list[Request]:
         """The first `count`, in order; O(n log count)."""

@@ -82,7 +82,7 @@ class WaitingQueue:
         """Take out the first that may start."""
         request = self._line.pop()
         if request is not None:
-            self.num_tokens -= request.num_tokens
+            self.num_tokens -= len(request.token_ids)
         return request
 
     def ready(self, count: int) -> list[Request]:

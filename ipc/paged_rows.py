@@ -24,10 +24,9 @@ class PagedRows:
         self.page_size = page_size
         self._shift = page_size.bit_length() - 1
         self._mask = page_size - 1
-        self._pages = np.zeros((16, page_size), np.int32)
-        self._flat = self._pages.reshape(-1)
-        self._free = list(range(15, -1, -1))
-        self._index = np.zeros((num_rows, 4), np.int32)  # [row, page of row] -> page
+        self._flat = np.zeros(16 * page_size, np.int32)
+        self._free = list(range(15 * page_size, -1, -page_size))  # first slots of pages
+        self._index = np.zeros((num_rows, 4), np.int64)  # [row, page of row] -> the page's first slot
         self._num_pages = np.zeros(num_rows, np.int64)
 
     @property
@@ -36,13 +35,13 @@ class PagedRows:
 
     @property
     def num_used_pages(self) -> int:
-        return len(self._pages) - len(self._free)
+        return len(self._flat) // self.page_size - len(self._free)
 
     def grow_rows(self, num_rows: int) -> None:
         """Make room for rows below num_rows; existing rows stay as they are."""
         more = num_rows - self.num_rows
         if more > 0:
-            self._index = np.concatenate([self._index, np.zeros((more, self._index.shape[1]), np.int32)])
+            self._index = np.concatenate([self._index, np.zeros((more, self._index.shape[1]), np.int64)])
             self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
 
     def ensure(self, rows: Ints, lengths: Ints) -> None:
@@ -51,7 +50,7 @@ class PagedRows:
         need = (lengths + self._mask) >> self._shift
         have = self._num_pages[rows]
         short = need > have
-        if not short.any():
+        if not np.count_nonzero(short):
             return
         rows, need, have = rows[short], need[short], have[short]
         if int((need - have).max()) > 1:
@@ -84,14 +83,20 @@ class PagedRows:
         self._flat[self._slots_of_row(row, positions)] = values
 
     def fill(self, rows: Ints, values: list[Ints]) -> None:
-        """Write values[i] at positions 0, 1, ... of rows[i], which are clear."""
-        self.ensure(rows, np.array([len(part) for part in values]))
-        size, pages = self.page_size, self._pages
-        for row, part, page in zip(rows.tolist(), values, self._index[rows, 0].tolist(), strict=True):
+        """Write values[i], not empty, at positions 0, 1, ... of rows[i], which are clear."""
+        size, count = self.page_size, len(rows)
+        self._make_room(1, count)
+        numbers = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        self._index[rows, 0] = numbers
+        self._num_pages[rows] = 1
+        flat = self._flat  # of this moment: longer values may make the pool grow
+        for row, part, first in zip(rows.tolist(), values, numbers, strict=True):
             if len(part) <= size:
-                pages[page, : len(part)] = part
+                flat[first : first + len(part)] = part
             else:
-                self._flat[self._slots_of_row(row, np.arange(len(part)))] = part
+                self.extend(row, 0, part)
+                flat = self._flat
 
     def read(self, row: int, start: int, stop: int) -> Int32s:
         """A copy of positions start..stop-1 of one row."""
@@ -100,8 +105,11 @@ class PagedRows:
     def clear_all(self, rows: Ints) -> None:
         """Give the pages of these rows back."""
         counts = self._num_pages[rows]
-        used = np.arange(self._index.shape[1]) < counts[:, None]
-        self._free.extend(self._index[rows][used].tolist()[::-1])
+        if np.count_nonzero(counts == 1) == len(rows):
+            self._free += self._index[rows, 0].tolist()
+        else:
+            used = np.arange(self._index.shape[1]) < counts[:, None]
+            self._free += self._index[rows][used].tolist()
         self._num_pages[rows] = 0
 
     def clear(self, row: int) -> None:
@@ -111,13 +119,11 @@ class PagedRows:
         self._num_pages[row] = 0
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
-        pages = self._index[rows, positions >> self._shift]
-        slots: Ints = (pages.astype(np.int64) << self._shift) + (positions & self._mask)
+        slots: Ints = self._index[rows, positions >> self._shift] + (positions & self._mask)
         return slots
 
     def _slots_of_row(self, row: int, positions: Ints) -> Ints:
-        pages = self._index[row][positions >> self._shift]
-        slots: Ints = (pages.astype(np.int64) << self._shift) + (positions & self._mask)
+        slots: Ints = self._index[row][positions >> self._shift] + (positions & self._mask)
         return slots
 
     def _add_pages(self, row: int, count: int) -> None:
@@ -136,14 +142,13 @@ class PagedRows:
         """For rows of num_pages pages, and num_more free pages."""
         if num_pages > self._index.shape[1]:
             width = max(num_pages, 2 * self._index.shape[1])
-            wider = np.zeros((self.num_rows, width), np.int32)
+            wider = np.zeros((self.num_rows, width), np.int64)
             wider[:, : self._index.shape[1]] = self._index
             self._index = wider
         while len(self._free) < num_more:
             self._grow_pool()
 
     def _grow_pool(self) -> None:
-        size = len(self._pages)
-        self._pages = np.concatenate([self._pages, np.zeros_like(self._pages)])
-        self._flat = self._pages.reshape(-1)
-        self._free.extend(range(2 * size - 1, size - 1, -1))
+        size = len(self._flat)
+        self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
+        self._free.extend(range(2 * size - self.page_size, size - 1, -self.page_size))
