@@ -115,12 +115,10 @@ class BlockNames:
     def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: Int32s) -> Ints | None:
         """Make the blocks found under their keys, where no others are: then returns who is [n], else None. Of keys that
         collide the block entered first keeps the name."""
-        keys, owners = _keys(parents, token_ids), None
-        numbers, taken = keys.tolist(), self.block_of_key
-        if taken.keys().isdisjoint(numbers) and len(set(numbers)) == len(numbers):
-            taken.update(zip(numbers, blocks.tolist(), strict=True))
-        else:
-            owners = np.array(list(map(taken.setdefault, numbers, blocks.tolist())), np.int64)
+        keys, numbers = _keys(parents, token_ids), blocks.tolist()
+        holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
+        owners = None if holders == numbers else np.array(holders, np.int64)
+        if owners is not None:
             new = owners == blocks
             blocks, contents, parents, keys, token_ids = (
                 column[new] for column in (blocks, contents, parents, keys, token_ids)
