@@ -83,7 +83,9 @@ class GoldAdmission(GoldOrder):
         """Start it: "", or say what it lacks."""
         if any(q is victim for victim, _, _ in self.preempted):
             return "PREEMPTED"
-        if any(q.tokens[: self.b.size] == s[0].tokens[: self.b.size] for s in self.starts[self.settled :]):
+        begin = (q.salt, q.tokens[: self.b.size])
+        starts = self.starts[self.settled :] if len(q.tokens) >= self.b.size else []
+        if any(begin == (s[0].salt, s[0].tokens[: self.b.size]) for s in starts):
             self.settle()
         hits, content = self.b.find(q)
         computed = max(len(hits) * self.b.size, q.kept)
