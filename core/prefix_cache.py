@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.batch_table import BatchTable, Start
-from core.block_names import BlockNames, block_key, hash_blocks, root_content
+from core.block_names import BlockNames, block_key, hash_blocks
 from core.request import Request
 from ipc.paged_rows import Int32s, Ints
 
@@ -26,7 +26,6 @@ class PrefixCache:
             token_ids = request.token_ids[have * self._block_size : count * self._block_size]
             request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
             if not have:
-                request.root = root_content(request.cache_salt)
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
     def find(self, request: Request) -> tuple[Int32s, int]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from core.block_names import root_content
 from ipc.messages import AddRequest
 from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
@@ -32,7 +33,7 @@ class Request(msgspec.Struct, eq=False):
     params: SamplingParams
     seed: int
     priority: int
-    cache_salt: str
+    root: int  # content that its first block follows, by its cache salt; see core/block_names.py
     choice: int = 0
     row: int = NO_ROW
     rank: int = 0  # of the scheduling policy: smaller goes first, then the smaller serial
@@ -40,7 +41,6 @@ class Request(msgspec.Struct, eq=False):
     arrival_ns: int = 0  # on the clock of the step
     ticket: int = 0  # of its entry in the waiting queue; 0 = it has none
     block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks
-    root: int = -1  # content that its first block follows; see core/block_names.py
     first_key: int = 0  # of its first block, if that is whole; 0 = it is not
     swapped: Swapped | None = None
     num_preemptions: int = 0  # for the room of requests of its own level
@@ -83,6 +83,6 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params=params,
         seed=message.seed,
         priority=message.priority,
-        cache_salt=message.cache_salt,
+        root=root_content(message.cache_salt),
         choice=choice,
     )

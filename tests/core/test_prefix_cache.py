@@ -51,6 +51,14 @@ def test_salts_isolate(depth: int) -> None:
     assert (bob.cached, nobody.cached, alice.cached) == (0, 0, 12)
 
 
+def test_a_salt_covers_blocks_that_only_output_fills() -> None:
+    driver = Driver(small_config())
+    (first,) = driver.run(add_message(1, PROMPT[:2], max_tokens=12, salt="alice"))  # its prompt fills no block
+    turn = PROMPT[:2] + first.tokens
+    bob, nobody, alice = (driver.run(add_message(n, turn, salt=s))[0] for n, s in ((2, "bob"), (3, ""), (4, "alice")))
+    assert (bob.cached, nobody.cached, alice.cached) == (0, 0, 12)
+
+
 def test_requests_that_start_in_the_same_step_share_blocks() -> None:
     hand = ByHand(small_config())
     first, second = hand.add(add_message(1, [*PROMPT, 1])), hand.add(add_message(2, [*PROMPT, 2]))
