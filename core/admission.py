@@ -127,8 +127,10 @@ class Admission:
         is_shared = self._is_shared(draft, room)
         start = self._start_of(request, is_shared)
         lack = start.num_blocks - start.num_hits - self._blocks_left(start, room, is_shared)
+        refusal: Examined | None = None
         if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
-            refusal = self._cut(start, draft.budget, room)
+            if start.num_tokens < start.num_missing_tokens:
+                refusal = self._cut(start, draft.budget, room)
         else:
             refusal = self._make_way(start, lack, draft, room)
         if refusal is None:

@@ -53,8 +53,8 @@ class Batch:
         """Give these requests rows."""
         rows = self.table.add(starts)
         for start in starts:
-            if start.request.params.stop_token_ids:
-                self.stop_check.add(start.request.row, start.request.params.stop_token_ids)
+            if stop_token_ids := start.request.params.stop_token_ids:
+                self.stop_check.add(start.request.row, stop_token_ids)
         table, merged = self.table, np.concatenate([self.rows, rows])
         keys = (table.serial[merged], table.rank[merged])
         if len(self.rows) and self._is_sorted(*keys):
@@ -71,8 +71,7 @@ class Batch:
         offsets = ends.repeat(counts) - np.arange(1, int(ends[-1]) + 1)
         blocks = table.blocks.get(rows.repeat(counts), offsets)
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
-        for row in rows[table.has_stop_ids[rows] > 0].tolist():
-            self.stop_check.remove(row)
+        self.stop_check.remove(rows)
         if len(rows) == 1:
             self.rows = self.rows[self.rows != rows[0]]
         else:

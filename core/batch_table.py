@@ -15,7 +15,7 @@ from ipc.paged_rows import Int32s, Ints, PagedRows
 _NO_BLOCKS = np.zeros(0, np.int32)
 
 
-class Start(msgspec.Struct, eq=False):
+class Start(msgspec.Struct, eq=False, gc=False):
     """How a waiting request starts: first what it would need, then what it has got."""
 
     request: Request

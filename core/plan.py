@@ -25,7 +25,7 @@ FAILED_TOKEN = -2
 _NO_BLOCKS = np.zeros(0, np.int32)
 
 
-class NewRow(msgspec.Struct, frozen=True, array_like=True):
+class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that begins (or begins again after preemption) in this step, and all the executor must know of it."""
 
     row: int

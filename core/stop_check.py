@@ -25,8 +25,10 @@ class StopCheck:
         keys = (np.int64(row) << 32) | np.array(stop_token_ids, np.int64)
         self._keys = np.union1d(self._keys, keys)
 
-    def remove(self, row: int) -> None:
-        self._keys = self._keys[self._keys >> 32 != row]
+    def remove(self, rows: Ints) -> None:
+        """Rows without stop_token_ids among them are ignored."""
+        if len(self._keys):
+            self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
 
     def of_delivered(self, request: Request) -> FinishReason:
         """How the tokens that a request arrives with have ended it; NONE where it goes on."""
