@@ -22,7 +22,8 @@ class Batch:
         self.block_size = config.block_size
         self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
         self.table = BatchTable(config.max_num_seqs)
-        self.pool = BlockPool(config.num_blocks_override, config.block_size)
+        self._tells_urgency = config.scheduling_policy == "priority"
+        self.pool = BlockPool(config.num_blocks_override, config.block_size, 3 if self._tells_urgency else 1)
         self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
         self.stop_check = StopCheck(self.table, eos_token_ids)
         self.rows: Ints = np.zeros(0, np.int64)
@@ -70,6 +71,8 @@ class Batch:
         ends = counts.cumsum()
         offsets = ends.repeat(counts) - np.arange(1, int(ends[-1]) + 1)
         blocks = table.blocks.get(rows.repeat(counts), offsets)
+        if self._tells_urgency:  # than the default priority: less, as, more
+            self.pool.urgency[blocks] = (1 - np.sign(table.level[rows])).repeat(counts)
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
         self.stop_check.remove(rows)
         if len(rows) == 1:

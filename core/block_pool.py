@@ -1,8 +1,7 @@
 """BlockPool: which KV blocks are free, held, or free but still remembered by their content.
 
-Columns indexed by block id; every operation takes arrays. Two free lists: `blank` blocks (never hashed) go first, then
-the least recently used block of the prefix cache is forgotten. Same observable order as a linked list with removal
-from the middle (vLLM's FreeKVCacheBlockQueue): a ring of freed blocks whose entries go stale when a hit revives them.
+Columns indexed by block id; every operation takes arrays. `blank` blocks (without a name) are given out first; then
+blocks of the prefix cache are forgotten: those whose last user was least urgent, of them the least recently freed.
 """
 
 from collections import deque
@@ -11,21 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from core.block_names import UNNAMED, BlockNames
+from core.block_ring import BlockRing
 from ipc.paged_rows import Int32s, Ints
 
 NULL_BLOCK = 0
-_NOT_IN_RING = -1
 _NO_FENCE = -1
 
 
 class BlockPool:
     """Blocks 1..num_blocks-1; block 0 is the null block, never handed out.
 
-    A block is in exactly one state: held (ref_count > 0), blank, cached (in the ring), or fenced (freed while a step
+    A block is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a step
     that touches it is in flight; free after that step's update).
+
+    num_rings: how many classes of urgency the prefix cache tells apart.
+    urgency [num_blocks] int8: in which ring a block belongs, 0 = forgotten first; the owner sets it before free().
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_rings: int = 1) -> None:
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
@@ -33,10 +35,8 @@ class BlockPool:
         self.names = BlockNames(num_blocks, block_size)
         self._blank = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack: the top is the end
         self._num_blank = num_blocks - 1
-        self._ring = np.zeros(2 * num_blocks, np.int32)  # freed cached blocks, oldest at head; some entries stale
-        self._head = 0  # absolute positions; entry p lies at p % len(ring)
-        self._tail = 0
-        self._ring_position = np.full(num_blocks, _NOT_IN_RING, np.int64)  # block -> its live entry
+        self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
+        self.urgency = np.zeros(num_blocks, np.int8)
         self._num_cached = 0
         self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
@@ -64,13 +64,14 @@ class BlockPool:
 
     def num_revived(self, blocks: Int32s) -> int:
         """How many of these found blocks are free now, and would leave the free lists when held."""
-        return int(np.count_nonzero(self._ring_position[blocks] != _NOT_IN_RING))
+        return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
 
     def hold(self, blocks: Int32s) -> None:
         """One more reference to found blocks; to be done before anything is allocated, which might evict them."""
         self._num_cached -= self.num_revived(blocks)
         self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
-        self._ring_position[blocks] = _NOT_IN_RING
+        for ring in self._rings:
+            ring.discard(blocks)
         self._fence_of[blocks] = _NO_FENCE
         self.ref_count[blocks] += 1
 
@@ -114,13 +115,10 @@ class BlockPool:
 
     def forget(self) -> None:
         """Empty the prefix cache: free cached blocks become blank, held ones lose their names."""
-        entries = np.arange(self._head, self._tail)
-        blocks = self._ring[entries % len(self._ring)]
-        free = blocks[self._ring_position[blocks] == entries]
         self.names.forget_all()
-        self._ring_position[:] = _NOT_IN_RING
-        self._head = self._tail = self._num_cached = 0
-        self._push_blank(free)
+        self._num_cached = 0
+        for ring in self._rings:
+            self._push_blank(ring.clear())
 
     def forget_names(self, blocks: Int32s) -> None:
         """These held blocks are not found any more."""
@@ -129,60 +127,30 @@ class BlockPool:
     def _make_free(self, blocks: Int32s) -> None:
         named = self.names.content[blocks] != UNNAMED
         self._push_blank(blocks[~named])
-        self._push_ring(blocks[named])
+        blocks = blocks[named]
+        self._num_cached += len(blocks)
+        if len(self._rings) == 1:
+            self._rings[0].push(blocks)
+            return
+        urgency = self.urgency[blocks]
+        for number, ring in enumerate(self._rings):
+            ring.push(blocks[urgency == number])
 
     def _push_blank(self, blocks: Int32s) -> None:
         self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
         self._num_blank += len(blocks)
 
-    def _push_ring(self, blocks: Int32s) -> None:
-        if self._tail + len(blocks) - self._head > len(self._ring):
-            self._compact_ring()
-        entries = np.arange(self._tail, self._tail + len(blocks))
-        start = self._tail % len(self._ring)
-        if start + len(blocks) <= len(self._ring):
-            self._ring[start : start + len(blocks)] = blocks
-        else:
-            self._ring[entries % len(self._ring)] = blocks
-        self._ring_position[blocks] = entries
-        self._tail += len(blocks)
-        self._num_cached += len(blocks)
-
-    def _compact_ring(self) -> None:
-        entries = np.arange(self._head, self._tail)
-        blocks = self._ring[entries % len(self._ring)]
-        live = blocks[self._ring_position[blocks] == entries]
-        self._ring[: len(live)] = live
-        self._ring_position[live] = np.arange(len(live))
-        self._head, self._tail = 0, len(live)
-
     def _evict(self, count: int) -> Int32s:
-        """The count least recently freed cached blocks, forgotten."""
-        evicted = self._oldest(count)
-        self.names.forget(evicted)
-        self._ring_position[evicted] = _NOT_IN_RING
+        """The first cached blocks to go, forgotten."""
         self._num_cached -= count
+        parts = []
+        for ring in self._rings:
+            parts.append(ring.pop(min(count, len(ring))))
+            count -= len(parts[-1])
+        assert not count, f"{count} blocks missing from the rings"
+        evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self.names.forget(evicted)
         return evicted
-
-    def _oldest(self, count: int) -> Int32s:
-        """Take them off the ring."""
-        start = self._head % len(self._ring)
-        first = self._ring[start : start + count]
-        entries = np.arange(self._head, self._head + len(first))
-        if np.count_nonzero(self._ring_position[first] == entries) == count:
-            self._head += count  # none of them was revived meanwhile
-            return first.copy()
-        victims: list[Int32s] = []
-        missing = count
-        while missing:
-            entries = np.arange(self._head, min(self._tail, self._head + max(missing, 64)))
-            assert len(entries), f"{missing} blocks missing from the ring, which should hold {self._num_cached}"
-            blocks = self._ring[entries % len(self._ring)]
-            live = np.flatnonzero(self._ring_position[blocks] == entries)[:missing]
-            self._head += int(live[-1]) + 1 if len(live) == missing else len(entries)
-            victims.append(blocks[live])
-            missing -= len(live)
-        return np.concatenate(victims)
 
     def check_integrity(self, tables: list[Ints]) -> None:
         """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""
@@ -199,11 +167,15 @@ class BlockPool:
         blank = self._blank[: self._num_blank]
         assert len(np.unique(blank)) == self._num_blank, "a block is blank twice"
         states[blank, 1] = True
-        states[:, 2] = self._ring_position != _NOT_IN_RING
+        for ring in self._rings:
+            ring.check_integrity()
+            here = ring.holds(np.arange(self.num_blocks, dtype=np.int32))
+            assert not (states[:, 2] & here).any(), "a block is in two rings"
+            states[:, 2] |= here
         states[:, 3] = self._fence_of != _NO_FENCE
         odd = np.flatnonzero(states.sum(1) != 1)
         assert not len(odd), f"blocks {odd[:8]} are (held, blank, cached, fenced) = {states[odd[:8]].tolist()}"
-        assert self._num_cached == states[:, 2].sum(), f"{self._num_cached} cached, {states[:, 2].sum()} in the ring"
+        assert self._num_cached == states[:, 2].sum(), f"{self._num_cached} cached, {states[:, 2].sum()} in the rings"
         assert self.num_fenced == states[:, 3].sum(), f"{self.num_fenced} fenced, {states[:, 3].sum()} found"
         self._check_names(states)
 
@@ -211,4 +183,4 @@ class BlockPool:
         self.names.check_integrity()
         named = self.names.content != UNNAMED
         assert not states[named, 1].any(), "a blank block has a name"
-        assert named[states[:, 2]].all(), "a block without a name is in the ring"
+        assert named[states[:, 2]].all(), "a block without a name is in a ring"

@@ -11,6 +11,7 @@ class Block:
     name: int | None = None
     key: Key | None = None
     fence: int = -1
+    urgency: int = 0  # of its last user, where that counts: -1, 0, 1
 
 
 @dataclass(eq=False)
@@ -42,8 +43,8 @@ class Entry:
 
 
 class GoldBlocks:
-    def __init__(self, num_blocks: int, size: int, caching: bool) -> None:
-        self.size, self.caching = size, caching
+    def __init__(self, num_blocks: int, size: int, caching: bool, by_urgency: bool) -> None:
+        self.size, self.caching, self.by_urgency = size, caching, by_urgency
         self.blank = num_blocks - 1  # without content, so it does not matter which one is taken
         self.cached: list[Block] = []  # free, and found by their content; the first goes first
         self.fenced: list[Block] = []
@@ -57,6 +58,7 @@ class GoldBlocks:
     def allocate(self, count: int) -> list[Block]:
         from_blank = min(count, self.blank)
         self.blank -= from_blank
+        self.cached.sort(key=lambda block: block.urgency)  # keeps the order within
         for block in self.cached[: count - from_blank]:
             assert block.key is not None
             del self.names[block.key]
@@ -72,6 +74,7 @@ class GoldBlocks:
     def release(self, entry: Entry, last_step_in_flight: int | None) -> None:
         for block in reversed(entry.blocks):
             block.owners -= 1
+            block.urgency = (entry.priority < 0) - (entry.priority > 0) if self.by_urgency else 0
             if not block.owners and last_step_in_flight is not None:
                 block.fence = last_step_in_flight
                 self.fenced.append(block)

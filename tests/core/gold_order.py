@@ -7,7 +7,12 @@ from tests.core.gold_blocks import Entry, GoldBlocks
 class GoldOrder:
     def __init__(self, config: EngineConfig) -> None:
         self.c = config
-        self.b = GoldBlocks(config.num_blocks_override or 0, config.block_size, config.enable_prefix_caching)
+        self.b = GoldBlocks(
+            config.num_blocks_override or 0,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.scheduling_policy == "priority",
+        )
         self.weights: dict[int, float] = {}
         self.times: dict[int, int] = {}  # of fair: tokens served, divided by weight
         self.latest, self.latency, self.began, self.step = 0, 0, -1, 0

@@ -236,14 +236,31 @@ def test_forget_names_touches_these_blocks_only() -> None:
     pool.check_integrity([])
 
 
+def test_the_least_urgent_are_forgotten_first_and_of_them_the_oldest() -> None:
+    pool = BlockPool(8, 1, num_rings=3)
+    blocks = pool.allocate(7)
+    contents = name_all(pool, blocks)
+    pool.urgency[blocks] = [1, 2, 0, 1, 0, 2, 1]
+    pool.free(blocks, None)
+    pool.check_integrity([])
+    hits = find(pool, contents[2:3])
+    assert pool.num_revived(hits) == 1
+    pool.hold(hits)
+    pool.urgency[hits] = 2  # its last user now
+    pool.free(hits, None)
+    assert [pool.allocate(1).item() for _ in range(7)] == [blocks[at] for at in (4, 0, 3, 6, 1, 5, 2)]
+    pool.check_integrity([blocks])
+
+
 def test_the_ring_stays_in_order_and_in_bounds_over_long_churn() -> None:
     pool, contents = full_pool_freed(9)
-    size = len(pool._ring)
+    (ring,) = pool._rings
+    size = len(ring._entries)
     for turn in range(40 * size):  # one block is revived and freed again and again: stale entries pile up
         hits = find(pool, [contents[turn % 3]])
         pool.hold(hits)
         pool.free(hits, None)
-        assert pool._tail - pool._head <= size == len(pool._ring)
+        assert ring._tail - ring._head <= size == len(ring._entries)
     pool.check_integrity([])
     order = [turn % 3 + 1 for turn in range(40 * size - 3, 40 * size)]
     assert pool.allocate(8).tolist() == [4, 5, 6, 7, 8, *order]

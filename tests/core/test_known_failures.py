@@ -154,6 +154,20 @@ def test_41951_a_preempted_request_keeps_its_place(policy: str) -> None:
     assert order.index(2) < order.index(3)
 
 
+@pytest.mark.parametrize(("policy", "kept"), [("priority", 1), ("fcfs", 2)])
+@pytest.mark.parametrize("asked", [1, 2])
+def test_47802_the_urgent_keep_their_prefixes_longer(policy: str, kept: int, asked: int) -> None:
+    """Of two prompts that are used alike, the prefix cache forgets that of the less urgent, though it came later."""
+    hand = ByHand(small_config(num_blocks=10, scheduling_policy=policy))
+    prompts = {number: [*range(100 * number, 100 * number + 16), 1] for number in (1, 2, 3)}
+    for number, priority in ((1, 0), (2, 5), (3, 0)):
+        hand.add(msgspec.structs.replace(add_message(number, prompts[number], max_tokens=1), priority=priority))
+        hand.step()
+    again = hand.add(add_message(10, prompts[asked], max_tokens=1))
+    hand.step()
+    assert again.cached == (16 if asked == kept else 0)
+
+
 def test_10774_prompts_do_not_hold_up_running_requests() -> None:
     hand = ByHand(small_config(budget=64, long_prefill_token_threshold=8))
     add(hand, 1, 4, 10)
