@@ -124,7 +124,7 @@ class Admission:
             return Examined(request, Verdict.PREEMPTED, 0, 0)
         if request.first_key in room.first_keys:
             self._settle(draft, room)  # who begins as one that starts in this step finds its blocks
-        is_shared = self._is_shared(draft, room)
+        is_shared = len(room.settling) > 0 or self._is_shared(draft)
         start = self._start_of(request, is_shared)
         lack = start.num_blocks - start.num_hits - self._blocks_left(start, room, is_shared)
         refusal: Examined | None = None
@@ -154,7 +154,7 @@ class Admission:
             for row in yields[:num_victims].tolist():
                 room.make(self._batch.num_promised_blocks_of(row))
                 self._preemption.preempt(draft, row, Cause.MORE_URGENT)
-            left = self._blocks_left(start, room, self._is_shared(draft, room))
+            left = self._blocks_left(start, room, len(room.settling) > 0 or self._is_shared(draft))
             if needed > left:
                 return Examined(request, Verdict.FENCED, needed, left)
         if draft.budget < start.num_tokens:
@@ -175,9 +175,9 @@ class Admission:
             return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
         return None
 
-    def _is_shared(self, draft: Draft, room: "_Room") -> bool:
+    def _is_shared(self, draft: Draft) -> bool:
         """Whether somebody runs beside who starts now."""
-        return bool(room.settling or draft.starts or len(self._batch.rows))
+        return len(draft.starts) > 0 or len(self._batch.rows) > 0
 
     def _start_of(self, request: Request, is_shared: bool) -> Start:
         """What the request would start with."""

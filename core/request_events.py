@@ -11,6 +11,7 @@ from core.request import Request
 from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
 
 _QUEUED, _SCHEDULED, _PREEMPTED, _RESUMED = map(int, EventKind)
+_KINDS = [np.dtype(kind) for kind in ("<u4", "<u2", "u1", "u1", "<u4", "<i8")]
 
 
 class RequestEventLog:
@@ -57,8 +58,7 @@ class RequestEventLog:
         if events is None:
             return None
         columns = np.frombuffer(array("q", events), np.int64).reshape(-1, 6).T
-        kinds = ("<u4", "<u2", "u1", "u1", "<u4", "<i8")
-        return RequestEvents(*(column.astype(kind).tobytes() for column, kind in zip(columns, kinds, strict=True)))
+        return RequestEvents(*[column.astype(kind).tobytes() for column, kind in zip(columns, _KINDS, strict=True)])
 
 
 def join_events(parts: list[RequestEvents]) -> RequestEvents | None:

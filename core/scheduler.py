@@ -325,10 +325,11 @@ class Scheduler:
         self.stats.num_finished += len(rows)
 
     def _forget(self, requests: list[Request]) -> None:
+        end, is_held = self.policy.end, self.waiting.is_held
         for request in requests:
             request.is_finished = True
-            if not self.waiting.is_held(request.client):
-                self.policy.end(request)
+            if not is_held(request.client):
+                end(request)
         self._requests.remove(requests)
 
     def _num_output_tokens(self, request: Request) -> int:
