@@ -46,7 +46,7 @@ class KVCache:
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         try:
             if pinned:  # at once: torch takes a power of two of bytes for each tensor
-                self.layers = list(torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True))
+                self.layers = list(torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind())
             else:
                 self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         except (RuntimeError, MemoryError) as error:

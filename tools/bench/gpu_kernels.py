@@ -149,7 +149,7 @@ def _torch_attention(
     return "scaled_dot_product_attention", attend
 
 
-def gqa_option(attention: Callable[..., object]) -> dict[str, bool]:
+def gqa_option(attention: Callable[..., object]) -> dict[str, Any]:
     """torch 2.11 takes fewer KV heads than query heads without being told, later versions only if they are."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
