@@ -125,8 +125,10 @@ class CudaModelRunner(ModelRunner):
         self._tenancy = np.zeros(num_rows, np.int64)  # of each row: how many requests have left it
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
-        has_graphs = use_graphs and self._device.type == "cuda"
-        self._graphs = DecodeGraphs(self._decode, self._device) if has_graphs else None
+        self._graphs = self._make_graphs(num_rows) if use_graphs and self._device.type == "cuda" else None
+
+    def _make_graphs(self, num_rows: int) -> DecodeGraphs:
+        return DecodeGraphs(self._decode, self._device, num_rows, self._llama.config.hidden_size)
 
     @torch.inference_mode()
     def measure_costs(self) -> Costs:
@@ -202,8 +204,7 @@ class CudaModelRunner(ModelRunner):
         """Hidden states [T, hidden] and logits [S, vocab] of the rows that sample."""
         work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
         columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
-        sent = self._tables.send(np.concatenate(columns).astype(np.int32))
-        rows, positions, alone, tiles, counts, logits_rows = torch.split(sent, [len(column) for column in columns])
+        rows, positions, alone, tiles, counts, logits_rows = self._tables.send_columns(columns)
         if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
             hidden = self._graphs(rows, positions, work.num_splits)
         else:
@@ -211,12 +212,12 @@ class CudaModelRunner(ModelRunner):
             hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))
         return hidden, self._llama.compute_logits(hidden, logits_rows)
 
-    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
-        """One token each of these rows [B] at these positions [B], -1 = padding -> hidden states [B, hidden].
-        Everything happens on the device."""
+    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+        """One token each of these rows [B] at these positions [B], -1 = padding; writes hidden [B, hidden]. Everything
+        happens on the device."""
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
-        return self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits))
+        hidden.copy_(self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits)))
 
     def _forward(self, work: TritonWork) -> torch.Tensor:
         """Hidden states [T, hidden]. work: its tables are the device's, its window is not looked at."""

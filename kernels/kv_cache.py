@@ -45,7 +45,10 @@ class KVCache:
         self.scratch = Scratch()  # of the attention over this cache
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         try:
-            self.layers = [torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned) for _ in range(num_layers)]
+            if pinned:  # at once: torch takes a power of two of bytes for each tensor
+                self.layers = list(torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind())
+            else:
+                self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         except (RuntimeError, MemoryError) as error:
             size = num_blocks * bytes_per_block(block_size, num_kv_heads, head_dim, num_layers, dtype)
             raise MemoryError(

@@ -1,10 +1,13 @@
 """The CUDA executor: one model on one GPU, driven from the engine process; a step is begun and asked for later."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from core.cuda_device import cuda_device
 from core.cuda_model_runner import CudaModelRunner
+from core.decode_graphs import padded_rows, padded_splits
 from core.executor.interface import StepHandle
 from core.executor.local import DTYPES, LocalExecutor
 from core.models.llama import Llama
@@ -12,7 +15,7 @@ from core.models.triton_operations import TritonOperations
 from core.plan import SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
-from kernels.triton.attention_work import triton_work
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import pack_columns, sample_tokens
 
 
@@ -35,16 +38,16 @@ class CudaExecutor(LocalExecutor):
         if self._device.type != "cuda":
             return None
         total = torch.cuda.mem_get_info(self._device)[1]
-        torch.cuda.reset_peak_memory_stats(self._device)
         try:
-            self._largest_step()
+            peak = self._peak_bytes(self._largest_step)
+            # A decode step's memory is beside a mixed step's: CUDA graphs keep theirs.
+            peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"a step of max_num_batched_tokens={self._config.max_num_batched_tokens} tokens does not fit the GPU "
-                f"beside the weights; lower it: {error}"
+                f"a step of max_num_batched_tokens={self._config.max_num_batched_tokens} tokens or of max_num_seqs="
+                f"{self._config.max_num_seqs} requests of the greatest length does not fit the GPU beside the weights; "
+                f"lower them or max_model_len: {error}"
             ) from error
-        torch.cuda.synchronize(self._device)
-        peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.empty_cache()
         peak += self._tables_bytes()
         used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
@@ -58,9 +61,19 @@ class CudaExecutor(LocalExecutor):
             )
         return left
 
+    def _peak_bytes(self, step: Callable[[], None]) -> int:
+        """Most memory that tensors took at a time while the step ran, weights and all."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        step()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def _max_model_len(self) -> int:
+        return min(self._config.max_model_len or self.info.max_model_len, self.info.max_model_len)
+
     def _tables_bytes(self) -> int:
         """Of core/device_tables.py, which comes later."""
-        num_tokens = min(self._config.max_model_len or self.info.max_model_len, self.info.max_model_len) + 1
+        num_tokens = self._max_model_len() + 1
         return 4 * self._config.max_num_seqs * (num_tokens + -(-num_tokens // self._config.block_size))
 
     @torch.inference_mode()
@@ -81,7 +94,22 @@ class CudaExecutor(LocalExecutor):
         logits = model.compute_logits(hidden, zeros[:num_requests])
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
-        sample_tokens(logits, torch.from_numpy(words).to(self._device))
+        told = logits.clone()  # what a step keeps of them for log probabilities
+        sample_tokens(told, torch.from_numpy(words).to(self._device))
+
+    @torch.inference_mode()
+    def _largest_decode(self) -> None:
+        """One token of each request that may run. Memory goes by the longest context that there may be, time by what
+        there is: one token of the null block."""
+        model, _ = self._parts()
+        num_rows, device = padded_rows(self._config.max_num_seqs), self._device
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        splits = padded_splits(-(-self._max_model_len() // SPLIT))
+        alone = torch.arange(num_rows, dtype=torch.int32, device=device)
+        work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
+        metadata = tuple(work._replace(window=window) for window in model.windows)
+        ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
+        model.hidden_states(ids, zeros, ids - 1, metadata, cache)
 
     def initialize_cache(self, config: EngineConfig) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"

@@ -41,8 +41,16 @@ def tile_tokens(group_size: int) -> int:
 
 
 def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens of a KV tile; divides SPLIT. Fewer where a token's numbers are many: a tile has to fit shared memory."""
-    return 64 if power_of_2(head_dim) * dtype.itemsize <= 256 else 32
+    """Tokens of a KV tile; divides SPLIT. Fewer where a token's numbers are many: a tile has to fit shared memory, and
+    a float32 product, which no matrix unit does, is unrolled into registers."""
+    if dtype.itemsize == 4:
+        return 32 if head_dim <= 64 else 16
+    return 64 if head_dim <= 128 else 32
+
+
+def prefill_options(dtype: torch.dtype) -> dict[str, int]:
+    """How a prefill program is compiled: float32 products need more registers than 4 warps have."""
+    return {"num_warps": 8, "num_stages": 2} if dtype.itemsize == 4 else {"num_warps": 4, "num_stages": 3}
 
 
 class WorkColumns(NamedTuple):

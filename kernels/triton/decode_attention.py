@@ -13,7 +13,7 @@ from kernels.triton.device import INTERPRETED, power_of_2
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode(
     q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
     num_splits,
@@ -62,7 +62,7 @@ def _decode(
 # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge(
     out,
     partial_sums,

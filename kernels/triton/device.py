@@ -1,5 +1,8 @@
 """Where Triton's kernels run: a CUDA device, or the CPU under Triton's interpreter (TRITON_INTERPRET=1), for tests.
 
+A number that differs from step to step is not compiled for (do_not_specialize): Triton would make a kernel for 1, one
+for multiples of 16, and one for the rest, each while requests wait.
+
 This package is imported only for device=cuda. The interpreter's dot products of bfloat16 are silently wrong, so under
 it every operand of one is made float32 first; on a device nothing is.
 """

@@ -4,6 +4,12 @@ numerics level L0."""
 import torch
 from torch.nn.functional import linear
 
+# Sums are float32, and float32 operands are not cut to TF32: not where the environment asks for it
+# (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers), and not where a sum over K is split.
+torch.set_float32_matmul_precision("highest")
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
 
 class DeviceLinear:
     """weight [out, in], kept as it is; bias [out] of any type; out_dtype: None = the weight's."""

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kernels.kv_cache import KVCache
 from kernels.triton.attention_tile import fold_tile, load_queries
-from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, tile_tokens
+from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
 
 
@@ -88,4 +88,5 @@ def prefill_attention(
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
         UPCAST=INTERPRETED,
+        **prefill_options(cache.dtype),
     )

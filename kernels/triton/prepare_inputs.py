@@ -8,7 +8,7 @@ import triton.language as tl
 _BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _prepare(
     rows,
     positions,

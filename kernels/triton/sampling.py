@@ -113,7 +113,7 @@ def _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, to
     return _nth_of_key(row, vocab_size, temperature, key, n, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sample(logits, words, tokens, vocab_size, num_rows, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * vocab_size

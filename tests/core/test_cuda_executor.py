@@ -16,7 +16,7 @@ from core.model_runner import ModelRunner
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
 from core.plan import SchedulerOutput
-from ipc.config import EngineConfig, PreemptionMode
+from ipc.config import EngineConfig, LogprobsMode, PreemptionMode
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest, Logprobs, Outputs
 from ipc.sampling_params import SamplingParams
@@ -100,12 +100,12 @@ MODELS: list[Llama] = []
 NUM_SWAP_BLOCKS = 12
 
 
-def runner(kind: str, num_blocks: int) -> ModelRunner:
+def runner(kind: str, num_blocks: int, logprobs_mode: LogprobsMode = "raw_logprobs") -> ModelRunner:
     if not MODELS:
         MODELS.extend(both(num_hidden_layers=1))
     torch_model, triton_model = MODELS
-    options = {"num_rows": 4, "num_blocks": num_blocks, "block_size": BLOCK_SIZE, "eos_token_ids": (2,)}
-    options["num_swap_blocks"] = NUM_SWAP_BLOCKS
+    options: dict[str, Any] = {"num_rows": 4, "num_blocks": num_blocks, "block_size": BLOCK_SIZE, "eos_token_ids": (2,)}
+    options |= {"num_swap_blocks": NUM_SWAP_BLOCKS, "logprobs_mode": logprobs_mode}
     if kind == "torch":
         return ModelRunner(torch_model, **options)
     operations = triton_model.operations
@@ -149,8 +149,9 @@ def run(
     depth: int = 1,
     num_blocks: int = 40,
     mode: PreemptionMode = "recompute",
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> Answers:
-    executor = RunnerExecutor(runner(kind, num_blocks))
+    executor = RunnerExecutor(runner(kind, num_blocks, logprobs_mode))
     config = EngineConfig(
         device="cuda",
         max_num_seqs=4,
@@ -199,17 +200,18 @@ def test_sampled_tokens_are_those_of_the_cpu() -> None:
     assert run("triton", requests, depth=2).tokens == expected
 
 
-def test_options_that_look_back_and_log_probabilities() -> None:
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logits"])
+def test_options_that_look_back_and_log_probabilities(logprobs_mode: LogprobsMode) -> None:
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 3.0, "frequency_penalty": 1.0},
         {"logprobs": 2, "prompt_logprobs": 1},
         {"logit_bias": {7: 5.0, 9: 5.5}, "logprobs": 0, "presence_penalty": 2.0},
     ]
     requests = [(ids(5, 0), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **each)) for each in options]
-    expected = run("torch", requests)
+    expected = run("torch", requests, logprobs_mode=logprobs_mode)
     assert {number for number, _ in expected.logprobs} == {1, 2}
     for depth in (1, 2):
-        got = run("triton", requests, depth)
+        got = run("triton", requests, depth, logprobs_mode=logprobs_mode)
         assert got.tokens == expected.tokens
         assert got.logprobs.keys() == expected.logprobs.keys()
         for key, entries in expected.logprobs.items():

@@ -1,6 +1,7 @@
 """The CUDA executor: how it sizes the KV cache, and what it refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from core.executor.cuda import CudaExecutor
 from core.models.loading import load_model
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
+from kernels.triton import decode_attention
 from tests.triton_device import ANYWHERE, ON_GPU
 from tools.bench.tiny_model import write_tiny_model
 
@@ -26,10 +28,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def executor(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
-    """On a GPU of 10 GiB, of which another process takes 1; the largest step takes 3 together with the weights."""
+    """On a GPU of 10 GiB, of which another process takes 1. The weights take 2, a step with them 3; this is the
+    largest one's and the largest decode's, for which together 1 + 1 GiB is kept."""
     made = CudaExecutor(EngineConfig(model=str(tiny), device="cuda", max_num_batched_tokens=40, max_num_seqs=3))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -40,6 +44,7 @@ def executor(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
 def on_gpu(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
     monkeypatch.setattr(executor, "_device", torch.device("cuda"))
     monkeypatch.setattr(executor, "_largest_step", lambda: None)
+    monkeypatch.setattr(executor, "_largest_decode", lambda: None)
     return executor
 
 
@@ -53,9 +58,28 @@ def test_the_largest_step_runs(executor: CudaExecutor) -> None:
     executor._largest_step()
 
 
+def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def noted(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        sizes.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(decode_attention.torch, "empty", noted)
+    executor._largest_decode()
+    model, _ = executor._parts()
+    config = model.config
+    num_splits = config.max_position_embeddings // 256
+    assert max(sizes) == 4 * num_splits * config.num_attention_heads * config.head_dim, "3 requests, padded to 4"
+
+
 def test_what_is_left_is_the_caches(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = 4 * 3 * (4097 + 257)  # 4096 tokens and one more, in blocks of 16
-    assert on_gpu(executor, monkeypatch).cache_memory_bytes() == int(0.9 * 10 * GIB) - 3 * GIB - 1 * GIB - tables
+    assert on_gpu(executor, monkeypatch).cache_memory_bytes() == int(0.9 * 10 * GIB) - 4 * GIB - 1 * GIB - tables
 
 
 def test_nothing_left_is_an_error_with_the_numbers(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +94,7 @@ def test_a_step_that_does_not_fit_is_an_error(executor: CudaExecutor, monkeypatc
 
     on_gpu(executor, monkeypatch)
     monkeypatch.setattr(executor, "_largest_step", fail)
-    with pytest.raises(OutOfMemoryError, match="a step of max_num_batched_tokens=40 tokens does not fit the GPU"):
+    with pytest.raises(OutOfMemoryError, match=r"=40 tokens or of max_num_seqs=3 requests .* does not fit the GPU"):
         executor.cache_memory_bytes()
 
 

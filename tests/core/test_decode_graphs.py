@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from core import decode_graphs
-from core.decode_graphs import DecodeGraphs, padded_rows, padded_splits
+from core.decode_graphs import Decode, DecodeGraphs, padded_rows, padded_splits
 from ipc.sampling_params import SamplingParams
 from tests.core import test_cuda_executor as engine
-from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+from tests.triton_device import ANYWHERE, ON_GPU
 
 pytestmark = [*ANYWHERE, pytest.mark.skipif(ON_GPU, reason="graphs are real there")]
 
@@ -24,12 +24,11 @@ class Recording:
     current: "Recording | None" = None
 
     def __init__(self) -> None:
-        self.run: Callable[[], torch.Tensor] | None = None
-        self.result = torch.zeros(0)
+        self.run: Callable[[], None] | None = None
 
     def replay(self) -> None:
         assert self.run is not None
-        self.result.copy_(self.run())
+        self.run()
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +36,24 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Gives the sizes of the graphs that are captured."""
     captured: list[tuple[int, int]] = []
 
+    streams: list[SimpleNamespace] = []
+
+    def new_stream(device: torch.device) -> SimpleNamespace:
+        streams.append(SimpleNamespace(wait_stream=lambda other: None))
+        assert len(streams) < 5, "one for all graphs of a runner: each keeps a workspace of cuBLAS"
+        return streams[-1]
+
     @contextmanager
-    def graph(recording: Recording, pool: object) -> Iterator[None]:
+    def graph(recording: Recording, pool: object, stream: object) -> Iterator[None]:
+        assert stream is streams[-1], "captured where it was warmed up"
         Recording.current = recording
         yield
         Recording.current = None
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
     fake = {
         "graph_pool_handle": lambda: 0,
-        "Stream": lambda device: stream,
-        "current_stream": lambda: stream,
+        "Stream": new_stream,
+        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
         "stream": lambda other: nullcontext(),
         "CUDAGraph": Recording,
         "graph": graph,
@@ -56,15 +62,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         monkeypatch.setattr(decode_graphs.torch.cuda, name, value)
     init = DecodeGraphs.__init__
 
-    def recorded(self: DecodeGraphs, decode: Callable[..., Any], device: torch.device) -> None:
-        def traced(rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
-            result: torch.Tensor = decode(rows, positions, num_splits)
+    def recorded(self: DecodeGraphs, decode: Decode, device: torch.device, num_rows: int, width: int) -> None:
+        def traced(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+            decode(rows, positions, num_splits, hidden)
             if (recording := Recording.current) is not None:
                 captured.append((len(rows), num_splits))
-                recording.run, recording.result = lambda: decode(rows, positions, num_splits), result
-            return result
+                recording.run = lambda: decode(rows, positions, num_splits, hidden)
 
-        init(self, traced, device)
+        init(self, traced, device, num_rows, width)
 
     monkeypatch.setattr(DecodeGraphs, "__init__", recorded)
     return captured
@@ -72,15 +77,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list[tuple[int, int]]) -> None:
     seen: list[list[list[int]]] = []
+    places: set[int] = set()
 
-    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
         seen.append([rows.tolist(), positions.tolist()])
-        return (rows + 100 * positions * num_splits)[:, None].float()
+        places.update((rows.data_ptr(), positions.data_ptr(), hidden.data_ptr()))
+        hidden.copy_((rows + 100 * positions * num_splits)[:, None])
 
     def int32s(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    graphs = DecodeGraphs(decode, torch.device("cpu"))
+    graphs = DecodeGraphs(decode, torch.device("cpu"), 9, 1)
     hidden = graphs(int32s(5, 6, 7, 8, 9), int32s(1, 2, 3, 4, 5), 3)
     assert seen[-1] == [[5, 6, 7, 8, 9, -1, -1, -1], [1, 2, 3, 4, 5, -1, -1, -1]]
     assert hidden[:, 0].tolist() == [405, 806, 1207, 1608, 2009]
@@ -89,6 +96,8 @@ def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list
     assert seen[-1] == [[1], [2]]
     assert cuda == [(8, 4), (1, 1)]
     assert seen[0] == [[-1] * 8] * 2  # what is captured writes nothing
+    assert len(places) == 3, "all graphs have the same inputs and result"
+    assert {place % 16 for place in places} == {0}
 
 
 def test_a_runner_gives_the_same_tokens_with_graphs(
@@ -102,9 +111,9 @@ def test_a_runner_gives_the_same_tokens_with_graphs(
     expected = engine.run("triton", requests)
     plain = engine.runner
 
-    def with_graphs(kind: str, num_blocks: int) -> Any:
-        made = plain(kind, num_blocks)
-        made._graphs = DecodeGraphs(made._decode, DEVICE)  # type: ignore[attr-defined]
+    def with_graphs(*options: Any) -> Any:
+        made = plain(*options)
+        made._graphs = made._make_graphs(4)  # type: ignore[attr-defined]
         return made
 
     monkeypatch.setattr(engine, "runner", with_graphs)

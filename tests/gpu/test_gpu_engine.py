@@ -9,8 +9,8 @@ import torch
 
 from core.engine import EngineCore
 from core.executor.cuda import CudaExecutor
-from core.resolve import resolve
-from ipc.config import EngineConfig
+from core.resolve import resolve, resolve_costs
+from ipc.config import EngineConfig, PreemptionMode
 from ipc.messages import AddRequest, Outputs
 from ipc.model_files import resolve_model
 from ipc.sampling_params import SamplingParams
@@ -51,6 +51,7 @@ class Engine:
             device_bytes=executor.cache_memory_bytes(),
         )
         executor.initialize_cache(resolved)
+        resolved = resolve_costs(resolved, executor.measure_costs)
         self.executor, self.engine = executor, EngineCore(resolved, executor)
 
     def run(self, messages: list[AddRequest]) -> list[list[int]]:
@@ -109,13 +110,18 @@ def test_depth_changes_nothing(tiny: Path, temperature: float) -> None:
     assert deep.run(messages) == shallow.run(messages)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preemption_changes_nothing(tiny: Path, async_scheduling: bool) -> None:
+def test_preemption_changes_nothing(tiny: Path, async_scheduling: bool, mode: PreemptionMode) -> None:
     messages = requests(14, 40, temperature=0)
     roomy = Engine(tiny, dtype="float32", num_blocks_override=200)
-    tight = Engine(tiny, dtype="float32", num_blocks_override=11, async_scheduling=async_scheduling)
+    options = {"async_scheduling": async_scheduling, "preemption_mode": mode, "swap_space_bytes": 1 << 24}
+    tight = Engine(tiny, dtype="float32", num_blocks_override=11, **options)
     assert tight.run(messages) == roomy.run(messages)
-    assert tight.engine.scheduler.stats.num_preemptions > 0
+    stats = tight.engine.scheduler.stats
+    assert stats.num_preemptions > 0
+    if mode != "auto":
+        assert (stats.num_swapped_in_blocks > 0) == (mode == "swap")
 
 
 def test_the_cache_takes_what_is_left_of_the_memory(tiny: Path) -> None:

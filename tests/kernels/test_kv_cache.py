@@ -29,6 +29,21 @@ def test_null_block_holds_zeros():
     assert all((layer[0] == 0).all() for layer in cache.layers)
 
 
+def test_a_pinned_cache_is_one_allocation(monkeypatch: pytest.MonkeyPatch):
+    """torch takes a power of two of bytes for each: 30 layers of 36 MiB would be 30 of 64."""
+    pinned, empty = [], torch.empty
+
+    def without_a_gpu(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        pinned.append((shape, pin_memory))
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", without_a_gpu)
+    cache = KVCache(3, 5, 4, 2, 8, torch.float32, pinned=True)
+    assert pinned == [((3, 5, 2, 2, 4, 8), True)]
+    assert [layer.shape for layer in cache.layers] == [(5, 2, 2, 4, 8)] * 3
+    assert all(layer.is_contiguous() and not layer[0].any() for layer in cache.layers)
+
+
 def test_untouched_memory_is_not_resident():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     cache = KVCache(4, 4096, 16, 4, 64, torch.float32)  # 512 MiB

@@ -1,11 +1,13 @@
 """Triton's attention equals the float64 oracle: shuffled tables, poisoned caches, padding, any chunking and batch."""
 
 from copy import copy
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from kernels.attention_metadata import TileShape, attention_metadata
 from kernels.attention_reference import reference_attention
@@ -14,7 +16,7 @@ from kernels.triton import decode_attention as decode
 from kernels.triton.attention_work import SPLIT, TritonWork, tile_tokens, triton_work, work_columns
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.prefill_attention import prefill_attention
-from tests.triton_device import ANYWHERE, DEVICE
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
 pytestmark = ANYWHERE
 
@@ -164,13 +166,55 @@ def test_a_row_has_the_same_bits_in_any_batch(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_prompt_may_be_cut_anywhere(window: int | None) -> None:
-    """To rounding: the interpreter's products (NumPy's) do not promise a row equal bits at every place of a tile."""
+    """To rounding: NumPy's products do not promise a row equal bits at every place of a tile."""
     shape = Shape(6, 2, 16, 16, window)
     given = batch(shape, [(90, 90)], torch.float32)
     whole = attend(shape, given)
     for first, last in ((0, 7), (7, 8), (8, 70), (70, 90)):
         part = Batch(given.q[first:last], given.cache, np.array([last - first]), np.array([last]), given.tables)
         torch.testing.assert_close(attend(shape, part), whole[first:last], rtol=1e-5, atol=1e-6)
+
+
+def add_in_order(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    """A product for the interpreter: each number of it one sum in ascending order, wherever in the tile it stands."""
+    products = a.data[:, :, None] * b.data[None]
+    return interpreter.TensorHandle(products.sum(1, dtype=a.data.dtype) + total.data, total.dtype.scalar)
+
+
+def add_by_place(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    """Every other row of a tile is summed from the end."""
+    result = add_in_order(builder, a, b, total)
+    products = a.data[1::2, ::-1, None] * b.data[None, ::-1]
+    result.data[1::2] = products.sum(1, dtype=a.data.dtype) + total.data[1::2]
+    return result
+
+
+def pieces_with_other_bits(window: int | None, cuts: list[int]) -> list[int]:
+    """Lengths of the pieces of a prompt, cut there, whose attention is not bit for bit the whole prompt's."""
+    shape = Shape(6, 2, 16, 16, window)
+    given = batch(shape, [(cuts[-1], cuts[-1])], torch.float32)
+    whole, found = attend(shape, given), []
+    for first, last in pairwise(cuts):
+        part = Batch(given.q[first:last], given.cache, np.array([last - first]), np.array([last]), given.tables)
+        if not torch.equal(attend(shape, part), whole[first:last]):
+            found.append(last - first)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_bits_do_not_depend_on_where_a_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own order does not: tiles of keys begin at absolute positions. A piece of one token is the decode
+    kernel's, whose order is the same up to SPLIT tokens of context, but on a GPU not the instruction."""
+    if not ON_GPU:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
+        assert pieces_with_other_bits(window, [0, 7, 8, 70, 71, 90]) == []
+    assert pieces_with_other_bits(window, [0, 3, 20, 55, 57, 90]) == []
+
+
+@pytest.mark.skipif(ON_GPU, reason="with products of its own")
+def test_the_test_of_cut_prompts_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_by_place)
+    assert pieces_with_other_bits(None, [0, 3, 20, 55, 57, 90]) != []
 
 
 def test_the_invariance_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,15 @@
 """Triton's kernels that work row by row equal their torch references: norm, activations, embedding, rope, copies."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from core.device_tables import DeviceTables
 from kernels import gated_activation as reference_activation
 from kernels.kv_cache import KVCache
 from kernels.rms_norm import rms_norm
@@ -18,6 +24,8 @@ from kernels.triton.rope import TritonRope
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
 pytestmark = ANYWHERE
+
+ROOT = Path(__file__).parent.parent.parent
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Of one rounding, relative.
@@ -95,6 +103,27 @@ def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, has_norm
         assert_near(q, expected, dtype)
         assert_near(ours.layers[1], theirs.layers[1], dtype)
     assert (ours.layers[0] == -7).all()
+
+
+def test_products_are_not_cut_to_fewer_bits() -> None:
+    """Also where the environment asks for it, as in NVIDIA's containers."""
+    code = (
+        "import torch; import kernels.triton.linear; m = torch.backends.cuda.matmul; print(m.fp32_precision, "
+        "m.allow_bf16_reduced_precision_reduction, m.allow_fp16_reduced_precision_reduction)"
+    )
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["ieee", "False", "False"]
+
+
+def test_columns_are_sent_at_places_that_kernels_are_compiled_for() -> None:
+    tables = DeviceTables(1, 8, TritonKVCache(1, 2, 4, 1, 16, torch.float32, DEVICE))
+    columns = [np.arange(count) for count in (3, 0, 4, 1, 5)]
+    sent = tables.send_columns(columns)
+    assert [column.tolist() for column in sent] == [column.tolist() for column in columns]
+    assert {column.dtype for column in sent} == {torch.int32}
+    assert {column.data_ptr() % 16 for column in sent} == {0}
 
 
 def test_inputs_come_from_the_device_tables() -> None:

@@ -1,5 +1,6 @@
 """The benchmarks: their workloads to the token, and their records. No test looks at a time's size."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -283,6 +284,13 @@ def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) 
     names = ["norm after addition", "silu * up", "rope and cache write"]
     samplers = [f"sampler {name}" for name in ("greedy", "plain", "top_k 50", "top_p 0.9")]
     assert [record["kernel"] for record in rest] == names + samplers
+
+
+def test_flash_attention_of_any_torch_is_called_as_it_wants() -> None:
+    assert gpu_kernels.gqa_option(lambda query, *, window_size=(-1, -1): None) == {}
+    assert gpu_kernels.gqa_option(lambda query, *, enable_gqa=False: None) == {"enable_gqa": True}
+    bound = inspect.signature(gpu_kernels.varlen_attn).bind(*range(7), window_size=(-1, 0))
+    assert list(bound.arguments)[3:7] == ["cu_seq_q", "cu_seq_k", "max_q", "max_k"]
 
 
 def test_gpu_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

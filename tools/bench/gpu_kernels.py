@@ -4,6 +4,7 @@ Fractions are of what this GPU was measured to do: bytes of a copy within its me
 A time is the median of runs with a cold L2 cache (triton.testing.do_bench).
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -141,11 +142,16 @@ def _torch_attention(
     if device.type == "cuda" and dtype != torch.float32:
         starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
         arguments = (q, keys, values, starts * count, starts * length, count, length)
-        return "varlen_attn", partial(varlen_attn, *arguments, window_size=(-1, 0), enable_gqa=True)
+        return "varlen_attn", partial(varlen_attn, *arguments, window_size=(-1, 0), **gqa_option(varlen_attn))
     split = q.view(requests, count, shapes.heads, -1).transpose(1, 2)
     keys, values = (x.view(requests, length, shapes.kv_heads, -1).transpose(1, 2) for x in (keys, values))
     attend = partial(scaled_dot_product_attention, split, keys, values, is_causal=count > 1, enable_gqa=True)
     return "scaled_dot_product_attention", attend
+
+
+def gqa_option(attention: Callable[..., object]) -> dict[str, Any]:
+    """torch 2.11 takes fewer KV heads than query heads without being told, later versions only if they are."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 
 def _row_cases(shapes: Shapes, device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Case]:
