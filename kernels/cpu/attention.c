@@ -3,6 +3,10 @@
 #include "attention_rows.h"
 #include "pool.h"
 
+/* Chunks between that which is fetched and that which is read: from memory, to a core's first level cache. A chunk is too
+ * short, and the next one too far away, for the hardware to fetch ahead by itself. */
+enum { FETCHED_CHUNKS = 4 };
+
 /* A copy of a chunk of V in which what is no number is 0: a weight of 0 does not undo a NaN. A token gone wrong still
  * shows to the rows that see it: its K is no number either (kv_write.h). */
 static const char *clean_values(const CacheShape *shape, const char *chunk, char *room) {
@@ -21,18 +25,22 @@ static const char *clean_values(const CacheShape *shape, const char *chunk, char
     return room;
 }
 
+/* The first token of an item's part of the context that some row sees. */
+static int first_seen(const Attention *args, const AttentionItem *item) {
+    return args->window ? max(item->begin, item->position - args->window + 1) : item->begin;
+}
+
 /* The tile from token `first` on, as far as it lies in the item's part of the context. */
 static void find_tile(const Work *work, int first, Tile *tile) {
     const Attention *args = work->args;
     const AttentionItem *item = work->item;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     const int last_row = item->position + item->num_tokens - 1;
-    const int lowest = args->window ? max(0, item->position - args->window + 1) : 0;
     const int seen_by_all = args->window ? max(0, last_row - args->window + 1) : 0; /* and up to item->position */
     const int end = min(first + TILE, item->end);
     const size_t bytes = chunk_bytes(&args->shape);
     tile->first = first;
-    tile->begin = max(0, lowest - first) / CHUNK;
+    tile->begin = max(0, first_seen(args, item) - first) / CHUNK;
     tile->end = (end - first + CHUNK - 1) / CHUNK;
     for (int i = tile->begin; i < tile->end; i++) {
         int token = first + i * CHUNK;
@@ -43,6 +51,33 @@ static void find_tile(const Work *work, int first, Tile *tile) {
         if (token + CHUNK - 1 <= item->position && token >= seen_by_all) continue;
         tile->values[i] = clean_values(&args->shape, tile->values[i], work->values + i * bytes);
     }
+}
+
+/* The chunk of an item's K from `token` on, as it stands in the cache; NULL past the item's end. */
+static const char *stored_keys(const Attention *args, const AttentionItem *item, int token) {
+    if (token >= item->end || args->shape.block_size < CHUNK) return NULL;
+    const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
+    return find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, token, NULL);
+}
+
+/* What is read FETCHED_CHUNKS later than each chunk of a tile: its K, its V, the K of the tile that the thread does next. */
+static void find_later(const Work *work, Tile *tile) {
+    const int count = tile->end - tile->begin;
+    const char *following[2 * TILE_CHUNKS + FETCHED_CHUNKS];
+    memcpy(following, tile->keys + tile->begin, sizeof following[0] * count);
+    memcpy(following + count, tile->values + tile->begin, sizeof following[0] * count);
+    const AttentionItem *item = work->item;
+    int token = tile->first + TILE;
+    if (token >= item->end) {
+        item = work->next;
+        token = item ? first_seen(work->args, item) / CHUNK * CHUNK : 0;
+    }
+    for (int i = 0; i < FETCHED_CHUNKS; i++) {
+        const char *chunk = item ? stored_keys(work->args, item, token + i * CHUNK) : NULL;
+        following[2 * count + i] = chunk ? chunk : following[0];
+    }
+    memcpy(tile->after_keys + tile->begin, following + FETCHED_CHUNKS, sizeof following[0] * count);
+    memcpy(tile->after_values + tile->begin, following + FETCHED_CHUNKS + count, sizeof following[0] * count);
 }
 
 /* A later tile's sums of one row join the row's. */
@@ -98,9 +133,10 @@ static void gather_q(const Work *work) {
                work->group * row_bytes);
 }
 
-static Work start_item(const Attention *args, const AttentionItem *item, char *scratch) {
+static Work start_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
     const int group = args->num_heads / args->shape.num_kv_heads, width = padded_dim(args->shape.head_dim);
     Work work = {.args = args, .item = item, .group = group, .rows = item->num_tokens * group, .width = width};
+    work.next = next;
     work.units = (int)(args->shape.head_dim * element_bytes(args->shape.dtype) / 4);
     work.q = (uint32_t *)take(&scratch, sizeof(uint32_t) * work.rows * work.units);
     work.state = take_state(&scratch, work.rows, width);
@@ -125,11 +161,12 @@ static void finish_item(const Work *work) {
     }
 }
 
-static void run_item(const Attention *args, const AttentionItem *item, char *scratch) {
-    const Work work = start_item(args, item, scratch);
+static void run_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
+    const Work work = start_item(args, item, next, scratch);
     for (int first = item->begin; first < item->end; first += TILE) {
         Tile tile;
         find_tile(&work, first, &tile);
+        find_later(&work, &tile);
         if (args->shape.dtype == FLOAT32)
             attend_float32(&work, &tile);
         else
@@ -161,10 +198,22 @@ EXPORT int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_head
     return rows * width * 4 + (rows + LANES) * 4 + rows * (LANES + width) * 4 + chunk_room + 5 * 64;
 }
 
+/* The item that a thread does in a round, or NULL. Items become smaller: who has the larger one has the smaller one in the
+ * next round. */
+static const AttentionItem *item_of(const Attention *args, int round, int thread, int num_threads) {
+    const int index = round * num_threads + (round % 2 ? num_threads - 1 - thread : thread);
+    return index < args->num_items ? &args->items[index] : NULL;
+}
+
 void attention_part(const Attention *args, int thread, int num_threads) {
     int64_t scratch_bytes = attention_scratch_bytes(&args->shape, args->num_heads, args->max_item_tokens);
     char *scratch = args->scratch + thread * ((scratch_bytes + 63) / 64 * 64);
-    for (int i = thread; i < args->num_items; i += num_threads) run_item(args, &args->items[i], scratch);
+    const AttentionItem *item = item_of(args, 0, thread, num_threads);
+    for (int round = 1; item; round++) {
+        const AttentionItem *next = item_of(args, round, thread, num_threads);
+        run_item(args, item, next, scratch);
+        item = next;
+    }
     if (args->num_merges == 0) return;
     pool_barrier();
     for (int i = thread; i < args->num_merges; i += num_threads) run_merge(args, &args->merges[i]);

@@ -18,7 +18,7 @@ typedef struct {
 /* An item under way. */
 typedef struct {
     const Attention *args;
-    const AttentionItem *item;
+    const AttentionItem *item, *next; /* the one that the thread will do after it, or NULL */
     int group, rows, width, units; /* query heads per KV head; rows; padded head_dim; units of a row of q */
     uint32_t *q;                   /* [rows, units] */
     State state;
@@ -29,15 +29,20 @@ typedef struct {
 typedef struct {
     int first, begin, end; /* token of the tile's first chunk; chunks from begin to end */
     const char *keys[TILE_CHUNKS], *values[TILE_CHUNKS];
+    const char *after_keys[TILE_CHUNKS], *after_values[TILE_CHUNKS]; /* chunks that are read a little later */
 } Tile;
 
-/* sums[row][v] += a[row, step] * b[v][step], steps ascending. */
+/* sums[row][v] += a[row, step] * b[v][step], steps ascending. What stands at `later` as b does is fetched, if not NULL. */
 INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int a_stride, const char *const *b,
-                     int b_stride, int steps, const int rows, const int vectors, const int dtype) {
+                     const char *const *later, int b_stride, int steps, const int rows, const int vectors,
+                     const int dtype) {
     for (int step = 0; step < steps; step++) {
         Words right[MAX_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) right[v] = load_words(b[v] + (size_t)step * b_stride);
+        if (later)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) __builtin_prefetch(later[v] + (size_t)step * b_stride);
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++) {
             Words left = all_words(a[row * a_stride + step]);
@@ -53,11 +58,15 @@ static int max(int a, int b) { return a > b ? a : b; }
 /* Scores of `vectors` vectors of tokens, from `vector` on. */
 INLINE void score_vectors(const Work *work, const Tile *tile, const uint32_t *q, Block *block, int vector,
                           const int rows, const int vectors, const int dtype) {
-    const char *keys[MAX_VECTORS];
-    for (int v = 0; v < vectors; v++)
-        keys[v] = tile->keys[(vector + v) / CHUNK_VECTORS] + (vector + v) % CHUNK_VECTORS * VECTOR_BYTES;
+    const char *keys[MAX_VECTORS], *later[MAX_VECTORS];
+    for (int v = 0; v < vectors; v++) {
+        const int chunk = (vector + v) / CHUNK_VECTORS, offset = (vector + v) % CHUNK_VECTORS * VECTOR_BYTES;
+        keys[v] = tile->keys[chunk] + offset;
+        later[v] = tile->after_keys[chunk] + offset;
+    }
     Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
-    multiply(sums, q, work->units, keys, CHUNK * 4, work->units, rows, vectors, dtype);
+    multiply(sums, q, work->units, keys, block->fetches ? later : NULL, CHUNK * 4, work->units, rows,
+             vectors, dtype);
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++) {
         Floats highest = block->highest[row];
@@ -75,17 +84,10 @@ INLINE void score_vectors(const Work *work, const Tile *tile, const uint32_t *q,
 INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *block, const int rows,
                   const int dtype) {
     for (int row = 0; row < rows; row++) block->highest[row] = all_floats(-INFINITY);
-    int vector = tile->begin * CHUNK_VECTORS, end = tile->end * CHUNK_VECTORS;
+    int vector = block->begin * CHUNK_VECTORS, end = block->end * CHUNK_VECTORS;
     for (; vector + MAX_VECTORS <= end; vector += MAX_VECTORS)
         score_vectors(work, tile, q, block, vector, rows, MAX_VECTORS, dtype);
     for (; vector < end; vector++) score_vectors(work, tile, q, block, vector, rows, 1, dtype);
-}
-
-/* A chunk that is not visited beside one that is: weights are made of two at once. */
-INLINE void hide_chunk(Block *block, int chunk, const int rows) {
-    for (int row = 0; row < rows; row++)
-        for (int i = 0; i < CHUNK; i += LANES)
-            store_floats(&block->scores[row][chunk * CHUNK + i], all_floats(-INFINITY));
 }
 
 /* weights[row] * V joins sums[row], for some vectors of dimensions. */
@@ -93,10 +95,15 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, const B
                        const int vectors, const int dtype) {
     const int stride = LANES + work->width, units = CHUNK * (dtype == FLOAT32 ? 4 : 2) / 4;
     Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
-    for (int chunk = tile->begin; chunk < tile->end; chunk++) {
-        const char *right[MAX_VECTORS];
-        for (int v = 0; v < vectors; v++) right[v] = tile->values[chunk] + (dim + v * LANES) * 4;
-        multiply(sums, &block->weights[0][chunk * units], TILE, right, work->width * 4, units, rows, vectors, dtype);
+    for (int chunk = block->begin; chunk < block->end; chunk++) {
+        const char *right[MAX_VECTORS], *later[MAX_VECTORS];
+        for (int v = 0; v < vectors; v++) {
+            const size_t offset = (dim + v * LANES) * 4;
+            right[v] = tile->values[chunk] + offset;
+            later[v] = tile->after_values[chunk] + offset;
+        }
+        multiply(sums, &block->weights[0][chunk * units], TILE, right, block->fetches ? later : NULL, work->width * 4,
+                 units, rows, vectors, dtype);
     }
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++)
@@ -107,38 +114,34 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, const B
         }
 }
 
-/* The part of a tile that some of these rows see, and what each sees of it; begin >= end: nothing. */
-INLINE Tile find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
-    Tile seen = *tile;
+/* What of a tile these rows see; returns whether it is anything. */
+INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
     const int window = work->args->window, position = work->item->position - tile->first;
     const int last = position + (row + rows - 1) / work->group, first = position + row / work->group - window + 1;
-    seen.end = last < 0 ? 0 : min(tile->end, last / CHUNK + 1);
-    if (window && first > 0) seen.begin = max(tile->begin, first / CHUNK);
+    block->begin = window && first > 0 ? max(tile->begin, first / CHUNK) : tile->begin;
+    block->end = last < 0 ? 0 : min(tile->end, last / CHUNK + 1);
     block->is_whole = 1;
     for (int r = 0; r < rows; r++) {
         const int last = position + (row + r) / work->group, first = window ? last - window + 1 : -1;
         block->seen[r] = (Seen){(float)first, (float)last};
-        block->is_whole &= first <= seen.begin * CHUNK && last >= seen.end * CHUNK - 1;
+        block->is_whole &= first <= block->begin * CHUNK && last >= block->end * CHUNK - 1;
     }
-    return seen;
+    return block->begin < block->end;
 }
 
-INLINE void attend_rows(const Work *work, const Tile *whole_tile, int row, const int rows, const int dtype) {
+INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int rows, const int dtype) {
     Block block;
-    const Tile tile = find_seen(work, whole_tile, row, &block, rows);
-    if (tile.begin >= tile.end) return;
-    score(work, &tile, work->q + (size_t)row * work->units, &block, rows, dtype);
-    if (tile.begin % 2) hide_chunk(&block, tile.begin - 1, rows);
-    if (tile.end % 2) hide_chunk(&block, tile.end, rows);
-    float *sums = work->state.sums + (size_t)row * (LANES + work->width);
+    if (!find_seen(work, tile, row, &block, rows)) return;
+    block.fetches = row == 0; /* later rows find the tile in a cache */
+    score(work, tile, work->q + (size_t)row * work->units, &block, rows, dtype);
     join_maxima(&block, work->state.maxima + row, work->args->scale, rows);
-    for (int r = 0; r < rows; r++)
-        weigh(&block, r, tile.begin / 2 * 2 * CHUNK, (tile.end + 1) / 2 * 2 * CHUNK, work->args->scale,
-              sums + r * (LANES + work->width), dtype);
+    const int stride = LANES + work->width;
+    float *sums = work->state.sums + (size_t)row * stride;
+    for (int r = 0; r < rows; r++) weigh(&block, r, work->args->scale, sums + r * stride, dtype);
     int dim = 0;
     for (; dim + MAX_VECTORS * LANES <= work->width; dim += MAX_VECTORS * LANES)
-        add_values(work, &tile, sums, &block, dim, rows, MAX_VECTORS, dtype);
-    for (; dim < work->width; dim += LANES) add_values(work, &tile, sums, &block, dim, rows, 1, dtype);
+        add_values(work, tile, sums, &block, dim, rows, MAX_VECTORS, dtype);
+    for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, rows, 1, dtype);
 }
 
 INLINE void attend_all_rows(const Work *work, const Tile *tile, const int dtype) {

@@ -31,7 +31,9 @@ typedef struct {
     float maximum[LANES];     /* of each row's; 0 where it sees nothing */
     float kept[LANES], added[LANES]; /* factors of each row's sums of the tiles before, and of this one */
     Seen seen[MAX_ROWS];
-    int is_whole; /* every row sees every token that is visited */
+    int begin, end; /* chunks of the tile that some of the rows see, */
+    int is_whole;   /* and whether every row sees every token of them */
+    int fetches;    /* what is read later is fetched meanwhile */
 } Block;
 
 /* The scores of the tokens from `token` on, minus infinity for those that the row does not see. */
@@ -124,11 +126,14 @@ INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Fl
     return add_unit(sum, pairs, all_words(0x3f803f80), dtype);
 }
 
-/* A row's scores of the tokens from begin to end, multiples of 2 * LANES, to weights, whose sums lane by lane join the
- * row's. */
-INLINE void weigh(Block *block, int row, int begin, int end, float scale, float *sums, const int dtype) {
-    const float *scores = block->scores[row];
-    const Floats maximum = all_floats(block->maximum[row]);
+/* A row's scores to weights, whose sums lane by lane join the row's. Weights are made of two chunks at once; one that is
+ * not visited has weights of 0. */
+INLINE void weigh(Block *block, int row, float scale, float *sums, const int dtype) {
+    float *scores = block->scores[row];
+    const int begin = block->begin / 2 * 2 * CHUNK, end = (block->end + 1) / 2 * 2 * CHUNK;
+    const Floats maximum = all_floats(block->maximum[row]), hidden = all_floats(-INFINITY);
+    for (int i = begin; i < block->begin * CHUNK; i += LANES) store_floats(scores + i, hidden);
+    for (int i = block->end * CHUNK; i < end; i += LANES) store_floats(scores + i, hidden);
     Floats sum = {0};
     for (int i = begin; i < end; i += 2 * LANES) {
         Floats a = weight_of((load_floats(scores + i) - maximum) * scale, dtype);
