@@ -3,8 +3,8 @@
 #include "attention_rows.h"
 #include "pool.h"
 
-/* Chunks between that which is fetched and that which is read: from memory, to a core's first level cache. A chunk is too
- * short, and the next one too far away, for the hardware to fetch ahead by itself. */
+/* Chunks from that which is read to that which is fetched meanwhile, from memory to a core's first level cache. A chunk
+ * is too short, and the next one too far away, for the hardware to fetch ahead by itself. */
 enum { FETCHED_CHUNKS = 4 };
 
 /* A copy of a chunk of V in which what is no number is 0: a weight of 0 does not undo a NaN. A token gone wrong still
@@ -60,7 +60,7 @@ static const char *stored_keys(const Attention *args, const AttentionItem *item,
     return find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, token, NULL);
 }
 
-/* What is read FETCHED_CHUNKS later than each chunk of a tile: its K, its V, the K of the tile that the thread does next. */
+/* What is read FETCHED_CHUNKS later than each chunk of a tile: its K, its V, then K of the thread's next tile. */
 static void find_later(const Work *work, Tile *tile) {
     const int count = tile->end - tile->begin;
     const char *following[2 * TILE_CHUNKS + FETCHED_CHUNKS];
@@ -90,13 +90,12 @@ static void fold(float *maximum, float *sums, float joining_maximum, const float
     }
 }
 
-/* The row'th (token, query head) of a KV head to out: the weighted sum of V, divided by that of the weights. */
-static void finish_row(const Attention *args, int token, int kv_head, int row, const float *sums) {
-    const int group = args->num_heads / args->shape.num_kv_heads, head_dim = args->shape.head_dim;
-    const int dtype = args->shape.dtype;
+/* A row of the output: the weighted sum of V, divided by that of the weights. */
+static void finish_row(const Attention *args, int token, int head, const float *sums) {
+    const int head_dim = args->shape.head_dim, dtype = args->shape.dtype;
     const float factor = 1.0f / sum_of(load_floats(sums)), *values = sums + LANES;
-    size_t out_row = (size_t)(token + row / group) * args->num_heads + kv_head * group + row % group;
-    char *out = (char *)args->out + out_row * head_dim * element_bytes(dtype);
+    const size_t row = (size_t)token * args->num_heads + head;
+    char *out = (char *)args->out + row * head_dim * element_bytes(dtype);
     for (int dim = 0; dim < head_dim; dim += LANES) {
         Floats x = load_floats(values + dim) * factor + 0.0f; /* no minus zero, which hidden tokens would make plus */
         if (dim + LANES <= head_dim)
@@ -104,6 +103,15 @@ static void finish_row(const Attention *args, int token, int kv_head, int row, c
         else
             store_tail(out, dim, head_dim - dim, x, dtype);
     }
+}
+
+/* The rows of some tokens and a KV head, whose sums are so many floats apart. */
+static void finish_rows(const Attention *args, int token, int num_tokens, int kv_head, const float *sums,
+                        size_t stride) {
+    const int group = args->num_heads / args->shape.num_kv_heads;
+    for (int end = token + num_tokens; token < end; token++)
+        for (int head = kv_head * group; head < (kv_head + 1) * group; head++, sums += stride)
+            finish_row(args, token, head, sums);
 }
 
 static char *take(char **scratch, size_t bytes) {
@@ -149,15 +157,14 @@ static Work start_item(const Attention *args, const AttentionItem *item, const A
 static void finish_item(const Work *work) {
     const AttentionItem *item = work->item;
     const int count = LANES + work->width;
-    for (int row = 0; row < work->rows; row++) {
-        const float *sums = work->state.sums + (size_t)row * count;
-        if (item->partial < 0) {
-            finish_row(work->args, item->token, item->kv_head, row, sums);
-            continue;
-        }
-        float *partial = work->args->partials + (item->partial + row) * attention_partial_floats(work->width);
+    if (item->partial < 0) {
+        finish_rows(work->args, item->token, item->num_tokens, item->kv_head, work->state.sums, count);
+        return;
+    }
+    float *partial = work->args->partials + item->partial * attention_partial_floats(work->width);
+    for (int row = 0; row < work->rows; row++, partial += LANES + count) {
         partial[0] = work->state.maxima[row];
-        memcpy(partial + LANES, sums, sizeof(float) * count);
+        memcpy(partial + LANES, work->state.sums + (size_t)row * count, sizeof(float) * count);
     }
 }
 
@@ -176,17 +183,16 @@ static void run_item(const Attention *args, const AttentionItem *item, const Att
 }
 
 static void run_merge(const Attention *args, const AttentionMerge *merge) {
-    const int group = args->num_heads / args->shape.num_kv_heads, width = padded_dim(args->shape.head_dim);
-    const int rows = merge->num_tokens * group;
+    const int width = padded_dim(args->shape.head_dim);
+    const int rows = merge->num_tokens * (args->num_heads / args->shape.num_kv_heads);
     const size_t stride = attention_partial_floats(width);
-    for (int row = 0; row < rows; row++) {
-        float *first = args->partials + (merge->partial + row) * stride;
+    float *first = args->partials + merge->partial * stride;
+    for (int row = 0; row < rows; row++)
         for (int i = 1; i < merge->num_partials; i++) {
-            const float *other = first + i * rows * stride;
-            fold(&first[0], first + LANES, other[0], other + LANES, LANES + width, args->scale);
+            float *to = first + row * stride, *other = to + i * rows * stride;
+            fold(&to[0], to + LANES, other[0], other + LANES, LANES + width, args->scale);
         }
-        finish_row(args, merge->token, merge->kv_head, row, first + LANES);
-    }
+    finish_rows(args, merge->token, merge->num_tokens, merge->kv_head, first + LANES, stride);
 }
 
 EXPORT int64_t attention_partial_floats(int32_t head_dim) { return 2 * LANES + padded_dim(head_dim); }
@@ -198,8 +204,8 @@ EXPORT int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_head
     return rows * width * 4 + (rows + LANES) * 4 + rows * (LANES + width) * 4 + chunk_room + 5 * 64;
 }
 
-/* The item that a thread does in a round, or NULL. Items become smaller: who has the larger one has the smaller one in the
- * next round. */
+/* The item that a thread does in a round, or NULL. Items become smaller: who has the larger one has the smaller one in
+ * the next round. */
 static const AttentionItem *item_of(const Attention *args, int round, int thread, int num_threads) {
     const int index = round * num_threads + (round % 2 ? num_threads - 1 - thread : thread);
     return index < args->num_items ? &args->items[index] : NULL;

@@ -1,6 +1,6 @@
-/* Some rows of q against one KV tile: scores, weights 2 ** (score - maximum), and the weighted sum of V, with all sums of
- * a block of rows in registers. The order of every sum is fixed: dimensions ascending for scores, tokens ascending for
- * values, lane by lane for the sum of weights. Included by attention.c alone.
+/* Some rows of q against one KV tile: scores, weights 2 ** (score - maximum), and the weighted sum of V, with all sums
+ * of a block of rows in registers. The order of every sum is fixed: dimensions ascending for scores, tokens ascending
+ * for values, lane by lane for the sum of weights. Included by attention.c alone.
  */
 #ifndef ATTENTION_ROWS_H
 #define ATTENTION_ROWS_H
@@ -32,7 +32,7 @@ typedef struct {
     const char *after_keys[TILE_CHUNKS], *after_values[TILE_CHUNKS]; /* chunks that are read a little later */
 } Tile;
 
-/* sums[row][v] += a[row, step] * b[v][step], steps ascending. What stands at `later` as b does is fetched, if not NULL. */
+/* sums[row][v] += a[row, step] * b[v][step], steps ascending. If not NULL, `later` stands as b does, and is fetched. */
 INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int a_stride, const char *const *b,
                      const char *const *later, int b_stride, int steps, const int rows, const int vectors,
                      const int dtype) {
@@ -87,6 +87,7 @@ INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *
     int vector = block->begin * CHUNK_VECTORS, end = block->end * CHUNK_VECTORS;
     for (; vector + MAX_VECTORS <= end; vector += MAX_VECTORS)
         score_vectors(work, tile, q, block, vector, rows, MAX_VECTORS, dtype);
+    for (; vector + 2 <= end; vector += 2) score_vectors(work, tile, q, block, vector, rows, 2, dtype);
     for (; vector < end; vector++) score_vectors(work, tile, q, block, vector, rows, 1, dtype);
 }
 

@@ -126,8 +126,8 @@ INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Fl
     return add_unit(sum, pairs, all_words(0x3f803f80), dtype);
 }
 
-/* A row's scores to weights, whose sums lane by lane join the row's. Weights are made of two chunks at once; one that is
- * not visited has weights of 0. */
+/* A row's scores to weights, whose sums lane by lane join the row's. Weights are made of two chunks at once; one that
+ * is not visited has weights of 0. */
 INLINE void weigh(Block *block, int row, float scale, float *sums, const int dtype) {
     float *scores = block->scores[row];
     const int begin = block->begin / 2 * 2 * CHUNK, end = (block->end + 1) / 2 * 2 * CHUNK;
