@@ -14,7 +14,7 @@ from kernels.attention_metadata import AnyInts, Ints
 from kernels.cpu_library import CpuLibrary
 
 #: Tokens; enum in attention.h.
-TILE, SPLIT = 128, 512
+TILE = 512
 
 #: Rows - tokens x query heads of a KV head - of an item: what they have so far stays in a core's second level cache.
 MAX_ITEM_ROWS = 192

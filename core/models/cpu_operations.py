@@ -9,7 +9,7 @@ from core.models.config import Activation, ModelConfig
 from core.models.rotary import rotary_embeddings
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import SPLIT, TILE, AttentionPlan, AttentionPlanner
+from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_kv_cache import CpuKVCache, padded_dim
@@ -55,7 +55,7 @@ class CpuOperations:
 
     @property
     def variant(self) -> str:
-        return f"c-{self.library.variant} attention={TILE}/{SPLIT}"
+        return f"c-{self.library.variant} attention={TILE}"
 
     def embedding(self, table: torch.Tensor, scale: float) -> CpuEmbedding:
         return CpuEmbedding(self.library, table, scale)

@@ -3,8 +3,9 @@
 #include "attention_rows.h"
 #include "pool.h"
 
-/* Items of this many rows or fewer are bound by memory and fetch the next tile while they compute. */
-#define FEW_ROWS 16
+/* Chunks from that which is read to that which is fetched meanwhile, from memory to a core's first level cache. A chunk
+ * is too short, and the next one too far away, for the hardware to fetch ahead by itself. */
+enum { FETCHED_CHUNKS = 4 };
 
 /* A copy of a chunk of V in which what is no number is 0: a weight of 0 does not undo a NaN. A token gone wrong still
  * shows to the rows that see it: its K is no number either (kv_write.h). */
@@ -24,8 +25,10 @@ static const char *clean_values(const CacheShape *shape, const char *chunk, char
     return room;
 }
 
-static int min(int a, int b) { return a < b ? a : b; }
-static int max(int a, int b) { return a > b ? a : b; }
+/* The first token of an item's part of the context that some row sees. */
+static int first_seen(const Attention *args, const AttentionItem *item) {
+    return args->window ? max(item->begin, item->position - args->window + 1) : item->begin;
+}
 
 /* The tile from token `first` on, as far as it lies in the item's part of the context. */
 static void find_tile(const Work *work, int first, Tile *tile) {
@@ -33,73 +36,82 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     const AttentionItem *item = work->item;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     const int last_row = item->position + item->num_tokens - 1;
-    const int lowest = args->window ? max(0, item->position - args->window + 1) : 0;
     const int seen_by_all = args->window ? max(0, last_row - args->window + 1) : 0; /* and up to item->position */
     const int end = min(first + TILE, item->end);
     const size_t bytes = chunk_bytes(&args->shape);
     tile->first = first;
-    tile->begin = max(0, lowest - first) / CHUNK;
-    tile->count = (end - first + CHUNK - 1) / CHUNK - tile->begin;
-    tile->is_whole = 1;
-    for (int i = tile->begin; i < tile->begin + tile->count; i++) {
+    tile->begin = max(0, first_seen(args, item) - first) / CHUNK;
+    tile->end = (end - first + CHUNK - 1) / CHUNK;
+    for (int i = tile->begin; i < tile->end; i++) {
         int token = first + i * CHUNK;
         tile->keys[i] = find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, item->end - 1,
                                    work->keys + i * bytes);
         tile->values[i] = find_chunk(&args->shape, args->layer, table, 1, item->kv_head, token, item->end - 1,
                                      work->values + i * bytes);
         if (token + CHUNK - 1 <= item->position && token >= seen_by_all) continue;
-        tile->is_whole = 0;
         tile->values[i] = clean_values(&args->shape, tile->values[i], work->values + i * bytes);
     }
 }
 
-/* Ask for the K and V of the tile from token `first` on. */
-static void prefetch_tile(const Work *work, int first) {
-    const Attention *args = work->args;
-    const int32_t *table = args->block_tables + (size_t)work->item->request * args->table_width;
-    if (args->shape.block_size < CHUNK) return;
-    const size_t bytes = chunk_bytes(&args->shape);
-    for (int token = first; token < min(first + TILE, work->item->end); token += CHUNK)
-        for (int is_value = 0; is_value < 2; is_value++) {
-            const char *chunk =
-                find_chunk(&args->shape, args->layer, table, is_value, work->item->kv_head, token, token, NULL);
-            for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(chunk + i, 0, 2);
-        }
+/* The chunk of an item's K from `token` on, as it stands in the cache; NULL past the item's end. */
+static const char *stored_keys(const Attention *args, const AttentionItem *item, int token) {
+    if (token >= item->end || args->shape.block_size < CHUNK) return NULL;
+    const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
+    return find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, token, NULL);
 }
 
-static void clear(const Work *work, State *state) {
-    for (int row = 0; row < work->rows; row++) state->maximum[row] = -INFINITY, state->sum[row] = 0.0f;
-    memset(state->values, 0, sizeof(float) * work->rows * work->width);
+/* What is read FETCHED_CHUNKS later than each chunk of a tile: its K, its V, then K of the thread's next tile. */
+static void find_later(const Work *work, Tile *tile) {
+    const int count = tile->end - tile->begin;
+    const char *following[2 * TILE_CHUNKS + FETCHED_CHUNKS];
+    memcpy(following, tile->keys + tile->begin, sizeof following[0] * count);
+    memcpy(following + count, tile->values + tile->begin, sizeof following[0] * count);
+    const AttentionItem *item = work->item;
+    int token = tile->first + TILE;
+    if (token >= item->end) {
+        item = work->next;
+        token = item ? first_seen(work->args, item) / CHUNK * CHUNK : 0;
+    }
+    for (int i = 0; i < FETCHED_CHUNKS; i++) {
+        const char *chunk = item ? stored_keys(work->args, item, token + i * CHUNK) : NULL;
+        following[2 * count + i] = chunk ? chunk : following[0];
+    }
+    memcpy(tile->after_keys + tile->begin, following + FETCHED_CHUNKS, sizeof following[0] * count);
+    memcpy(tile->after_values + tile->begin, following + FETCHED_CHUNKS + count, sizeof following[0] * count);
 }
 
-/* Add a later split of one row to what the row has: both shrink to the greater maximum. */
-static void fold(float *maximum, float *sum, float *values, float other_maximum, float other_sum,
-                 const float *other_values, int width) {
-    float greater = other_maximum > *maximum ? other_maximum : *maximum;
-    float finite = greater == -INFINITY ? 0.0f : greater;
-    float mine = exp2_negative(all_floats(*maximum - finite))[0];
-    float others = exp2_negative(all_floats(other_maximum - finite))[0];
-    *maximum = greater;
-    *sum = *sum * mine + other_sum * others;
-    for (int dim = 0; dim < width; dim += LANES) {
-        Floats kept = load_floats(values + dim) * mine;
-        store_floats(values + dim, multiply_add(load_floats(other_values + dim), all_floats(others), kept));
+/* A later tile's sums of one row join the row's. */
+static void fold(float *maximum, float *sums, float joining_maximum, const float *joining, int count, float scale) {
+    const Joint joint = join(all_floats(*maximum), all_floats(joining_maximum), scale);
+    *maximum = joint.maximum[0];
+    for (int i = 0; i < count; i += LANES) {
+        Floats sum = joined(load_floats(sums + i), joint.kept[0], load_floats(joining + i), joint.added[0]);
+        store_floats(sums + i, sum);
     }
 }
 
-/* values / sum of the row'th (token, query head) of a KV head to out. */
-static void finish_row(const Attention *args, int token, int kv_head, int row, float sum, const float *values) {
-    const int group = args->num_heads / args->shape.num_kv_heads, head_dim = args->shape.head_dim;
-    const int dtype = args->shape.dtype;
-    size_t out_row = (size_t)(token + row / group) * args->num_heads + kv_head * group + row % group;
-    char *out = (char *)args->out + out_row * head_dim * element_bytes(dtype);
+/* A row of the output: the weighted sum of V, divided by that of the weights. */
+static void finish_row(const Attention *args, int token, int head, const float *sums) {
+    const int head_dim = args->shape.head_dim, dtype = args->shape.dtype;
+    const float factor = 1.0f / sum_of(load_floats(sums)), *values = sums + LANES;
+    const size_t row = (size_t)token * args->num_heads + head;
+    char *out = (char *)args->out + row * head_dim * element_bytes(dtype);
     for (int dim = 0; dim < head_dim; dim += LANES) {
-        Floats x = load_floats(values + dim) / sum + 0.0f; /* never minus zero, which hidden tokens would make plus */
+        Floats x = load_floats(values + dim) * factor + 0.0f; /* no minus zero, which hidden tokens would make plus */
         if (dim + LANES <= head_dim)
             store_numbers(out, dim, x, dtype);
         else
             store_tail(out, dim, head_dim - dim, x, dtype);
     }
+}
+
+/* The rows of some tokens and a KV head, whose sums are so many floats apart. */
+static void finish_rows(const Attention *args, int token, int num_tokens, int kv_head, const float *sums,
+                        size_t stride) {
+    const int group = args->num_heads / args->shape.num_kv_heads;
+    for (int end = token + num_tokens; token < end; token++)
+        for (int head = kv_head * group; head < (kv_head + 1) * group; head++, sums += stride)
+            finish_row(args, token, head, sums);
 }
 
 static char *take(char **scratch, size_t bytes) {
@@ -108,11 +120,13 @@ static char *take(char **scratch, size_t bytes) {
     return taken;
 }
 
+/* Room for rows that have seen nothing yet. */
 static State take_state(char **scratch, int rows, int width) {
     State state;
-    state.maximum = (float *)take(scratch, sizeof(float) * rows);
-    state.sum = (float *)take(scratch, sizeof(float) * rows);
-    state.values = (float *)take(scratch, sizeof(float) * rows * width);
+    state.maxima = (float *)take(scratch, sizeof(float) * (rows + LANES));
+    state.sums = (float *)take(scratch, sizeof(float) * rows * (LANES + width));
+    for (int row = 0; row < rows + LANES; row++) state.maxima[row] = -INFINITY;
+    memset(state.sums, 0, sizeof(float) * rows * (LANES + width));
     return state;
 }
 
@@ -127,83 +141,85 @@ static void gather_q(const Work *work) {
                work->group * row_bytes);
 }
 
-static void run_item(const Attention *args, const AttentionItem *item, char *scratch) {
+static Work start_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
     const int group = args->num_heads / args->shape.num_kv_heads, width = padded_dim(args->shape.head_dim);
     Work work = {.args = args, .item = item, .group = group, .rows = item->num_tokens * group, .width = width};
+    work.next = next;
     work.units = (int)(args->shape.head_dim * element_bytes(args->shape.dtype) / 4);
     work.q = (uint32_t *)take(&scratch, sizeof(uint32_t) * work.rows * work.units);
     work.state = take_state(&scratch, work.rows, width);
-    work.folded = take_state(&scratch, work.rows, width);
     work.keys = take(&scratch, TILE_CHUNKS * chunk_bytes(&args->shape));
     work.values = take(&scratch, TILE_CHUNKS * chunk_bytes(&args->shape));
     gather_q(&work);
-    clear(&work, &work.state);
-    int num_folded = 0;
+    return work;
+}
+
+static void finish_item(const Work *work) {
+    const AttentionItem *item = work->item;
+    const int count = LANES + work->width;
+    if (item->partial < 0) {
+        finish_rows(work->args, item->token, item->num_tokens, item->kv_head, work->state.sums, count);
+        return;
+    }
+    float *partial = work->args->partials + item->partial * attention_partial_floats(work->width);
+    for (int row = 0; row < work->rows; row++, partial += LANES + count) {
+        partial[0] = work->state.maxima[row];
+        memcpy(partial + LANES, work->state.sums + (size_t)row * count, sizeof(float) * count);
+    }
+}
+
+static void run_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
+    const Work work = start_item(args, item, next, scratch);
     for (int first = item->begin; first < item->end; first += TILE) {
-        if (first > item->begin && first % SPLIT == 0) {
-            if (num_folded++ == 0) {
-                State swapped = work.folded;
-                work.folded = work.state, work.state = swapped;
-            } else {
-                for (int row = 0; row < work.rows; row++)
-                    fold(&work.folded.maximum[row], &work.folded.sum[row], work.folded.values + (size_t)row * width,
-                         work.state.maximum[row], work.state.sum[row], work.state.values + (size_t)row * width, width);
-            }
-            clear(&work, &work.state);
-        }
         Tile tile;
         find_tile(&work, first, &tile);
-        if (work.rows <= FEW_ROWS) prefetch_tile(&work, first + TILE);
+        find_later(&work, &tile);
         if (args->shape.dtype == FLOAT32)
             attend_float32(&work, &tile);
         else
             attend_bfloat16(&work, &tile);
     }
-    for (int row = 0; row < work.rows; row++) {
-        float *values = work.state.values + (size_t)row * width;
-        if (item->partial >= 0) {
-            float *partial = args->partials + (size_t)(item->partial + row) * attention_partial_floats(width);
-            partial[0] = work.state.maximum[row], partial[1] = work.state.sum[row];
-            memcpy(partial + LANES, values, sizeof(float) * width);
-            continue;
-        }
-        if (num_folded > 0) {
-            float *folded = work.folded.values + (size_t)row * width;
-            fold(&work.folded.maximum[row], &work.folded.sum[row], folded, work.state.maximum[row],
-                 work.state.sum[row], values, width);
-            finish_row(args, item->token, item->kv_head, row, work.folded.sum[row], folded);
-        } else {
-            finish_row(args, item->token, item->kv_head, row, work.state.sum[row], values);
-        }
-    }
+    finish_item(&work);
 }
 
 static void run_merge(const Attention *args, const AttentionMerge *merge) {
-    const int group = args->num_heads / args->shape.num_kv_heads, width = padded_dim(args->shape.head_dim);
-    const int rows = merge->num_tokens * group;
+    const int width = padded_dim(args->shape.head_dim);
+    const int rows = merge->num_tokens * (args->num_heads / args->shape.num_kv_heads);
     const size_t stride = attention_partial_floats(width);
-    for (int row = 0; row < rows; row++) {
-        float *first = args->partials + (merge->partial + row) * stride;
+    float *first = args->partials + merge->partial * stride;
+    for (int row = 0; row < rows; row++)
         for (int i = 1; i < merge->num_partials; i++) {
-            const float *other = first + i * rows * stride;
-            fold(&first[0], &first[1], first + LANES, other[0], other[1], other + LANES, width);
+            float *to = first + row * stride, *other = to + i * rows * stride;
+            fold(&to[0], to + LANES, other[0], other + LANES, LANES + width, args->scale);
         }
-        finish_row(args, merge->token, merge->kv_head, row, first[1], first + LANES);
-    }
+    finish_rows(args, merge->token, merge->num_tokens, merge->kv_head, first + LANES, stride);
 }
 
-EXPORT int64_t attention_partial_floats(int32_t head_dim) { return LANES + padded_dim(head_dim); }
+EXPORT int64_t attention_partial_floats(int32_t head_dim) { return 2 * LANES + padded_dim(head_dim); }
 
 EXPORT int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_heads, int32_t max_item_tokens) {
     const int64_t rows = (int64_t)max_item_tokens * (num_heads / shape->num_kv_heads);
     const int64_t width = padded_dim(shape->head_dim);
-    return rows * width * 4 * 3 + rows * 4 * 4 + 2 * TILE_CHUNKS * (int64_t)chunk_bytes(shape) + 9 * 64;
+    const int64_t chunk_room = 2 * TILE_CHUNKS * (int64_t)chunk_bytes(shape);
+    return rows * width * 4 + (rows + LANES) * 4 + rows * (LANES + width) * 4 + chunk_room + 5 * 64;
+}
+
+/* The item that a thread does in a round, or NULL. Items become smaller: who has the larger one has the smaller one in
+ * the next round. */
+static const AttentionItem *item_of(const Attention *args, int round, int thread, int num_threads) {
+    const int index = round * num_threads + (round % 2 ? num_threads - 1 - thread : thread);
+    return index < args->num_items ? &args->items[index] : NULL;
 }
 
 void attention_part(const Attention *args, int thread, int num_threads) {
     int64_t scratch_bytes = attention_scratch_bytes(&args->shape, args->num_heads, args->max_item_tokens);
     char *scratch = args->scratch + thread * ((scratch_bytes + 63) / 64 * 64);
-    for (int i = thread; i < args->num_items; i += num_threads) run_item(args, &args->items[i], scratch);
+    const AttentionItem *item = item_of(args, 0, thread, num_threads);
+    for (int round = 1; item; round++) {
+        const AttentionItem *next = item_of(args, round, thread, num_threads);
+        run_item(args, item, next, scratch);
+        item = next;
+    }
     if (args->num_merges == 0) return;
     pool_barrier();
     for (int i = thread; i < args->num_merges; i += num_threads) run_merge(args, &args->merges[i]);

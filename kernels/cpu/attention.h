@@ -1,20 +1,20 @@
 /* Paged causal attention: prefill chunks and decode rows of one step in one call.
  *
  * Rows of the products are (token, query head) pairs of one KV head, so that K and V are read once for all its query
- * heads. Every row walks the KV tiles - TILE tokens from an absolute multiple of TILE - of one split after the other,
- * keeping a running maximum, sum and weighted sum of V; splits - SPLIT tokens from an absolute multiple of SPLIT - begin
- * anew and are folded together in ascending order. A tile or split of which a row sees nothing adds exact zeros. So a
+ * heads. Every row takes the KV tiles - TILE tokens from an absolute multiple of TILE - one by one: of a tile it has
+ * the maximum of its scores, the sum of its weights 2 ** (score - maximum) and their weighted sum of V, and these join
+ * those of the tiles before, in ascending order. A tile or chunk of which a row sees nothing adds exact zeros. So a
  * row's bits depend on its own tokens only, whichever item computes it.
  *
- * Scores, sums and accumulators are float32. With a bfloat16 cache, q and the weights 2 ** (score - maximum) are rounded
- * to bfloat16 before they are multiplied, and the sum is of the rounded weights.
+ * Scores, sums and accumulators are float32. With a bfloat16 cache, q and the weights are rounded to bfloat16 before
+ * they are multiplied, and the sum is of the rounded weights.
  */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
 #include "cache_layout.h"
 
-enum { TILE = 128, SPLIT = 512 };
+enum { TILE = 512 }; /* tokens: a larger one has fewer sums to join, a smaller one lies in a nearer cache */
 
 /* Work that one thread does: some rows of one KV head against some of their context. */
 typedef struct {
@@ -40,7 +40,7 @@ typedef struct {
     const int32_t *block_tables; /* [R, table_width] */
     const AttentionItem *items;  /* the longest first */
     const AttentionMerge *merges;
-    float *partials; /* [partial rows, partial_floats()] */
+    float *partials; /* [partial rows, attention_partial_floats()]: maximum, from LANES on the sums */
     char *scratch;   /* attention_scratch_bytes() for each thread, 64-byte aligned */
     CacheShape shape;
     int32_t num_heads, table_width, num_items, num_merges, max_item_tokens;

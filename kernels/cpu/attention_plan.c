@@ -26,8 +26,8 @@ static void put(AttentionPlan *plan, Places *places, const AttentionItem *item) 
 
 /* Some tokens of a request: an item for each KV head and part of the context. */
 static void put_piece(AttentionPlan *plan, Places *places, AttentionItem piece) {
-    const int32_t first = piece.begin / SPLIT, rows = piece.num_tokens * plan->group;
-    const int32_t num_parts = rows <= plan->max_split_rows ? (piece.end - 1) / SPLIT - first + 1 : 1;
+    const int32_t first = piece.begin / TILE, rows = piece.num_tokens * plan->group;
+    const int32_t num_parts = rows <= plan->max_split_rows ? (piece.end - 1) / TILE - first + 1 : 1;
     for (int32_t head = 0; head < plan->num_kv_heads; head++) {
         AttentionItem item = piece;
         item.kv_head = head;
@@ -36,8 +36,8 @@ static void put_piece(AttentionPlan *plan, Places *places, AttentionItem piece) 
             continue;
         }
         for (int32_t part = 0; part < num_parts; part++) {
-            item.begin = (int32_t)greatest(piece.begin, (first + part) * SPLIT);
-            item.end = (int32_t)least(piece.end, (first + part + 1) * SPLIT);
+            item.begin = (int32_t)greatest(piece.begin, (first + part) * TILE);
+            item.end = (int32_t)least(piece.end, (first + part + 1) * TILE);
             item.partial = (int32_t)(plan->num_partials + part * rows);
             put(plan, places, &item);
         }

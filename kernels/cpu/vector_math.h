@@ -17,7 +17,15 @@ INLINE Floats choose(Signed mask, Floats yes, Floats no) {
 }
 
 /* The larger one; a NaN in x is passed over. */
-INLINE Floats larger(Floats x, Floats than) { return choose(x > than, x, than); }
+INLINE Floats larger(Floats x, Floats than) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)x, (__m512)than);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)x, (__m256)than);
+#else
+    return choose(x > than, x, than);
+#endif
+}
 
 /* Lane i becomes lane i ^ n. */
 #if defined(__clang__)
@@ -48,7 +56,8 @@ INLINE float sum_of(Floats x) {
     return x[0];
 }
 
-INLINE float largest_of(Floats x) {
+/* The largest of all lanes, in every lane. */
+INLINE Floats all_largest(Floats x) {
 #if LANES == 16
     x = larger(x, SWAPPED(x, 8));
 #endif
@@ -56,9 +65,10 @@ INLINE float largest_of(Floats x) {
     x = larger(x, SWAPPED(x, 4));
 #endif
     x = larger(x, SWAPPED(x, 2));
-    x = larger(x, SWAPPED(x, 1));
-    return x[0];
+    return larger(x, SWAPPED(x, 1));
 }
+
+INLINE float largest_of(Floats x) { return all_largest(x)[0]; }
 
 /* 2 ** (whole + part), whole being an integer from -126 to 127 and part from -0.5 to 0.5; relative error 1e-7. The
  * polynomial is (2 ** x - 1) / x interpolated at Chebyshev's points. */

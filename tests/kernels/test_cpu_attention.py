@@ -12,10 +12,13 @@ from kernels.cpu_attention_plan import AttentionPlanner
 from kernels.cpu_build import usable_variants
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import load_cpu_library
-from tests.kernels.test_attention import DTYPES, LENGTHS, Bench, chunkings
+from tests.kernels.test_attention import DTYPES, Bench, chunkings
 
 #: Query heads, KV heads, head size: groups of 1 to 9, sizes that fill vectors and that do not.
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 1, 80), (4, 2, 12), (8, 1, 128), (2, 2, 256), (6, 2, 20)]
+#: Tokens; the first context, whose bits are compared, has a tile of 512 and a part of another.
+LENGTHS = (600, 90, 520, 47)
+
 WINDOWS = [None, 1, 2, 15, 17, 64, 127, 128, 129, 200, 1000]
 
 
