@@ -21,7 +21,7 @@ from core.inbox import Inbox
 from core.lease_clock import LeaseClock
 from core.reception import Reception, Served
 from core.sessions import Sessions
-from ipc.messages import EngineStopping, ErrorCode, ServerMessage
+from ipc.messages import CallResult, EngineStopping, ErrorCode, ServerMessage
 from ipc.sockets import BoundRouter, Context
 
 MAX_OUTBOX_STEPS = 256  # results of steps that wait to be sent; then the engine waits
@@ -178,6 +178,7 @@ class IOThread:
                 session = self.sessions.of_client(client)
                 if session is not None:
                     session.requests.note(message)
+                    session.num_calls -= isinstance(message, CallResult)
                     self.sessions.send(session, message, now)
 
     def _stop(self, stopping: EngineStopping) -> None:
@@ -206,7 +207,7 @@ class IOThread:
         while self._monitor.poll(0):
             fd = int(recv_monitor_message(self._monitor)["value"])
             for session in self.sessions.of_fd(fd):
-                self.sessions.close(session)
+                self.sessions.lose(session)
 
     def _end_silent(self, now: float, *, has_read: bool) -> None:
         """End the sessions whose lease has run out: a client that is stopped, or far away and unreachable."""
