@@ -7,7 +7,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from ipc.messages import Abort, FinishReason, Outputs, RequestFailed, ServerMessage, unpack_choices, unpack_numbers
+from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_choices, unpack_numbers
 
 #: Numbers of finished requests that a session remembers: more than core/backlog.py merges rows, 10 bytes at least each,
 #: into one message, because a number that is used again must not meet its first use there.
@@ -65,14 +65,14 @@ class RequestLedger:
         if isinstance(message, RequestFailed):
             self._end(message.number)
         elif isinstance(message, Outputs) and message.finish:
-            finish = np.frombuffer(message.finish, np.uint8)
-            numbers = np.frombuffer(message.numbers, "<u4")
-            for number in numbers[finish != FinishReason.NONE].tolist():
-                live = self._live.get(number)
-                if live is not None:
-                    live.num_unfinished -= 1
-                    if live.num_unfinished == 0:
-                        self._end(number)
+            for row, code in enumerate(message.finish):
+                if code:
+                    number = int.from_bytes(message.numbers[4 * row : 4 * row + 4], "little")
+                    live = self._live.get(number)
+                    if live is not None:
+                        live.num_unfinished -= 1
+                        if live.num_unfinished == 0:
+                            self._end(number)
 
     def _end(self, number: int) -> None:
         live = self._live.pop(number, None)
