@@ -13,7 +13,8 @@ MAX_BYTES = 512 << 20
 class Inbox:
     """One producer (the IO thread) and one consumer (the engine thread); neither waits for the other.
 
-    A request is queued from put() until the consumer says in settle() that it has begun or ended.
+    Each choice of a request is queued, with its tokens, from put() until the consumer says in settle() that it has
+    begun or ended.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Inbox:
     def put(self, client: int, message: EngineInput) -> None:
         self._bytes_put += _num_bytes(message)
         if isinstance(message, AddRequest):
-            self._requests_put += 1
+            self._requests_put += message.params.n
             self._tokens_put += num_tokens(message)
         self._queue.put((client, message))
 
@@ -82,16 +83,16 @@ class Inbox:
     def _take(self, message: EngineInput) -> None:
         self._bytes_taken += _num_bytes(message)
         if isinstance(message, AddRequest):
-            self._requests_taken += 1
+            self._requests_taken += message.params.n
             self._tokens_taken += num_tokens(message)
 
 
 def num_tokens(message: AddRequest) -> int:
-    """Of the prompt and of what was delivered."""
-    return (len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
+    """Of the prompt, which each choice has, and of what was delivered."""
+    return (message.params.n * len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
 
 
 def _num_bytes(message: EngineInput) -> int:
     if isinstance(message, AddRequest):
-        return 4 * num_tokens(message)
+        return len(message.prompt_token_ids) + sum(map(len, message.delivered))
     return len(message.numbers) if isinstance(message, Abort) else 0

@@ -6,11 +6,11 @@ that cannot be reached looks alive.
 """
 
 import os
-import queue
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,11 +21,13 @@ from core.inbox import Inbox
 from core.lease_clock import LeaseClock
 from core.reception import Reception, Served
 from core.sessions import Sessions
-from ipc.messages import EngineStopping, ErrorCode, ServerMessage
+from ipc.messages import CallResult, EngineStopping, ErrorCode, ServerMessage
 from ipc.sockets import BoundRouter, Context
 
-MAX_OUTBOX_STEPS = 256  # results of steps that wait to be sent; then the engine waits
+MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MESSAGES_PER_ROUND = 256  # received before results are sent again
+_STEPS_PER_ROUND = 4  # sent before messages are received again
+_FULL_S = 0.001  # between looks at an outbox that is full
 _MIN_RETRY_MS, _MAX_RETRY_MS = 10, 160  # between attempts to send to clients whose queues are full
 _FLUSH_S = 0.5  # given to slow clients when the engine stops
 _TICKS_PER_LEASE = 8
@@ -42,7 +44,8 @@ class IOThread:
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self.inbox = Inbox()
         self.sessions = Sessions(router.socket, self.inbox, served.client_weights)
-        self._outbox: queue.Queue[Sequence[Addressed] | EngineStopping] = queue.Queue(MAX_OUTBOX_STEPS)
+        self._outbox: SimpleQueue[Sequence[Addressed] | EngineStopping] = SimpleQueue()
+        self._is_asleep = False  # or about to be: it has to be woken for what is put into the outbox
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
         self._context = context
@@ -75,8 +78,13 @@ class IOThread:
 
     def put(self, messages: Sequence[Addressed]) -> None:
         """What a step produced. Waits while MAX_OUTBOX_STEPS are unsent."""
+        if not messages:
+            return
+        while self._outbox.qsize() >= MAX_OUTBOX_STEPS:
+            time.sleep(_FULL_S)
         self._outbox.put(messages)
-        self._wake_up()
+        if self._is_asleep:
+            self._wake_up()
 
     def drain(self) -> None:
         """Refuse new requests from now on and end the inbox."""
@@ -85,10 +93,7 @@ class IOThread:
 
     def finish(self, error: str, timeout: float) -> None:
         """Send what is in the outbox, then EngineStopping(error) to every session, and end. May be called again."""
-        try:
-            self._outbox.put(EngineStopping(error), timeout=timeout)
-        except queue.Full:
-            return
+        self._outbox.put(EngineStopping(error))
         self._wake_up()
         self._thread.join(timeout)
 
@@ -120,7 +125,9 @@ class IOThread:
         while True:
             may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
             poller.modify(self._socket, zmq.POLLIN if may_receive else 0)
-            ready = dict(poller.poll(self._poll_ms(may_receive)))
+            self._is_asleep = True  # before the look at the outbox: what is put in after it finds this
+            ready = dict(poller.poll(0 if self._outbox.qsize() else self._poll_ms(may_receive)))
+            self._is_asleep = False
             now = time.monotonic()
             if self._monitor in ready:
                 self._close_disconnected()
@@ -132,9 +139,9 @@ class IOThread:
                     self.reception.is_draining = True
                     self.inbox.put(_NOBODY, EndPause())
                     self.inbox.put_end()
-                if (stopping := self._send_outbox(now)) is not None:
-                    self._stop(stopping)
-                    return
+            if (stopping := self._send_outbox(now)) is not None:
+                self._stop(stopping)
+                return
             if self._shutdown_asked:
                 self._stop(EngineStopping("its owner has shut it down"))
                 return
@@ -156,21 +163,22 @@ class IOThread:
             if self.inbox.is_overfull:
                 return False
             try:
-                identity = self._socket.recv(zmq.NOBLOCK)
+                identity = last = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
             frame, num_frames = zmq.Frame(), 0
-            while self._socket.getsockopt(zmq.RCVMORE):
-                part = self._socket.recv(copy=False)  # only the first is kept: a peer may send any number
-                frame, num_frames = (part, 1) if num_frames == 0 else (frame, num_frames + 1)
-            self.reception.receive(identity, frame, num_frames, now)
+            while last.more:
+                last = self._socket.recv(copy=False)  # only the first is kept: a peer may send any number
+                frame, num_frames = (last, 1) if num_frames == 0 else (frame, num_frames + 1)
+            self.reception.receive(identity.bytes, frame, num_frames, now)
         return False
 
     def _send_outbox(self, now: float) -> EngineStopping | None:
-        while True:
+        """Some of it: an engine that is faster than this thread does not keep it from its clients."""
+        for _ in range(_STEPS_PER_ROUND):
             try:
                 messages = self._outbox.get_nowait()
-            except queue.Empty:
+            except Empty:
                 return None
             if isinstance(messages, EngineStopping):
                 return messages
@@ -178,7 +186,9 @@ class IOThread:
                 session = self.sessions.of_client(client)
                 if session is not None:
                     session.requests.note(message)
+                    session.num_calls -= isinstance(message, CallResult)
                     self.sessions.send(session, message, now)
+        return None
 
     def _stop(self, stopping: EngineStopping) -> None:
         now = time.monotonic()
@@ -206,7 +216,7 @@ class IOThread:
         while self._monitor.poll(0):
             fd = int(recv_monitor_message(self._monitor)["value"])
             for session in self.sessions.of_fd(fd):
-                self.sessions.close(session)
+                self.sessions.lose(session)
 
     def _end_silent(self, now: float, *, has_read: bool) -> None:
         """End the sessions whose lease has run out: a client that is stopped, or far away and unreachable."""

@@ -16,6 +16,7 @@ from core.request_validation import decode_request_number, validate_request
 from core.sessions import MAX_SESSIONS, Session, Sessions
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.messages import (
+    MAX_ABORTED,
     OWNER_CALLS,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -43,6 +44,7 @@ from ipc.messages import (
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
+MAX_CALLS = 32  # of one session that the engine has not answered yet
 MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
 RETRY_AFTER_MS = 1000
 _LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
@@ -127,13 +129,14 @@ class Reception:
             return
         for lost in self._sessions.of_token(hello.session_token):
             if lost is not session:
-                self._sessions.close(lost)  # its connection was cut, which only the client has noticed so far
+                self._sessions.lose(lost)  # its connection was cut, which only the client has noticed so far
         if session is None and len(self._sessions) >= MAX_SESSIONS:
             text = f"the engine has {MAX_SESSIONS} clients, which is its limit; try again later"
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
             return
         if session is None:
             session = self._open(identity, fd, hello)
+            session.num_resumed = self._sessions.take_lost(hello.session_token)
         self._sessions.send(session, self._welcome(session, hello), now)
 
     def _open(self, identity: bytes, fd: int, hello: Hello) -> Session:
@@ -171,7 +174,7 @@ class Reception:
                 if refusal is not None:
                     self._sessions.send(session, refusal, now)
             case Abort():
-                self._inbox.put(session.client, message)
+                self._abort(session, message, now)
             case Goodbye():
                 self._sessions.close(session)
             case Heartbeat():
@@ -202,9 +205,21 @@ class Reception:
                 return CallDone(call)
             case Shutdown(call):
                 return CallDone(call)
+            case _ if session.num_calls >= MAX_CALLS:
+                text = f"{MAX_CALLS} calls of this session wait for their answers; call again when they have come"
+                return CallFailed(message.call, ErrorCode.RESOURCE_EXHAUSTED, text)
             case _:
+                session.num_calls += 1
                 self._inbox.put(session.client, message)
                 return None
+
+    def _abort(self, session: Session, message: Abort, now: float) -> None:
+        num_numbers = len(message.numbers) // 4
+        if num_numbers > MAX_ABORTED:
+            text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
+            self._reject(session.identity, session, b"", text, now)
+        elif (abort := session.requests.live_among(message)) is not None:
+            self._inbox.put(session.client, abort)
 
     def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
         """Put a request into the inbox, or say why not. One that is running already is not begun again."""
@@ -218,6 +233,7 @@ class Reception:
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
         full = self._what_is_full(session, message, len(frame.buffer))
+        session.num_resumed = max(0, session.num_resumed - 1)
         if full:
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
         try:
@@ -235,11 +251,11 @@ class Reception:
 
     def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
         """Which bound the request would exceed; "" for none. What is alone in a queue always fits."""
-        inbox, limits = self._inbox, self._limits
-        if inbox.num_queued_requests >= limits.max_num_queued_requests:
+        inbox, limits, is_resumed = self._inbox, self._limits, session.num_resumed > 0
+        if not is_resumed and inbox.num_queued_requests >= limits.max_num_queued_requests:
             return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
         tokens = inbox.num_queued_tokens
-        if tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
+        if not is_resumed and tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
             return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
         held = session.requests.num_bytes
         if held > 0 and held + num_bytes > limits.max_client_bytes:

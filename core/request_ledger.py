@@ -7,9 +7,11 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
-from ipc.messages import FinishReason, Outputs, RequestFailed, ServerMessage
+from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_choices, unpack_numbers
 
-MAX_FINISHED = 4096  # numbers of finished requests that a session remembers
+#: Numbers of finished requests that a session remembers: more than core/backlog.py merges rows, 10 bytes at least each,
+#: into one message, because a number that is used again must not meet its first use there.
+MAX_FINISHED = 8192
 
 
 class Standing(Enum):
@@ -41,23 +43,36 @@ class RequestLedger:
             return Standing.SAME if live.digest == _digest(frame) else Standing.IN_USE
         return Standing.FINISHED if number in self._finished else Standing.NEW
 
+    def __len__(self) -> int:
+        return len(self._live)
+
     def add(self, number: int, frame: bytes | memoryview, num_choices: int) -> None:
         self._live[number] = _Live(_digest(frame), len(frame), num_choices)
         self.num_bytes += len(frame)
+
+    def live_among(self, abort: Abort) -> Abort | None:
+        """What of this is there to abort, each once; None for nothing. The rest costs the engine thread nothing."""
+        numbers = unpack_numbers(abort.numbers)
+        choices = unpack_choices(abort.choices) if abort.choices else [0] * len(numbers)
+        named = dict.fromkeys(zip(numbers, choices, strict=False))  # a number without its choice names nothing
+        kept = np.array([pair for pair in named if pair[0] in self._live], np.uint32).reshape(-1, 2).T
+        if not kept.size:
+            return None
+        return Abort(kept[0].astype("<u4").tobytes(), kept[1].astype("<u2").tobytes() if abort.choices else b"")
 
     def note(self, message: ServerMessage) -> None:
         """What the client is told now; a request ends with the last of its choices' rows, or by a failure."""
         if isinstance(message, RequestFailed):
             self._end(message.number)
         elif isinstance(message, Outputs) and message.finish:
-            finish = np.frombuffer(message.finish, np.uint8)
-            numbers = np.frombuffer(message.numbers, "<u4")
-            for number in numbers[finish != FinishReason.NONE].tolist():
-                live = self._live.get(number)
-                if live is not None:
-                    live.num_unfinished -= 1
-                    if live.num_unfinished == 0:
-                        self._end(number)
+            for row, code in enumerate(message.finish):
+                if code:
+                    number = int.from_bytes(message.numbers[4 * row : 4 * row + 4], "little")
+                    live = self._live.get(number)
+                    if live is not None:
+                        live.num_unfinished -= 1
+                        if live.num_unfinished == 0:
+                            self._end(number)
 
     def _end(self, number: int) -> None:
         live = self._live.pop(number, None)

@@ -6,7 +6,7 @@ HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session end
 
 import contextlib
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -47,6 +47,8 @@ class Session(msgspec.Struct, eq=False):
     requests: RequestLedger = msgspec.field(default_factory=RequestLedger)
     malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
     num_tokenizers: int = 0  # times the tokenizer was handed over
+    num_calls: int = 0  # that the engine has not answered yet
+    num_resumed: int = 0  # requests it may still send again although the queue is full: they had been accepted
     held_since: float | None = None  # monotonic; its requests wait
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the engine tells everything anew
 
@@ -62,6 +64,7 @@ class Sessions:
         self._by_identity: dict[bytes, Session] = {}
         self._by_client: dict[int, Session] = {}
         self._backlogged: dict[int, Session] = {}
+        self._lost: OrderedDict[bytes, int] = OrderedDict()  # unfinished requests of sessions cut off, by token
         self._farewells: dict[bytes, bytes] = {}  # last frames of ended sessions, by identity
         self._num_opened = 0
 
@@ -103,6 +106,18 @@ class Sessions:
         del self._by_identity[session.identity]
         self._backlogged.pop(session.client, None)
         self._inbox.put(session.client, Goodbye())
+
+    def lose(self, session: Session) -> None:
+        """Close the session of a client that was cut off and may come back."""
+        if session.client in self._by_client and len(session.requests):
+            self._lost[session.token] = len(session.requests) + session.num_resumed
+            if len(self._lost) > MAX_SESSIONS:
+                self._lost.popitem(last=False)
+        self.close(session)
+
+    def take_lost(self, token: bytes) -> int:
+        """How many requests a session had when it was lost; once."""
+        return self._lost.pop(token, 0)
 
     def end(self, session: Session, code: ErrorCode, text: str) -> None:
         """Close the session from this side; the client finds out why as soon as it reads again."""

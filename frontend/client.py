@@ -33,6 +33,7 @@ from ipc.errors import (
     RequestFailedError,
 )
 from ipc.messages import (
+    MAX_ABORTED,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
@@ -148,13 +149,9 @@ class EngineClient(TypedCalls):
                 )
             with self._changed:
                 self.raise_if_ended()
+                self._send(frame)  # first: it travels meanwhile, and what answers it waits for the lock
                 self._next_number = number + 1
                 self._journal.add(request, streaming=streaming, now=time.monotonic())
-                try:
-                    self._send(frame)
-                except BaseException:
-                    self._journal.remove(number)
-                    raise
         return number
 
     def wait(self, numbers: Int64s, timeout: float | None = None) -> Int64s:
@@ -163,14 +160,15 @@ class EngineClient(TypedCalls):
         Errors: EngineDeadError when the session has ended and none of them has news left.
         """
         self._check_process()
+        end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while True:
-                ready = self._journal.take_ready(numbers)
-                if len(ready):
-                    return ready
+            while not len(ready := self._journal.take_ready(numbers)):
                 self.raise_if_ended()
-                if not self._changed.wait(timeout):
-                    return ready
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            return ready
 
     def take_ready(self) -> Int64s:
         """Numbers of all requests with news not taken yet; for listeners."""
@@ -187,20 +185,22 @@ class EngineClient(TypedCalls):
         """Ask the engine to stop these, or only the choice beside each; each that still runs gets a last row with
         finish code ABORT."""
         self._check()
-        column = np.fromiter(numbers, "<u4")
+        column, beside = np.fromiter(numbers, "<u4"), np.array(choices, "<u2")
         with self._changed:
             self._journal.mark_aborted(column.tolist(), choices)
-            if len(column) and self._error is None:
-                self._send(encode(Abort(column.tobytes(), np.array(choices, "<u2").tobytes())))
+            for at in range(0, len(column), MAX_ABORTED):
+                part = slice(at, at + MAX_ABORTED)
+                self._send(encode(Abort(column[part].tobytes(), beside[part].tobytes())))
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Forget these requests, and stop those that run: what still arrives for them is dropped. Never raises for an
         engine that is gone."""
+        if os.getpid() != self._pid:
+            return  # a thread that was not forked may hold the lock
         with self._changed:
             running = [number for number in numbers if self._journal.remove(number)]
-        if running and os.getpid() == self._pid:
-            with contextlib.suppress(EngineDeadError, HandshakeError):
-                self.abort(running)
+        with contextlib.suppress(EngineDeadError, HandshakeError):
+            self.abort(running)
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` from the transport's thread once per batch with news, and when the session ends."""
@@ -235,19 +235,18 @@ class EngineClient(TypedCalls):
     def call(self, make: Callable[[int], ClientMessage], name: str, timeout: float | None) -> CallResult:
         self._check()
         limit = self._call_timeout if timeout is None else timeout
-        number = next(self._call_numbers)
-        future: Future[CallResult] = Future()
+        number, future = next(self._call_numbers), Future[CallResult]()
         message = make(number)
         if isinstance(message, _SCHEDULING_CALLS) and self.welcome.minor < SCHEDULING_MINOR:
             theirs, needed = f"{self.welcome.major}.{self.welcome.minor}", f"{PROTOCOL_MAJOR}.{SCHEDULING_MINOR}"
             raise CallFailedError(f"{name}: the engine speaks protocol {theirs}; this needs {needed}")
-        with self._changed:
-            self.raise_if_ended()
-            if not self._is_connected:
-                raise CallFailedError(f"{name}: {_LOST}")
-            self._calls[number] = future
-            self._send(encode(message))
         try:
+            with self._changed:
+                self.raise_if_ended()
+                if not self._is_connected:
+                    raise CallFailedError(f"{name}: {_LOST}")
+                self._calls[number] = future
+                self._send(encode(message))
             return future.result(limit)
         except FutureTimeoutError:
             raise CallFailedError(f"the engine did not answer {name} within {limit:g} s") from None

@@ -243,14 +243,14 @@ class Journal:
         columns = columns_of(outputs)
         rows = self.rows_of(columns.numbers, columns.choices)
         live = (rows >= 0) & (self._finish[rows] == 0)
-        if not live.all():
+        if np.count_nonzero(live) < len(live):
             columns, rows = columns.where(live), rows[live]
         seats = np.arange(len(rows))
         self._seat[rows] = seats
-        if (self._seat[rows] != seats).any():
+        if np.count_nonzero(self._seat[rows] != seats):
             raise MalformedMessageError(f"a choice has two rows in the output message of step {outputs.step}")
         delivered = self._num_delivered[rows]
-        if (columns.positions > delivered).any():
+        if np.count_nonzero(columns.positions > delivered):
             gap = int(np.argmax(columns.positions > delivered))
             raise AssertionError(
                 f"request {columns.numbers[gap]}: {delivered[gap]} tokens were delivered, the next begin at position "
@@ -277,13 +277,13 @@ class Journal:
 
     def any_ready(self, rows: Int64s) -> bool:
         """Whether one of these rows has news its consumer waits for."""
-        return bool(self._ready[self._first[rows]].any())
+        return bool(np.count_nonzero(self._ready[self._first[rows]]))
 
     def _write_tokens(self, columns: OutputColumns, rows: Int64s, delivered: Int64s, ends: Int64s) -> None:
         if not len(columns.tokens):
             return
         self._tokens.ensure(rows, ends)
-        if len(columns.tokens) == len(rows) and (columns.counts == 1).all():
+        if len(columns.tokens) == len(rows) == np.count_nonzero(columns.counts == 1):
             token_rows, positions, known = rows, columns.positions, delivered
         else:
             token_rows = rows.repeat(columns.counts)
@@ -291,7 +291,7 @@ class Journal:
             starts = np.cumsum(columns.counts) - columns.counts
             positions = np.arange(len(columns.tokens)) + (columns.positions - starts).repeat(columns.counts)
         new = positions >= known
-        if new.all():
+        if np.count_nonzero(new) == len(new):
             self._tokens.set(token_rows, positions, columns.tokens)
         else:
             self._tokens.set(token_rows[new], positions[new], columns.tokens[new])

@@ -11,6 +11,8 @@ from ipc.paged_rows import Int32s
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
+_LAST_FINISH = int(max(FinishReason))
+
 
 class OutputColumns(NamedTuple):
     """R rows and their T tokens. Columns that need no widening are views of the message."""
@@ -49,14 +51,14 @@ def columns_of(outputs: Outputs) -> OutputColumns:
         raise MalformedMessageError(f"an output column is not a whole number of entries: {error}") from error
     num_rows = len(columns.numbers)
     num_finish = num_rows if columns.finish is None else len(columns.finish)
-    lengths = (len(columns.positions), len(columns.counts), num_finish, int(columns.counts.sum()))
+    lengths = (len(columns.positions), len(columns.counts), num_finish, int(np.add.reduce(columns.counts)))
     if lengths != (num_rows, num_rows, num_rows, len(columns.tokens)) or len(outputs.started) % 8:
         raise MalformedMessageError(
             f"output columns do not fit: {num_rows} numbers, {lengths[0]} positions, {lengths[1]} counts with the sum "
             f"{lengths[3]}, {len(columns.tokens)} tokens, {lengths[2]} finish codes, {len(outputs.started)} B started"
         )
-    if columns.finish is not None and num_rows and columns.finish.max() > FinishReason.ABORT:
-        raise MalformedMessageError(f"finish code {columns.finish.max()}; known are 0 to {FinishReason.ABORT.value}")
+    if outputs.finish and max(outputs.finish) > _LAST_FINISH:
+        raise MalformedMessageError(f"finish code {max(outputs.finish)}; known are 0 to {FinishReason.ABORT.value}")
     if columns.choices is not None and len(columns.choices) != num_rows:
         raise MalformedMessageError(f"output columns do not fit: {num_rows} numbers, {len(columns.choices)} choices")
     return columns

@@ -31,6 +31,8 @@ _MAX_BATCH = 256
 MAX_QUEUED_BYTES = 64 << 20
 #: Seconds that last frames of a dead engine, or to a living one, are waited for.
 _LAST_FRAMES_S = 0.2
+#: Seconds between two attempts to make a lost connection again.
+_RETRY_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -152,6 +154,8 @@ class ZmqTransport:
         try:
             while (reason := self._serve(connection, on_frames)) is None:
                 connection.close(linger_s=0.0)
+                if self._lost_at is not None:
+                    time.sleep(_RETRY_S)  # whoever accepts connections in the engine's place has closed this one too
                 connection = _connect(context, self._address)
                 self._begin_again(on_lost())
         except Exception as error:  # the thread's entry: its silent death would leave every caller waiting

@@ -29,6 +29,8 @@ PROTOCOL_MINOR = 2
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
 #: Largest frame a client accepts, bytes: tokenizer files of large vocabularies are tens of megabytes.
 MAX_SERVER_MESSAGE_BYTES = 256 << 20
+#: Most numbers in one Abort.
+MAX_ABORTED = 65_536
 
 
 class FinishReason(IntEnum):

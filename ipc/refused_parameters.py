@@ -42,6 +42,8 @@ def refuse_parameters(params: Any) -> None:
     """Errors: UnsupportedParameterError naming the first that is not at its default, and what to do instead."""
     for name, (default, instead) in REFUSED.items():
         value = getattr(params, name)
+        if value is default:
+            continue
         is_empty = default is None and isinstance(value, (list, dict)) and not value
         if not is_empty and not _is_same(value, default):
             raise UnsupportedParameterError(

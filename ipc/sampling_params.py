@@ -170,7 +170,7 @@ _PENALTIES = {
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise InvalidRequestError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
     plain = value if isinstance(value, (int, float)) else float(value)  # NumPy's scalars
     if not low <= plain <= high:  # also for NaN
@@ -179,7 +179,7 @@ def _number(name: str, value: object, low: float, high: float) -> float:
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
     plain = int(value)
     if not low <= plain <= high:

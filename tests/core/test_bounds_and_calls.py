@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from core.executor.fake import fake_tokens
-from core.reception import MAX_TOKENIZERS
+from core.inbox import Inbox
+from core.reception import MAX_CALLS, MAX_TOKENIZERS
 from ipc.messages import (
+    MAX_ABORTED,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
@@ -17,19 +19,23 @@ from ipc.messages import (
     ErrorCode,
     FinishReason,
     GetModelInformation,
+    GetStatistics,
     GetTokenizer,
     Hello,
     ModelInformation,
     Pause,
     PauseMode,
+    Refused,
     RequestFailed,
     Resume,
     Shutdown,
+    Statistics,
     TokenizerFiles,
     Welcome,
     pack_numbers,
 )
-from tests.core.running_engine import LONG, VOCAB, Running, expected, is_free, owner, start_engine, wait_for
+from ipc.sampling_params import SamplingParams
+from tests.core.running_engine import LONG, NUM_ROWS, VOCAB, Running, expected, is_free, owner, start_engine, wait_for
 from tests.raw_client import RawClient, request
 
 __all__ = ["start_engine"]  # a fixture
@@ -56,6 +62,38 @@ def test_queue_bounds(start: Callable[..., Running]) -> None:
         client.send(Resume(2))
         client.receive(CallDone)
         assert client.finish(1, 2, 5) == [expected([1, number], 8) for number in (1, 2, 5)]
+
+
+def test_each_choice_counts_as_soon_as_it_is_sent() -> None:
+    inbox = Inbox()
+    message = msgspec.structs.replace(request(1, [1, 2, 3]), params=SamplingParams(n=4), delivered=[b"\1\0\0\0"])
+    inbox.put(1, message)
+    assert (inbox.num_queued_requests, inbox.num_queued_tokens) == (4, 13)
+    inbox.drain(0)
+    inbox.settle(4, 13)
+    assert (inbox.num_queued_requests, inbox.num_queued_tokens) == (4, 13)
+
+
+def test_what_a_lost_session_had_is_taken_again_though_the_queue_is_full(start: Callable[..., Running]) -> None:
+    running = start(max_num_queued_requests=NUM_ROWS, lease_ms=60_000)
+    with owner(running) as client, RawClient(running.address) as lost:
+        for number in range(NUM_ROWS):
+            lost.add(number, [1, number], max_tokens=LONG)
+        wait_for(client, lambda statistics: statistics.num_running == NUM_ROWS)
+        client.send(Pause(1, PauseMode.NEW))
+        client.receive(CallDone)
+        for number in range(NUM_ROWS):
+            client.add(number, [2, number])
+        wait_for(client, lambda statistics: statistics.num_waiting == NUM_ROWS)
+        with RawClient(running.address, hello=False) as again:
+            again.send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "again", lost.welcome.session_token))
+            again.receive(Welcome)
+            for number in range(NUM_ROWS + 1):
+                again.add(number, [1, number])
+            assert again.receive(RequestFailed).number == NUM_ROWS  # it had no more than that
+            client.send(Resume(2))
+            client.receive(CallDone)
+            assert again.finish(*range(NUM_ROWS)) == [expected([1, number], 8) for number in range(NUM_ROWS)]
 
 
 def test_token_and_byte_bounds(start: Callable[..., Running]) -> None:
@@ -110,6 +148,17 @@ def test_aborts_at_any_moment_are_idempotent(start: Callable[..., Running]) -> N
         assert is_free(client.statistics())
 
 
+def test_an_abort_has_a_bounded_length(start: Callable[..., Running]) -> None:
+    running = start(lease_ms=60_000)
+    with RawClient(running.address) as client:
+        client.add(1, [1], max_tokens=LONG)
+        client.send(Abort(pack_numbers([1] * (MAX_ABORTED + 1))))
+        assert client.receive(Refused).message == "an Abort has at most 65536 numbers, this has 65537"
+        client.send(Abort(pack_numbers([1] * MAX_ABORTED)))
+        client.finish(1)
+        assert client.finished == {1: FinishReason.ABORT}
+
+
 def test_a_deadline_ends_what_runs_and_what_waits(start: Callable[..., Running]) -> None:
     running = start(lease_ms=60_000)
     with owner(running) as client:
@@ -138,6 +187,19 @@ def test_owner_calls_are_the_owners(start: Callable[..., Running]) -> None:
                 assert (failed.call, failed.code) == (call.call, ErrorCode.PERMISSION_DENIED)
         client.add(1, [1])
         assert client.finish(1) == [expected([1], 8)]
+
+
+def test_calls_that_the_engine_has_not_answered_are_bounded(start: Callable[..., Running]) -> None:
+    running = start(lease_ms=60_000)
+    with RawClient(running.address) as client:
+        for _ in range(2):  # they count until they are answered
+            client.send(*[GetStatistics(call) for call in range(100 * MAX_CALLS)])
+            answers = [client.receive_any() for _ in range(100 * MAX_CALLS)]
+            failed = [one for one in answers if isinstance(one, CallFailed)]
+            answered = [one for one in answers if isinstance(one, Statistics)]
+            assert len(answered) >= MAX_CALLS
+            assert len(failed) == len(answers) - len(answered) > 0
+            assert {one.code for one in failed} == {ErrorCode.RESOURCE_EXHAUSTED}
 
 
 def test_pause_all_and_resume(start: Callable[..., Running]) -> None:

@@ -288,13 +288,14 @@ def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
 def test_overfull_inbox_is_not_filled_further(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "MAX_MESSAGES", 200)
     with RawClient(harness.address) as client:
-        client.send(*[ResetPrefixCache(call) for call in range(500)])
+        requests = [request(number, [1]) for number in range(500)]
+        client.send(*requests)
         client.send(GetTokenizer(1))
         assert not client.socket.poll(100)  # its messages stay where they are ...
         received: list[object] = []
         while len(received) < 500:
             received += [message for _, message in harness.io.inbox.drain(PATIENCE_S)]
-        assert received == [ResetPrefixCache(call) for call in range(500)]  # ... and none is lost
+        assert received == requests  # ... and none is lost
         client.receive(TokenizerFiles)
 
 

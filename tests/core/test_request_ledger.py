@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from core import request_ledger
+from core.backlog import Backlog
 from core.lease_clock import LeaseClock
 from core.request_ledger import RequestLedger, Standing
-from ipc.messages import ErrorCode, Outputs, RequestFailed
+from ipc.messages import Abort, ErrorCode, Outputs, RequestFailed, pack_numbers
 
 
 def finish(*numbers: int, running: tuple[int, ...] = ()) -> Outputs:
@@ -51,3 +52,35 @@ def test_the_lease_clock_stands_still_while_nobody_listens() -> None:
     clock.advance(3700.8, has_read=False)  # more may have come than was read
     clock.advance(3700.9, has_read=True)
     assert abs(clock.time - 1.6) < 1e-6
+
+
+def test_a_number_that_is_free_again_never_meets_its_first_use_in_one_message() -> None:
+    """Found by a client that did not read and used a number again: the merging of its outputs ended the engine."""
+    ledger, backlog = RequestLedger(), Backlog()
+    one_token = {"positions": bytes(4), "counts": b"\1\0", "tokens": bytes(4)}
+    first = Outputs(0, 0, numbers=pack_numbers([1]), finish=b"\2", **one_token)
+    number = 1
+    ledger.add(number, b"x", 1)
+    message = first
+    while True:
+        ledger.note(message)
+        backlog.append(message)
+        if ledger.standing(1, b"x") is Standing.NEW:
+            break
+        number += 1
+        ledger.add(number, b"x", 1)
+        message = finish(number)
+    backlog.append(first)
+    assert backlog.head() is not None
+
+
+def test_what_an_abort_costs_the_engine() -> None:
+    ledger = RequestLedger()
+    for number in (5, 6):
+        ledger.add(number, b"x", 3)
+    assert ledger.live_among(Abort(pack_numbers([9, 6, 6, 7, 5, 6]))) == Abort(pack_numbers([6, 5]))
+    choices = np.array([1, 0, 1, 2, 0], "<u2").tobytes()
+    wanted = Abort(pack_numbers([6, 6]), np.array([1, 2], "<u2").tobytes())
+    assert ledger.live_among(Abort(pack_numbers([6, 7, 6, 6, 9, 5]), choices)) == wanted
+    assert ledger.live_among(Abort(pack_numbers([1, 2]))) is None
+    assert ledger.live_among(Abort(b"")) is None

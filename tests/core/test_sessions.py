@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from core.zap import is_allowed
 from ipc.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    CallDone,
     ErrorCode,
     Heartbeat,
     Hello,
@@ -119,6 +121,26 @@ def test_a_client_on_hold_for_too_long_is_ended(start: Callable[..., Running], m
         assert all(
             stalled.tokens[number] == expected([number], LONG)[: len(stalled.tokens[number])] for number in (0, 7)
         )
+
+
+def test_an_engine_faster_than_its_socket_keeps_nobody_out(start: Callable[..., Running]) -> None:
+    """Results that never run out kept the IO thread from reading what clients send."""
+    running = start(lease_ms=60_000)
+    ended = threading.Event()
+
+    def produce() -> None:
+        while not ended.is_set():
+            running.io.put([(0, CallDone(0))] * 2000)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    try:
+        with RawClient(running.address) as witness:
+            witness.add(1, [7])
+            assert witness.finish(1) == [expected([7], 8)]
+    finally:
+        ended.set()
+        producer.join()
 
 
 # --- leases ------------------------------------------------------------------------------------------------------
