@@ -44,6 +44,7 @@ class _DecoderArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("hidden_size", "intermediate_size")),
         *((name, ctypes.c_int32) for name in ("num_layers", "num_heads", "dtype", "function")),
         *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
+        ("embeddings_are_packed", ctypes.c_int32),
     )
 
 
@@ -101,7 +102,7 @@ class CpuDecoder:
         assert head.out_dtype == torch.float32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # what the pointers point to
         self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
-        self._width, self._vocab_size, self._dtype = embedding.table.shape[1], head.out_features, norm.dtype
+        self._width, self._vocab_size, self._dtype = embedding.width, head.out_features, norm.dtype
         first = layers[0]
         self._decoder = _decoder_arguments(embedding, norm, head, first.down, function)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
@@ -187,6 +188,7 @@ def _decoder_arguments(
         function=FUNCTIONS[function],
         eps=norm.eps,
         embedding_scale=embedding.scale,
+        embeddings_are_packed=embedding.is_packed,
     )
 
 

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
 
 
@@ -15,22 +16,35 @@ class EmbeddingArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "width")),
         ("dtype", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("is_packed", ctypes.c_int32),
     )
 
 
 class CpuEmbedding:
-    """table [V, d] float32 or bfloat16, contiguous; its rows are multiplied by scale."""
+    """Rows of a table [V, d] float32 or bfloat16, contiguous, or of a product's weights; multiplied by scale."""
 
-    def __init__(self, library: CpuLibrary, table: torch.Tensor, scale: float = 1.0) -> None:
-        assert table.is_contiguous(), table.stride()
-        self.table, self.scale = table, scale
+    def __init__(self, library: CpuLibrary, table: torch.Tensor | PackedMatrix, scale: float = 1.0) -> None:
+        self.is_packed = isinstance(table, PackedMatrix)
+        if isinstance(table, PackedMatrix):
+            self.width, self.dtype, self.table = table.in_features, table.dtype, table.packed
+        else:
+            assert table.is_contiguous(), table.stride()
+            self.width, self.dtype, self.table = table.shape[1], table.dtype, table
+        self.scale = scale
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int64 -> [T, d] float32."""
-        out = torch.empty((len(ids), self.table.shape[1]), dtype=torch.float32)
-        dtype = ELEMENT_TYPES[self.table.dtype]
+        out = torch.empty((len(ids), self.width), dtype=torch.float32)
         self._run(
-            EmbeddingArguments(ids.data_ptr(), self.table.data_ptr(), out.data_ptr(), *out.shape, dtype, self.scale)
+            EmbeddingArguments(
+                ids.data_ptr(),
+                self.table.data_ptr(),
+                out.data_ptr(),
+                *out.shape,
+                ELEMENT_TYPES[self.dtype],
+                self.scale,
+                self.is_packed,
+            )
         )
         return out

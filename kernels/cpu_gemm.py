@@ -14,6 +14,7 @@ class GemmArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth", "x_stride", "y_stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "y_dtype")),
+        ("next", ctypes.c_void_p),
     )
 
 
@@ -49,7 +50,7 @@ class PackedMatrix:
         self.bias = None if bias is None else bias.float().contiguous()
         self.packed = _pack(library, weight, self.dtype)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
-        #: All but x, y, and their rows and strides.
+        #: All but x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
             weights=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),

@@ -1,5 +1,6 @@
 """CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
 from kernels.linear import ROW_COUNTS, PackedLinear
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CpuStep(NamedTuple):
@@ -57,7 +60,9 @@ class CpuOperations:
     def variant(self) -> str:
         return f"c-{self.library.variant} attention={TILE}"
 
-    def embedding(self, table: torch.Tensor, scale: float) -> CpuEmbedding:
+    def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> CpuEmbedding:
+        if isinstance(head, PackedLinear) and head.matrix is not None:
+            return CpuEmbedding(self.library, head.matrix, scale)  # the table itself need not be kept
         return CpuEmbedding(self.library, table, scale)
 
     def linear(

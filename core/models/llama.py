@@ -9,7 +9,7 @@ import torch
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.layer import build_layer, build_norm
-from core.models.operations import AttentionWork, Operations, choose_operations
+from core.models.operations import AttentionWork, Operations, Product, choose_operations
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
 from kernels.attention_metadata import AnyInts
@@ -52,17 +52,21 @@ class Llama:
         with torch.inference_mode():
             parts = WeightParts(weights)
             table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
-            self._embedding = operations.embedding(table, scale)
+            head = self._make_head(table) if config.tie_word_embeddings else None
+            self._embedding = operations.embedding(table, scale, head)
+            del table  # kept where the operations need it
             indices = range(config.num_hidden_layers)
             self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
             self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
-            head = table if config.tie_word_embeddings else parts.take("lm_head.weight")
-            self._head = operations.linear(head, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
+            self._head = self._make_head(parts.take("lm_head.weight")) if head is None else head
             self._decoder = cpu_decoder(config, operations, self.layers, self._embedding, self._norm, self._head)
         # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
         row_counts = [product.row_counts for layer in self.layers for product in layer.products.values()]
         common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
         self._row_counts = common if all(row_counts) else ()
+
+    def _make_head(self, weight: torch.Tensor) -> Product:
+        return self.operations.linear(weight, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
 
     @property
     def variant(self) -> str:

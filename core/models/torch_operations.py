@@ -78,7 +78,7 @@ class TorchOperations:
         attention = self._attention_variant if self._attention is paged_attention else "sdpa"
         return f"attention={attention} cpu={torch.backends.cpu.get_cpu_capability()}"
 
-    def embedding(self, table: torch.Tensor, scale: float) -> Operation:
+    def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
         return lambda ids: table.index_select(0, ids).float().mul_(scale)
 
     def linear(

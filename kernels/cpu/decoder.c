@@ -17,13 +17,14 @@ static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
     const Embedding args = {share->step->token_ids,  decoder->embeddings,  share->step->hidden,
                             share->step->num_tokens, decoder->hidden_size, decoder->dtype,
-                            decoder->embedding_scale};
+                            decoder->embedding_scale,    decoder->embeddings_are_packed};
     embedding_part(&args, share->thread, share->num_threads);
 }
 
 /* All tokens: y = x @ w^T + bias. */
-static void multiply(const Share *share, const Gemm *weights, const void *x, void *y) {
+static void multiply(const Share *share, const Gemm *weights, const void *x, void *y, const Gemm *next) {
     Gemm args = *weights;
+    args.next = next;
     args.x = x, args.x_stride = args.depth;
     args.y = y, args.y_stride = args.num_columns;
     args.num_rows = share->step->num_tokens;
@@ -93,21 +94,21 @@ static void run_layer(const Share *share, int index) {
     const DecoderStep *step = share->step;
     const DecoderLayer *layer = &share->decoder->layers[index];
     const int is_last = index + 1 == share->decoder->num_layers;
-    multiply(share, &layer->qkv, step->x, step->qkv);
+    multiply(share, &layer->qkv, step->x, step->qkv, &layer->o);
     pool_barrier();
     rotate(share, layer, step->cache[index]);
     pool_barrier();
     attend(share, layer, step->cache[index]);
     pool_barrier();
-    multiply(share, &layer->o, step->attended, step->added);
+    multiply(share, &layer->o, step->attended, step->added, &layer->gate_up);
     pool_barrier();
     add(share, layer->attention_out_norm, layer->mlp_norm);
     pool_barrier();
-    multiply(share, &layer->gate_up, step->x, step->gate_up);
+    multiply(share, &layer->gate_up, step->x, step->gate_up, &layer->down);
     pool_barrier();
     activate(share);
     pool_barrier();
-    multiply(share, &layer->down, step->gated, step->added);
+    multiply(share, &layer->down, step->gated, step->added, is_last ? &share->decoder->head : &layer[1].qkv);
     pool_barrier();
     add(share, layer->mlp_out_norm, is_last ? NULL : layer[1].input_norm);
     pool_barrier();

@@ -23,12 +23,13 @@ typedef struct {
 typedef struct {
     const DecoderLayer *layers;
     Gemm head;
-    const void *embeddings; /* [.., hidden_size] of dtype */
+    const void *embeddings; /* see embedding.h; of dtype */
     const float *norm;      /* the final one's, [hidden_size] */
     int64_t hidden_size, intermediate_size;
     int32_t num_layers, num_heads, dtype;
     int32_t function; /* see activation.h */
     float eps, embedding_scale;
+    int32_t embeddings_are_packed;
 } Decoder;
 
 /* What a step has for the layers of one kind. */

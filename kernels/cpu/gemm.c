@@ -3,27 +3,33 @@
 #include "pool.h"
 #include "vectors.h"
 
+enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
+
 /* Registers: a block of rows x vectors of y is summed in rows * vectors registers, beside one vector of weights and one
- * of x per row. The fewer rows, the more vectors: there must be sums enough to hide the latency of each. What is left
- * over at the end of a thread's panels is summed NARROW vectors at a time. */
-enum { NARROW = 2, MAX_VECTORS = 8 };
+ * of x per row. It is as wide as a panel where there are registers enough, so that weights are read from the first byte
+ * to the last (several panels side by side took 3 to 6 % longer), else NARROW. */
+enum { NARROW = 2 };
 #if VECTOR_BYTES == 64
 #define MAX_ROWS 14
-#define VECTORS_OF(rows) ((rows) <= 3 ? MAX_VECTORS : (rows) <= 6 ? 4 : NARROW)
+#define VECTORS_OF(rows) PANEL_VECTORS
+#elif VECTOR_BYTES == 32
+#define MAX_ROWS 4
+#define VECTORS_OF(rows) ((rows) <= 2 ? PANEL_VECTORS : NARROW)
 #else
 #define MAX_ROWS 4
-#define VECTORS_OF(rows) ((rows) == 1 ? MAX_VECTORS : (rows) == 2 ? 4 : NARROW)
+#define VECTORS_OF(rows) ((rows) == 1 ? PANEL_VECTORS : (rows) == 2 ? 4 : NARROW)
 #endif
-#define MAX_SUMS (MAX_ROWS * NARROW > 3 * MAX_VECTORS ? MAX_ROWS * NARROW : 3 * MAX_VECTORS)
-
-enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
 
 /* Bytes of x that meet all panels before the next rows do: they stay in the caches. (Measured on Zen 5, depth 576 to
  * 14336: twice to four times the second level cache is 5 to 20 % faster than a third of it.) */
 enum { CHUNK_BYTES = 1536 << 10 };
 
-/* Of weights, from memory; the hardware's own prefetch ends at each page. */
+/* Of weights that only one block of rows meets, from memory; the hardware's own prefetch ends at each page. */
 enum { PREFETCH_BYTES = 4096 };
+
+/* Panels that a thread takes at a time: a thread that is behind is helped out. (With one or two, 8 rows took 1 to 2 %
+ * longer.) */
+enum { PIECE = 4 };
 
 /* From so many rows for each thread on, threads split the rows and not the panels. */
 enum { ROWS_TO_SPLIT = 64 };
@@ -45,88 +51,91 @@ INLINE Words load_step(const char *x, const int bytes) {
     return all_words(step);
 }
 
+/* What a block multiplies, and what it asks memory for meanwhile. */
+typedef struct {
+    const char *x, *w;
+    const char *ahead;            /* weights that are wanted soon; what the first step asks for */
+    int64_t ahead_step;           /* bytes from there to what the next step asks for */
+    int64_t x_bytes;              /* from row to row */
+    int64_t depth;
+    float *out; /* [rows][vectors * LANES] */
+} Work;
+
 /* One step of a block: sums [rows][vectors]. */
-INLINE void block_step(Floats sums[MAX_ROWS][MAX_VECTORS], const char *x, int64_t x_bytes, const int step_bytes,
-                       const char *w, int64_t panel_bytes, const int rows, const int vectors, const int dtype) {
-    Words weights[MAX_VECTORS];
+INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, const int step_bytes, const int rows,
+                       const int vectors, const int dtype) {
+    Words weights[PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; v++) {
-        const char *at = w + v / PANEL_VECTORS * panel_bytes + v % PANEL_VECTORS * VECTOR_BYTES;
-        if (v * VECTOR_BYTES % 64 == 0) __builtin_prefetch(at + PREFETCH_BYTES);
-        weights[v] = load_words(at);
+        if (v * VECTOR_BYTES % 64 == 0) __builtin_prefetch(work->ahead + v * VECTOR_BYTES);
+        weights[v] = load_words(work->w + v * VECTOR_BYTES);
     }
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++) {
-        Words step = load_step(x + row * x_bytes, step_bytes);
+        Words step = load_step(work->x + row * work->x_bytes, step_bytes);
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[row][v] = add_step(sums[row][v], step, weights[v], dtype);
     }
 }
 
-/* x [rows, depth] times `vectors` vectors of columns beginning at w -> out [rows][vectors * LANES]. */
-INLINE void block(const Gemm *args, const char *x, const char *w, int64_t panel_bytes, float *out, const int rows,
-                  const int vectors, const int dtype) {
-    Floats sums[MAX_ROWS][MAX_VECTORS];
+/* Rows of x times `vectors` vectors of columns. */
+INLINE void block(Work work, const int rows, const int vectors, const int dtype) {
+    Floats sums[MAX_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[row][v] = (Floats){0};
-    const int64_t x_bytes = args->x_stride * (dtype == FLOAT32 ? 4 : 2);
-    const int64_t whole_steps = dtype == FLOAT32 ? args->depth : args->depth / 2;
-    for (int64_t step = 0; step < whole_steps; step++, x += 4, w += STEP_BYTES)
-        block_step(sums, x, x_bytes, 4, w, panel_bytes, rows, vectors, dtype);
-    if (dtype != FLOAT32 && args->depth % 2) block_step(sums, x, x_bytes, 2, w, panel_bytes, rows, vectors, dtype);
+    const int64_t whole_steps = dtype == FLOAT32 ? work.depth : work.depth / 2;
+    for (int64_t step = 0; step < whole_steps; step++) {
+        block_step(sums, &work, 4, rows, vectors, dtype);
+        work.x += 4, work.w += STEP_BYTES, work.ahead += work.ahead_step;
+    }
+    if (dtype != FLOAT32 && work.depth % 2) block_step(sums, &work, 2, rows, vectors, dtype);
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) store_floats(out + (row * vectors + v) * LANES, sums[row][v]);
+        for (int v = 0; v < vectors; v++) store_floats(work.out + (row * vectors + v) * LANES, sums[row][v]);
 }
 
-typedef void (*Block)(const Gemm *args, const char *x, const char *w, int64_t panel_bytes, float *out);
+typedef void (*Block)(const Work *work);
 
-#define DEFINE(name, rows, vectors, dtype)                                                                    \
-    static void name(const Gemm *args, const char *x, const char *w, int64_t panel_bytes, float *out) {       \
-        block(args, x, w, panel_bytes, out, rows, vectors, dtype);                                            \
-    }
-#define DEFINE_NARROW(rows)                       \
-    DEFINE(float32_##rows, rows, NARROW, FLOAT32) \
-    DEFINE(bfloat16_##rows, rows, NARROW, BFLOAT16)
-#define DEFINE_BOTH(rows)                                         \
-    DEFINE_NARROW(rows)                                           \
-    DEFINE(wide_float32_##rows, rows, VECTORS_OF(rows), FLOAT32)  \
-    DEFINE(wide_bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16)
-#define NARROW_OF(rows) {{float32_##rows, bfloat16_##rows}, {float32_##rows, bfloat16_##rows}}
-#define BOTH_OF(rows) {{float32_##rows, bfloat16_##rows}, {wide_float32_##rows, wide_bfloat16_##rows}}
+#define DEFINE(name, rows, vectors, dtype) \
+    static void name(const Work *work) { block(*work, rows, vectors, dtype); }
+#define DEFINE_BOTH(rows)                                  \
+    DEFINE(float32_##rows, rows, VECTORS_OF(rows), FLOAT32) \
+    DEFINE(bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16)
+#define BOTH_OF(rows) {float32_##rows, bfloat16_##rows}
 
-/* BLOCKS[rows - 1][is wide][dtype] */
+/* BLOCKS[rows - 1][dtype] */
 DEFINE_BOTH(1)
 DEFINE_BOTH(2)
-#if MAX_ROWS == 14
 DEFINE_BOTH(3)
 DEFINE_BOTH(4)
+#if MAX_ROWS == 14
 DEFINE_BOTH(5)
 DEFINE_BOTH(6)
-DEFINE_NARROW(7)
-DEFINE_NARROW(8)
-DEFINE_NARROW(9)
-DEFINE_NARROW(10)
-DEFINE_NARROW(11)
-DEFINE_NARROW(12)
-DEFINE_NARROW(13)
-DEFINE_NARROW(14)
-static const Block BLOCKS[MAX_ROWS][2][2] = {
-    BOTH_OF(1),   BOTH_OF(2),   BOTH_OF(3),    BOTH_OF(4),    BOTH_OF(5),    BOTH_OF(6),    NARROW_OF(7),
-    NARROW_OF(8), NARROW_OF(9), NARROW_OF(10), NARROW_OF(11), NARROW_OF(12), NARROW_OF(13), NARROW_OF(14),
+DEFINE_BOTH(7)
+DEFINE_BOTH(8)
+DEFINE_BOTH(9)
+DEFINE_BOTH(10)
+DEFINE_BOTH(11)
+DEFINE_BOTH(12)
+DEFINE_BOTH(13)
+DEFINE_BOTH(14)
+static const Block BLOCKS[MAX_ROWS][2] = {
+    BOTH_OF(1), BOTH_OF(2), BOTH_OF(3),  BOTH_OF(4),  BOTH_OF(5),  BOTH_OF(6),  BOTH_OF(7),
+    BOTH_OF(8), BOTH_OF(9), BOTH_OF(10), BOTH_OF(11), BOTH_OF(12), BOTH_OF(13), BOTH_OF(14),
 };
 #else
-DEFINE_NARROW(3)
-DEFINE_NARROW(4)
-static const Block BLOCKS[MAX_ROWS][2][2] = {BOTH_OF(1), BOTH_OF(2), NARROW_OF(3), NARROW_OF(4)};
+static const Block BLOCKS[MAX_ROWS][2] = {BOTH_OF(1), BOTH_OF(2), BOTH_OF(3), BOTH_OF(4)};
 #endif
+
+static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
+static int64_t bytes_of_panel(const Gemm *args) { return packed_bytes(PANEL_COLUMNS, args->depth, args->dtype); }
 
 /* Element [row, column] of y and those after it in the row: sums plus the bias, as y_dtype. */
 static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t column, int64_t num_columns) {
-    float biased[MAX_VECTORS * LANES];
+    float biased[PANEL_COLUMNS];
     if (args->bias) {
         for (int64_t i = 0; i < num_columns; i++) biased[i] = sums[i] + args->bias[column + i];
         sums = biased;
@@ -141,17 +150,20 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     for (; i < num_columns; i++) y[i] = bfloat16_of_float(sums[i]);
 }
 
-/* Rows [row, row + rows) times the panels [first, last), at most MAX_VECTORS wide. */
-static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last) {
-    const int64_t panel_bytes = packed_bytes(PANEL_COLUMNS, args->depth, args->dtype);
-    const char *x = (const char *)args->x + row * args->x_stride * element_bytes(args->dtype);
-    const int wide = VECTORS_OF(rows);
-    float sums[MAX_SUMS * LANES];
-    for (int64_t v = first * PANEL_VECTORS, vectors; v < last * PANEL_VECTORS; v += vectors) {
-        int is_wide = v + wide <= last * PANEL_VECTORS;
-        vectors = is_wide ? wide : NARROW;
-        const char *w = (const char *)args->weights + v / PANEL_VECTORS * panel_bytes + v % PANEL_VECTORS * VECTOR_BYTES;
-        BLOCKS[rows - 1][is_wide][args->dtype](args, x, w, panel_bytes, sums);
+/* Rows [row, row + rows) times the panels [first, last). `ahead` are weights to ask for, from step to step ahead_step
+ * bytes on; NULL: those a little further on. */
+static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last, const char *ahead,
+                           int64_t ahead_step) {
+    const int64_t panel_bytes = bytes_of_panel(args);
+    const int vectors = VECTORS_OF(rows);
+    float sums[MAX_ROWS * PANEL_COLUMNS];
+    Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype), .out = sums};
+    work.x = (const char *)args->x + row * work.x_bytes;
+    work.depth = args->depth, work.ahead_step = ahead_step;
+    for (int64_t v = first * PANEL_VECTORS; v < last * PANEL_VECTORS; v += vectors) {
+        work.w = (const char *)args->weights + v / PANEL_VECTORS * panel_bytes + v % PANEL_VECTORS * VECTOR_BYTES;
+        work.ahead = ahead ? ahead : work.w + PREFETCH_BYTES;
+        BLOCKS[rows - 1][args->dtype](&work);
         int64_t columns = args->num_columns - v * LANES; /* the last panel's may be fewer */
         if (columns > vectors * LANES) columns = vectors * LANES;
         for (int i = 0; i < rows && columns > 0; i++)
@@ -159,32 +171,67 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
     }
 }
 
-/* Rows [begin, end) times the panels [first, last): a few panels at once, so that the rows
- * of a block stay in the first level cache, meet all rows of a chunk. */
-static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last) {
-    const int64_t panels_at_once = MAX_VECTORS * LANES / PANEL_COLUMNS;
-    int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
-    if (chunk_rows < MAX_ROWS) chunk_rows = MAX_ROWS;
-    for (int64_t chunk_end; begin < end; begin = chunk_end) {
-        chunk_end = end - begin > chunk_rows ? begin + chunk_rows : end;
-        int64_t num_rows = chunk_end - begin, num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-        for (int64_t panel = first; panel < last; panel += panels_at_once) {
-            int64_t panel_end = last - panel > panels_at_once ? panel + panels_at_once : last;
-            for (int64_t i = 0; i < num_blocks; i++) {
-                int64_t row = num_rows * i / num_blocks;
-                int rows = (int)(num_rows * (i + 1) / num_blocks - row);
-                multiply_block(args, begin + row, rows, panel, panel_end);
-            }
+/* Rows [begin, end) times the panels [first, last); `next` is what is wanted after the last one. Where several blocks
+ * of rows meet a panel, only the first reads it from memory. So that memory works on meanwhile, each of them asks for
+ * its share of the next panel. */
+static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last,
+                           const char *next) {
+    const int64_t num_rows = end - begin, num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t panel_bytes = bytes_of_panel(args);
+    if (num_blocks == 1) {
+        multiply_block(args, begin, (int)num_rows, first, last, NULL, STEP_BYTES);
+        return;
+    }
+    for (int64_t panel = first; panel < last; panel++) {
+        const char *ahead = panel + 1 < last ? (const char *)args->weights + (panel + 1) * panel_bytes : next;
+        for (int64_t i = 0; i < num_blocks; i++) {
+            const int64_t row = num_rows * i / num_blocks;
+            const int rows = (int)(num_rows * (i + 1) / num_blocks - row);
+            multiply_block(args, begin + row, rows, panel, panel + 1, ahead + panel_bytes * i / num_blocks,
+                           STEP_BYTES / num_blocks);
         }
     }
 }
 
+/* The first of a thread's panels; it ends where the next thread's begin. */
+static int64_t first_panel(const Gemm *args, int thread, int num_threads) {
+    return num_panels(args) * thread / num_threads;
+}
+
+/* Rows [begin, end) times the panels [first, last), chunk after chunk. */
+static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last, const char *next) {
+    int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
+    if (chunk_rows < MAX_ROWS) chunk_rows = MAX_ROWS;
+    const char *again = (const char *)args->weights + first * bytes_of_panel(args);
+    for (int64_t row = begin, chunk_end; row < end; row = chunk_end) {
+        chunk_end = end - row > chunk_rows ? row + chunk_rows : end;
+        multiply_chunk(args, row, chunk_end, first, last, chunk_end < end ? again : next);
+    }
+}
+
+/* All rows times the panels of one thread, a piece at a time, as far as others have not taken them. */
+static void multiply_pieces(const Gemm *args, int owner, int num_threads, const char *next) {
+    const int64_t first = first_panel(args, owner, num_threads), last = first_panel(args, owner + 1, num_threads);
+    for (int64_t panel; (panel = first + pool_take(owner) * PIECE) < last;) {
+        const int64_t end = last - panel > PIECE ? panel + PIECE : last;
+        const char *after = (const char *)args->weights + end * bytes_of_panel(args);
+        multiply(args, 0, args->num_rows, panel, end, end < last ? after : next);
+    }
+}
+
 void gemm_part(const Gemm *args, int thread, int num_threads) {
-    int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS, num_rows = args->num_rows;
-    if (num_rows >= ROWS_TO_SPLIT * num_threads)
-        multiply(args, num_rows * thread / num_threads, num_rows * (thread + 1) / num_threads, 0, num_panels);
-    else
-        multiply(args, 0, num_rows, num_panels * thread / num_threads, num_panels * (thread + 1) / num_threads);
+    const int64_t num_rows = args->num_rows;
+    const Gemm *next = args->next ? args->next : args;
+    const int splits_rows = num_rows >= ROWS_TO_SPLIT * num_threads;
+    if (splits_rows || num_threads == 1) {
+        const int64_t begin = num_rows * thread / num_threads, end = num_rows * (thread + 1) / num_threads;
+        multiply(args, begin, end, 0, num_panels(args), next->weights);
+        return;
+    }
+    const int64_t panel = first_panel(next, thread, num_threads);
+    const char *weights = (const char *)next->weights + panel * bytes_of_panel(next);
+    for (int i = 0; i < num_threads; i++) /* one's own first, then what is left of the others' */
+        multiply_pieces(args, (thread + i) % num_threads, num_threads, weights);
 }
 
 EXPORT void gemm(const Gemm *args) { pool_run((Job)gemm_part, (void *)args); }

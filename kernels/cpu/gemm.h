@@ -16,7 +16,7 @@
 
 enum { PANEL_COLUMNS = 32 };
 
-typedef struct {
+typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
     const float *bias;   /* [num_columns] or NULL */
@@ -24,6 +24,7 @@ typedef struct {
     int64_t num_rows, num_columns, depth, x_stride, y_stride;
     int32_t dtype;   /* BFLOAT16 or FLOAT32 */
     int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
+    const struct Gemm *next; /* the product to come, whose weights are asked for ahead; or NULL */
 } Gemm;
 
 typedef struct {

@@ -29,6 +29,9 @@ static struct {
     _Atomic int num_threads; /* 0: none were started */
     int fork_is_handled;
     pthread_t workers[MAX_THREADS];
+    struct {
+        _Alignas(64) _Atomic uint64_t last; /* phase << 32 | numbers taken in it */
+    } taken[MAX_THREADS];
 } pool;
 
 static void pause_briefly(void) {
@@ -71,6 +74,16 @@ EXPORT void pool_barrier(void) {
     atomic_fetch_add(&pool.phase, 1);
     if (atomic_load(&pool.num_asleep) > 0)
         syscall(SYS_futex, &pool.phase, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+EXPORT int64_t pool_take(int owner) {
+    const uint64_t phase = atomic_load_explicit(&pool.phase, memory_order_relaxed); /* none passes while we are here */
+    uint64_t last = atomic_load_explicit(&pool.taken[owner].last, memory_order_relaxed), next;
+    do {
+        next = (last >> 32 == phase ? last : phase << 32) + 1;
+    } while (!atomic_compare_exchange_weak_explicit(&pool.taken[owner].last, &last, next, memory_order_relaxed,
+                                                    memory_order_relaxed));
+    return (int64_t)(uint32_t)next - 1;
 }
 
 static void *work(void *thread) {

@@ -8,6 +8,8 @@
 #ifndef POOL_H
 #define POOL_H
 
+#include <stdint.h>
+
 typedef void (*Job)(void *args, int thread, int num_threads);
 
 /* Have num_threads threads; the caller of pool_run() is thread 0 and counts. The same number again changes nothing,
@@ -19,6 +21,10 @@ void pool_run(Job job, void *args);
 
 /* Inside a job: wait until all threads are here. What they wrote before is seen after. */
 void pool_barrier(void);
+
+/* Inside a job of several threads: 0, 1, 2, ... for those who ask, of each `owner` (a thread) a row of numbers that begins
+ * anew with every barrier. Threads that share work out this way may all work until the last piece is taken. */
+int64_t pool_take(int owner);
 
 /* End the threads; they are gone on return. */
 void pool_stop(void);

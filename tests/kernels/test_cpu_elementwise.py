@@ -7,6 +7,7 @@ import torch
 from kernels.cpu_build import usable_variants
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gated_activation import CpuGatedActivation
+from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import load_cpu_library
 from kernels.cpu_rms_norm import CpuNorm
@@ -113,6 +114,9 @@ def test_embedding(width, dtype, library):
     ids = torch.randint(0, 90, (50,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(embedding(ids), table[ids].float() * 1.25)
     check_rows(embedding, ids, library)
+    packed = CpuEmbedding(library, PackedMatrix(library, table), 1.25)
+    assert torch.equal(packed(ids), embedding(ids))
+    check_rows(packed, ids, library)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

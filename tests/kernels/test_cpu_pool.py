@@ -21,6 +21,7 @@ class Pool:
         self.start = library.start_threads
         self.barrier = library.function("pool_barrier")
         self.stop = library.function("pool_stop")
+        self.take = library.function("pool_take", ctypes.c_int, result=ctypes.c_int64)
         self._run = library.function("pool_run", JOB, ctypes.c_void_p)
 
     def run(self, job) -> None:
@@ -157,3 +158,20 @@ assert counts() == [3, 3, 3]
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_number_is_taken_once_between_two_barriers(pool):
+    """Of each thread's row of numbers, whoever asks; after a barrier, and in the next job, they begin anew."""
+    pool.start(3)
+    taken = [[[] for _ in range(3)] for _ in range(3)]  # [part][owner]
+
+    def job(thread, num_threads):
+        for part in taken[:2]:
+            for _ in range(20):
+                for owner in range(num_threads):
+                    part[owner].append(pool.take(owner))
+            pool.barrier()
+
+    pool.run(job)
+    pool.run(lambda thread, of: taken[2][thread].extend(pool.take(thread) for _ in range(60)))
+    assert all(sorted(numbers) == list(range(60)) for part in taken for numbers in part)
