@@ -149,9 +149,13 @@ class EngineClient(TypedCalls):
                 )
             with self._changed:
                 self.raise_if_ended()
-                self._send(frame)  # first: it travels meanwhile, and what answers it waits for the lock
                 self._next_number = number + 1
                 self._journal.add(request, streaming=streaming, now=time.monotonic())
+                try:
+                    self._send(frame)
+                except BaseException:
+                    self._journal.remove(number)
+                    raise
         return number
 
     def wait(self, numbers: Int64s, timeout: float | None = None) -> Int64s:
