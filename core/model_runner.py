@@ -12,7 +12,7 @@ from core.models.interface import Model
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
 from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner_table import RunnerTable
-from core.sampler import processed_logits, sample
+from core.sampler import processed_logits, sample, sample_greedily
 from core.sampling_columns import SamplingColumns
 from ipc.config import LogprobsMode
 from ipc.paged_rows import Int32s, Ints
@@ -188,4 +188,6 @@ class ModelRunner:
 
     def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""
+        if self.sampling.is_greedy:
+            return sample_greedily(logits, self.model.sampler)
         return sample(logits, self.sampling.inputs(rows, self.table), self.model.sampler)

@@ -61,6 +61,18 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | No
 
 
 @torch.inference_mode()
+def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
+    """sample() where every temperature is 0 and nothing edits the logits, which stay as they are."""
+    if len(logits) == 0:
+        return np.zeros(0, np.int32)
+    if kernel is not None:
+        return kernel.largest(logits)
+    best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
+    finite = logits.gather(1, best[:, None])[:, 0].isfinite()
+    return torch.where(finite, best, NOT_A_TOKEN).int().numpy()
+
+
+@torch.inference_mode()
 def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
     vocab_size = logits.shape[1]
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number

@@ -34,6 +34,7 @@ class SamplingColumns:
         self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self.num_reporting = 0  # rows with log probabilities of either kind
+        self._num_drawing = 0  # rows whose tokens are drawn
         self._eos_token_ids = eos_token_ids
         self._repetition = np.ones(num_rows, np.float32)
         self._frequency = np.zeros(num_rows, np.float32)
@@ -52,7 +53,14 @@ class SamplingColumns:
         """Some row has options that change its logits; with some of them, by what it has been given so far."""
         return self._num_edited > 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Every row's token is the one with its largest logit."""
+        return not (self._num_drawing or self._num_edited)
+
     def remove(self, row: int) -> None:
+        self._num_drawing -= bool(self.temperature[row] > 0)
+        self.temperature[row] = 0
         self.num_reporting -= self._reports(row)
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NO_LOGPROBS
         if not self._has_edits[row]:
@@ -67,6 +75,7 @@ class SamplingColumns:
     def add(self, new: NewRow) -> None:
         row, params = new.row, new.params
         self.temperature[row] = params.temperature
+        self._num_drawing += params.temperature > 0
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p

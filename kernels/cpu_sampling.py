@@ -38,16 +38,28 @@ class CpuSampler:
     def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...]) -> NDArray[np.int32]:
         """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
         token ids [S]; -1 where a row's largest logit over its temperature is no finite number."""
-        assert logits.is_contiguous(), logits.stride()
-        num_rows, vocab_size = logits.shape
+        num_rows = len(logits)
         if num_rows > len(self._tokens):
             self._grow(1 << (num_rows - 1).bit_length())
+        for buffer, column in zip(self._columns, columns, strict=True):
+            buffer[:num_rows] = column
+        self._arguments.temperature = self._columns[0].ctypes.data
+        return self._sample(logits)
+
+    def largest(self, logits: torch.Tensor) -> NDArray[np.int32]:
+        """The same where every temperature is 0."""
+        if len(logits) > len(self._tokens):
+            self._grow(1 << (len(logits) - 1).bit_length())
+        self._arguments.temperature = None
+        return self._sample(logits)
+
+    def _sample(self, logits: torch.Tensor) -> NDArray[np.int32]:
+        assert logits.is_contiguous(), logits.stride()
+        num_rows, vocab_size = logits.shape
         if (room := (vocab_size, self._num_threads())) != self._room:
             self._scratch = torch.empty(self._scratch_bytes(vocab_size) * room[1] + 64, dtype=torch.uint8)
             self._arguments.scratch = -(-self._scratch.data_ptr() // 64) * 64
             self._room = room
-        for buffer, column in zip(self._columns, columns, strict=True):
-            buffer[:num_rows] = column
         arguments = self._arguments
         arguments.logits, arguments.num_rows, arguments.vocab_size = logits.data_ptr(), num_rows, vocab_size
         self._run(arguments)

@@ -9,6 +9,9 @@
 /* Logits of which only the largest is looked at first. */
 #define GROUP 64
 
+/* Logits between two looks at which lane has the largest. */
+#define PIECE 512
+
 /* Candidates to begin with where top_k does not say; a multiple as many where they are not enough. */
 #define FIRST_CANDIDATES 64
 #define MORE 8
@@ -54,28 +57,32 @@ INLINE Floats load_logits(const float *logits, int64_t index, int64_t size) {
     return load_floats(numbers);
 }
 
-/* Index of the largest logit, the first of equals, or of the first NaN; fills group_maxima. */
-static int64_t find_largest(const float *logits, int64_t size, float *group_maxima) {
-    int64_t best_group = 0;
-    float best = -INFINITY;
-    for (int64_t begin = 0; begin < size; begin += GROUP) {
-        Floats maximum = all_floats(-INFINITY);
-        Signed is_nan = {0};
-        for (int64_t i = begin; i < begin + GROUP && i < size; i += LANES) {
-            Floats x = load_logits(logits, i, size);
-            is_nan |= x != x;
-            maximum = larger(x, maximum);
-        }
-        float nans = sum_of(choose(is_nan, all_floats(1.0f), all_floats(0.0f)));
-        if (nans > 0.0f) {
-            while (logits[begin] == logits[begin]) begin++;
-            return begin;
-        }
-        float largest = group_maxima[begin / GROUP] = largest_of(maximum);
-        if (largest > best) best = largest, best_group = begin;
+/* The largest of logits begin to end, a NaN among them passed over; lanes of is_nan become -1 where there is one. */
+INLINE float largest_between(const Row *row, int64_t begin, int64_t end, Signed *is_nan) {
+    Floats maximum = all_floats(-INFINITY);
+    for (int64_t i = begin; i < end && i < row->size; i += LANES) {
+        Floats x = load_logits(row->logits, i, row->size);
+        *is_nan |= x != x;
+        maximum = larger(x, maximum);
     }
-    while (best_group + 1 < size && logits[best_group] != best) best_group++;
-    return logits[best_group] == best ? best_group : 0;
+    return largest_of(maximum);
+}
+
+/* Index of the largest logit, the first of equals, or of the first NaN. */
+static int64_t find_largest(const Row *row) {
+    const float *logits = row->logits;
+    int64_t index = 0;
+    float best = -INFINITY;
+    Signed is_nan = {0};
+    for (int64_t begin = 0; begin < row->size; begin += PIECE) {
+        float largest = largest_between(row, begin, begin + PIECE, &is_nan);
+        if (largest > best) best = largest, index = begin;
+    }
+    if (sum_of(choose(is_nan, all_floats(1.0f), all_floats(0.0f))) > 0.0f)
+        for (index = 0; logits[index] == logits[index];) index++;
+    else
+        while (index + 1 < row->size && logits[index] != best) index++;
+    return index;
 }
 
 /* Weights of some logits: exp(logit / temperature - largest), exactly 0 for minus infinity; 0 below min_p. */
@@ -196,6 +203,9 @@ static float candidate_weight(const Row *row, int64_t i) {
 }
 
 static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top_p) {
+    Signed is_nan = {0}; /* there is none */
+    for (int64_t begin = 0; begin < row->size; begin += GROUP)
+        row->group_maxima[begin / GROUP] = largest_between(row, begin, begin + GROUP, &is_nan);
     const double total = top_k ? 0.0 : total_weight(row);
     for (int64_t wanted = top_k ? top_k : FIRST_CANDIDATES;; wanted *= MORE) {
         const int64_t count = find_candidates(row, wanted < row->size ? wanted : row->size);
@@ -228,17 +238,20 @@ static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top
 }
 
 static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
-    const int64_t size = args->vocab_size, top_k = args->top_k[index];
-    const float temperature = args->temperature[index], top_p = args->top_p[index];
-    Row row = {.logits = args->logits + index * size, .size = size, .min_p = args->min_p[index]};
+    const int64_t size = args->vocab_size;
+    const float temperature = args->temperature ? args->temperature[index] : 0.0f;
+    Row row = {.logits = args->logits + index * size, .size = size};
     row.temperature = temperature > 0.0f ? temperature : 1.0f;
-    row.candidates = (Candidate *)scratch;
-    row.group_maxima = (float *)(scratch + size * sizeof(Candidate));
-    const int64_t best = find_largest(row.logits, size, row.group_maxima);
+    const int64_t best = find_largest(&row);
     row.largest = row.logits[best] / row.temperature;
     if (!isfinite(row.largest)) return -1;
     if (temperature == 0.0f) return (int32_t)best;
+    row.candidates = (Candidate *)scratch;
+    row.group_maxima = (float *)(scratch + size * sizeof(Candidate));
+    row.min_p = args->min_p[index];
     row.uniform = philox_uniform(args->seed[index], (uint32_t)args->position[index], (uint32_t)args->choice[index]);
+    const int64_t top_k = args->top_k[index];
+    const float top_p = args->top_p[index];
     const int has_top_k = top_k > 0 && top_k < size;
     if (has_top_k || top_p < 1.0f) return (int32_t)draw_in_descending_order(&row, has_top_k ? top_k : 0, top_p);
     return (int32_t)draw_in_vocabulary_order(&row);

@@ -12,7 +12,8 @@
 
 typedef struct {
     const float *logits;      /* [num_rows, vocab_size] */
-    const float *temperature; /* [num_rows], as all below; 0 = the largest logit, the first of equals */
+    const float *temperature; /* [num_rows], as all below; 0 = the largest logit, the first of equals. NULL: 0 for all
+                                 rows, and none of the others is read */
     const int64_t *top_k;     /* 0 = all */
     const float *top_p, *min_p;
     const uint64_t *seed;

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.sampler import sample_greedily
 from kernels.cpu_build import usable_variants
 from kernels.cpu_library import load_cpu_library
 from kernels.cpu_sampling import CpuSampler
@@ -63,3 +64,19 @@ def test_rows_without_a_number_are_reported(library):
         drawn = CpuSampler(library)(logits, columns(**filters))
         assert drawn[:4].tolist() == [-1, -1, -1, 76]
         assert (drawn[4:] >= 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 77, 512, 5003])
+def test_largest_is_a_draw_at_temperature_0(size, library):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randint(-50, 50, (ROWS, size), generator=generator).float()  # ties: the first counts
+    logits[0, size // 2], logits[1, size - 1], logits[2] = torch.nan, torch.inf, -torch.inf
+    sampler = CpuSampler(library)
+    got = sampler.largest(logits)
+    assert got[:3].tolist() == [-1, -1, -1]
+    assert np.array_equal(got[3:], logits[3:].argmax(-1))
+    drawn = sampler(logits, columns())  # has parameters
+    assert np.array_equal(sampler.largest(logits), got)
+    assert np.array_equal(sampler(logits, columns(temperature=0.0)), got)
+    assert np.array_equal(sampler(logits, columns()), drawn)
+    assert np.array_equal(sample_greedily(logits), got)
