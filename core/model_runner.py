@@ -74,13 +74,16 @@ class ModelRunner:
             told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
             sampled = self.sample(rows, logits)
             finite = sampled >= 0
-            token_ids[inputs.samples] = np.where(finite, sampled, FAILED_TOKEN)
+            token_ids[inputs.samples] = sampled
             if len(reporting):
                 if self._tells_processed:
                     told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
                 logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
-            self.table.append_tokens(rows[finite], sampled[finite])
-            self.sampling.append_tokens(rows[finite], sampled[finite])
+            if np.count_nonzero(finite) < len(rows):
+                token_ids[np.flatnonzero(inputs.samples)[~finite]] = FAILED_TOKEN
+                rows, sampled = rows[finite], sampled[finite]
+            self.table.append_tokens(rows, sampled)
+            self.sampling.append_tokens(rows, sampled)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
 
     def measure_costs(self) -> Costs:

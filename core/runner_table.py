@@ -56,11 +56,11 @@ class RunnerTable:
         """Count the batch's tokens as computed; True for the rows [R] that sample a token in this step."""
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
-        assert (ends <= self.num_tokens[rows]).all(), f"scheduled up to {ends} of {self.num_tokens[rows]} tokens"
-        capacity = self.num_blocks[rows] * self.block_size
-        assert (ends <= capacity).all(), f"scheduled up to {ends} tokens on blocks for {capacity}"
+        known, capacity = self.num_tokens[rows], self.num_blocks[rows] * self.block_size
+        assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
+        assert not np.count_nonzero(ends > capacity), f"scheduled up to {ends} tokens on blocks for {capacity}"
         self.num_computed_tokens[rows] = ends
-        samples: npt.NDArray[np.bool_] = ends == self.num_tokens[rows]
+        samples: npt.NDArray[np.bool_] = ends == known
         return samples
 
     def block_tables(self, rows: Int32s, width: int) -> Int32s:

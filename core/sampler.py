@@ -60,13 +60,15 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | No
     return kernel(logits, (*filters, inputs.seed, inputs.position, inputs.choice))
 
 
-@torch.inference_mode()
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
     """sample() where every temperature is 0 and nothing edits the logits, which stay as they are."""
-    if len(logits) == 0:
-        return np.zeros(0, np.int32)
-    if kernel is not None:
+    if kernel is not None and len(logits):
         return kernel.largest(logits)
+    return _largest(logits) if len(logits) else np.zeros(0, np.int32)
+
+
+@torch.inference_mode()
+def _largest(logits: torch.Tensor) -> NDArray[np.int32]:
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
     finite = logits.gather(1, best[:, None])[:, 0].isfinite()
     return torch.where(finite, best, NOT_A_TOKEN).int().numpy()
