@@ -19,6 +19,13 @@ class Copies(NamedTuple):
     sources: list[Int32s]
     targets: list[Int32s]
 
+    def drop(self, targets: Int32s) -> None:
+        """Nobody needs what would be copied there any more."""
+        for index, blocks in enumerate(self.targets):
+            if blocks is targets:
+                del self.sources[index], self.targets[index]
+                return
+
     def columns(self) -> tuple[Int32s, Int32s]:
         if not self.sources:
             return _NO_BLOCKS, _NO_BLOCKS

@@ -60,10 +60,8 @@ class Preemption:
         """The request, which waits, has ended: the host forgets it."""
         if request.swapped is None:
             return
-        if self._batch.carried.out.targets:  # the copy may still be to come
-            self.swap_space.give_back_after_plan(request.swapped.slots)
-        else:
-            self.swap_space.give_back(request.swapped.slots)
+        self._batch.carried.out.drop(request.swapped.slots)  # if the copy is still to come
+        self.swap_space.give_back(request.swapped.slots)
         request.swapped = None
         self.num_swapped -= 1
 
