@@ -50,7 +50,8 @@ class Scheduler:
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._growth = Growth(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
-        self._fill = self._running_first if config.enable_chunked_prefill else self._prompts_first
+        self.starts_alone = not config.enable_chunked_prefill
+        self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
         self._step = 0
         self.decision: Decision | None = None  # on the last step

@@ -68,6 +68,7 @@ class Reason(IntEnum):
     IN_FLIGHT = 32  # it runs, and its last token is in a step in flight
     SKIPPED_BUDGET = 33  # it runs, and those served before it took the step's tokens
     SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, and those served before it took the free ones
+    PROMPTS_FIRST = 35  # it runs, and the step was one of prompts (enable_chunked_prefill=false)
 
 
 class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):

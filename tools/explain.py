@@ -149,6 +149,8 @@ def describe_reason(one: RequestExplanation) -> str:
             return "its last token is being computed"
         case Reason.SKIPPED_BUDGET:
             return f"skipped: wants {one.needed} tokens, {one.available} were left after those before it"
+        case Reason.PROMPTS_FIRST:
+            return "the last step was one of prompts, which go first without chunked prefill"
         case Reason.SKIPPED_BLOCKS:
             return f"skipped: lacks {one.needed} KV blocks, {one.available} were free"
 
