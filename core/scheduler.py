@@ -103,6 +103,7 @@ class Scheduler:
         the prefix cache remembers the blocks as long as nobody needs the room."""
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
+            self.preemption.uncount(row)
             request = self.batch.release_to_wait(row)
             self.outputs.events.add_hold(request, now_ns)
             self.waiting.push(request)
@@ -317,6 +318,7 @@ class Scheduler:
             self.waiting.discard(request)
             self.preemption.end(request)
         else:
+            self.preemption.uncount(request.row)
             self.batch.release(np.array([request.row]))
         self._forget([request])
 
