@@ -18,7 +18,7 @@ from ipc.paged_rows import Int32s, Ints
 
 _NOBODY: Ints = np.zeros(0, np.int64)
 
-#: After so many preemptions for the room of its own level a request starts only with all the blocks that it can need.
+#: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
 
 

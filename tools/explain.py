@@ -111,8 +111,8 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
         )
         lines.append("  " + _blocks(explanation))
     lines.append(
-        f"  preempted {one.num_preemptions} times for the room of its level; overtaken {one.num_overtaken} times while "
-        "it was first"
+        f"  preempted {one.num_preemptions} times for the room of running requests; overtaken {one.num_overtaken} "
+        "times while it was first"
     )
     if explanation.pause:
         lines.append("  " + _PAUSES[explanation.pause])
