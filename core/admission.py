@@ -18,7 +18,7 @@ from ipc.paged_rows import Int32s, Ints
 
 _NOBODY: Ints = np.zeros(0, np.int64)
 
-#: After so many preemptions for the room of its own level a request starts only with all the blocks that it can need.
+#: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
 
 
@@ -211,13 +211,15 @@ class Admission:
 
     def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
         """How many of these rows must go, from the first on, to make room for so many rows and blocks, and how many
-        blocks that gives: those which nobody else holds or is about to."""
+        blocks that gives: those which nobody else holds or is about to. What they share goes with the last of them."""
         batch, given, count = self._batch, 0, 0
+        num_dropped = np.zeros(batch.pool.num_blocks if len(yields) else 0, np.int32)  # references, of each block
         for row in yields.tolist():
             if count >= num_rows and given >= num_blocks:
                 break
             blocks = batch.table.block_ids(row)
-            alone = (batch.pool.ref_count[blocks] == 1) & ~np.isin(blocks, hits)
+            num_dropped[blocks] += 1
+            alone = (batch.pool.ref_count[blocks] == num_dropped[blocks]) & ~np.isin(blocks, hits)
             given += int(np.count_nonzero(alone)) + batch.num_promised_blocks_of(row)
             count += 1
         return count, given

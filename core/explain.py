@@ -120,6 +120,8 @@ class _Explainer:
         known = int(table.num_tokens[row] + table.num_placeholders[row])
         if decision is None or (table.num_placeholders[row] and known >= table.max_total_tokens[row]):
             return Reason.IN_FLIGHT, 0, 0
+        if self._scheduler.starts_alone and decision.num_started:
+            return Reason.PROMPTS_FIRST, 0, 0
         wanted = known - int(table.num_computed_tokens[row])
         ends = table.num_computed_tokens[row] + np.array([min(wanted, self._scheduler.max_num_batched_tokens)])
         missing = int(self._scheduler.batch.num_blocks_of(ends)[0] - table.num_blocks[row])

@@ -42,8 +42,7 @@ class Preemption:
         """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
         sampled again: same ids, same position, same token."""
         computed = int(self._batch.table.num_computed_tokens[row])
-        counted = int(self._batch.table.num_computed_before[row])
-        self._stats.num_recomputed_tokens -= max(0, counted - computed)  # counted as computed again, and not done yet
+        self.uncount(row)
         swapped = self._swap_out(row)
         request = self._batch.release_to_wait(row)
         request.swapped = swapped
@@ -55,6 +54,12 @@ class Preemption:
         draft.preempted.append(Preempted(request, cause, computed, num_swapped))
         self._stats.num_preemptions += 1
         self._stats.num_swapped_out_blocks += num_swapped
+
+    def uncount(self, row: int) -> None:
+        """The row goes before its time: what it was to compute again, which was counted at its start, and has not."""
+        table = self._batch.table
+        missing = int(table.num_computed_before[row]) - int(table.num_computed_tokens[row])
+        self._stats.num_recomputed_tokens -= max(0, missing)
 
     def end(self, request: Request) -> None:
         """The request, which waits, has ended: the host forgets it."""

@@ -43,7 +43,7 @@ class Request(msgspec.Struct, eq=False):
     block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks
     first_key: int = 0  # of its first block, if that is whole; 0 = it is not
     swapped: Swapped | None = None
-    num_preemptions: int = 0  # for the room of requests of its own level
+    num_preemptions: int = 0  # for the room of requests that ran already
     num_overtaken: int = 0  # by requests that started while this one, which was first, did not fit
     num_computed_before: int = 0  # most tokens computed when it was preempted: computing them again is waste
     has_started: bool = False

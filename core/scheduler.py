@@ -50,7 +50,8 @@ class Scheduler:
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._growth = Growth(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
-        self._fill = self._running_first if config.enable_chunked_prefill else self._prompts_first
+        self.starts_alone = not config.enable_chunked_prefill
+        self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
         self._step = 0
         self.decision: Decision | None = None  # on the last step
@@ -102,6 +103,7 @@ class Scheduler:
         the prefix cache remembers the blocks as long as nobody needs the room."""
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
+            self.preemption.uncount(row)
             request = self.batch.release_to_wait(row)
             self.outputs.events.add_hold(request, now_ns)
             self.waiting.push(request)
@@ -316,6 +318,7 @@ class Scheduler:
             self.waiting.discard(request)
             self.preemption.end(request)
         else:
+            self.preemption.uncount(request.row)
             self.batch.release(np.array([request.row]))
         self._forget([request])
 

@@ -68,6 +68,7 @@ class Reason(IntEnum):
     IN_FLIGHT = 32  # it runs, and its last token is in a step in flight
     SKIPPED_BUDGET = 33  # it runs, and those served before it took the step's tokens
     SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, and those served before it took the free ones
+    PROMPTS_FIRST = 35  # it runs, and the step was one of prompts (enable_chunked_prefill=false)
 
 
 class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +93,7 @@ class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int  # of a running one: held; of a waiting one: found in the prefix cache
     num_missing_blocks: int  # to take beside those, to start or for the tokens that it has
     num_reserve_blocks: int  # that must stay free beside: watermark and hysteresis
-    num_preemptions: int  # for the room of its own level
+    num_preemptions: int  # for the room of requests that ran already
     num_overtaken: int  # times that another started while it was first and did not fit
     waited_ns: int  # since it came
 

@@ -111,8 +111,8 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
         )
         lines.append("  " + _blocks(explanation))
     lines.append(
-        f"  preempted {one.num_preemptions} times for the room of its level; overtaken {one.num_overtaken} times while "
-        "it was first"
+        f"  preempted {one.num_preemptions} times for the room of running requests; overtaken {one.num_overtaken} "
+        "times while it was first"
     )
     if explanation.pause:
         lines.append("  " + _PAUSES[explanation.pause])
@@ -149,6 +149,8 @@ def describe_reason(one: RequestExplanation) -> str:
             return "its last token is being computed"
         case Reason.SKIPPED_BUDGET:
             return f"skipped: wants {one.needed} tokens, {one.available} were left after those before it"
+        case Reason.PROMPTS_FIRST:
+            return "the last step was one of prompts, which go first without chunked prefill"
         case Reason.SKIPPED_BLOCKS:
             return f"skipped: lacks {one.needed} KV blocks, {one.available} were free"
 

@@ -100,9 +100,10 @@ class GoldAdmission(GoldOrder):
             order = sorted(self.running, key=lambda r: (r.rank, r.serial))
             yields, given = self.victims([r for r in order if self.must_yield(q, r)]), 0
             while victims < len(yields) and (victims + self.room < 1 or given < lack):
-                alone = [block for block in yields[victims].blocks if block.owners == 1 and block not in hits]
-                given += len(alone) + self.promised(yields[victims])
-                victims += 1
+                victims, given = victims + 1, given + self.promised(yields[victims])
+                for block in yields[victims - 1].blocks:  # it goes with the last of its owners
+                    owners = sum(block in r.blocks for r in yields[:victims])
+                    given += owners == block.owners and block not in hits
             if given < lack:
                 return "NO_BLOCKS"
             if victims + self.room < 1:

@@ -4,7 +4,7 @@ from core.engine import HoldClient
 from ipc.messages import CallFailed, Pause, PauseMode, Resume
 from ipc.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, RequestState
 from tests.core.driving import Driver, add_message, small_config
-from tools.explain import describe_all, describe_request, to_json
+from tools.explain import describe_all, describe_reason, describe_request, to_json
 
 
 def ask(driver: Driver, number: int = -1, session: int = 0, client: int = 1, limit: int = 100) -> Explanation:
@@ -64,6 +64,16 @@ def test_skipped_for_the_budget() -> None:
         skipping.step()
     reasons = {one.reason for one in ask(skipping).requests}
     assert reasons <= {Reason.NONE, Reason.SKIPPED_BUDGET}
+
+
+def test_prompts_go_first_without_chunks() -> None:
+    driver = Driver(small_config(60, enable_chunked_prefill=False))
+    driver.step([(1, add_message(0, [1] * 8, 30))])
+    driver.step([(1, add_message(1, [2] * 8, 30))])
+    one = why(driver, 0, session=1)
+    assert (one.reason, one.last_tokens) == (Reason.PROMPTS_FIRST, 0)
+    assert "prompts" in describe_reason(one)
+    assert why(driver, 0, session=1).reason is Reason.NONE
 
 
 def test_pauses_and_holds() -> None:

@@ -45,6 +45,19 @@ def test_holds_change_no_token(seed: int, depth: int, prefix_caching: bool) -> N
         assert received.tokens == wanted or received.finish == FinishReason.ABORT
 
 
+def test_what_ends_before_it_is_computed_again_is_no_thrash() -> None:
+    driver = Driver(small_config(30, budget=4, prefix_caching=False))
+    driver.step([(0, add_message(1, [1] * 12, 20))])
+    driver.step()
+    driver.step()
+    for again in (4, 8):  # of the prompt's 12 tokens, 4 in a step
+        driver.step([(0, HoldClient())])
+        driver.step([(0, ReleaseClient())])
+        assert driver.scheduler.stats.num_recomputed_tokens == again + 8
+        driver.step([(0, HoldClient() if again == 4 else Abort(pack_numbers([1])))])
+        assert driver.scheduler.stats.num_recomputed_tokens == again
+
+
 def test_who_is_on_hold_takes_nothing_and_is_no_work() -> None:
     driver = Driver(small_config(30, max_num_seqs=2))
     driver.step([(0, add_message(1, [1] * 9, 20)), (0, add_message(2, [2] * 9, 20)), (0, add_message(3, [3], 20))])

@@ -55,6 +55,21 @@ def test_40004_a_waiting_urgent_request_takes_the_blocks_of_a_running_one() -> N
     assert numbers_preempted(hand) == [1]
 
 
+@pytest.mark.parametrize("shared", [0, 24])
+def test_40004_an_urgent_request_takes_what_less_urgent_ones_share(shared: int) -> None:
+    """Blocks of a beginning that several victims have in common come free with the last of them. What the urgent one
+    shares with them does not."""
+    prompt = list(range(100, 124))
+    hand = ByHand(small_config(num_blocks=11, watermark=0.0, scheduling_policy="priority"))
+    for number in (1, 2):
+        hand.add(msgspec.structs.replace(add_message(number, [*prompt, number], 16), priority=1))
+        hand.step()
+    assert hand.scheduler.pool.num_free == 2
+    hand.add(add_message(3, [*prompt[:shared], *[5] * (33 - shared)], 2))
+    assert hand.step()[3] == 33 - shared
+    assert numbers_preempted(hand) == ([2] if shared else [2, 1])
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_who_holds_memory_is_not_served_before_the_urgent(mode: str) -> None:
     """What waits with copied blocks goes before new arrivals of its own class only."""

@@ -15,7 +15,7 @@ import pytest
 from core.engine import EngineCore
 from core.executor.fake import create
 from ipc.config import EngineConfig
-from ipc.messages import AddRequest, encode
+from ipc.messages import Abort, AddRequest, encode, pack_numbers
 from tests.core.driving import add_message, small_config
 
 BLOCK_SIZE = 16
@@ -153,3 +153,35 @@ def test_a_page_of_tokens_costs_per_row_that_needs_it() -> None:
     assert costs[1] > costs[0]
     for num_crossing in (1, 9, 18):  # the pool of pages doubles now and then
         assert costs[num_crossing] - costs[0] <= 80 + 40 * num_crossing, costs
+
+
+def arrival_count(num_running: int, num_new: int) -> int:
+    """Calls of the step in which these requests come and start."""
+    engine = steady(num_running)
+    messages = [(0, request(1000 + number, 20)) for number in range(num_new)]
+    count, _ = count_calls(lambda: engine.step(messages, 0))
+    assert engine.scheduler.get_request_counts() == (num_running + num_new, 0)
+    return count
+
+
+def test_an_arrival_and_a_start_cost_per_request_whatever_runs() -> None:
+    few, many = arrival_count(16, 8), arrival_count(16, 40)
+    assert 0 < many - few <= 32 * 120
+    assert arrival_count(256, 8) == few
+    assert arrival_count(256, 40) <= many
+
+
+def turnover_count(num_waiting: int, num_ended: int) -> int:
+    """Calls of a step before which running requests are aborted, and in which as many start in their place."""
+    engine = steady(300)
+    engine.step([(0, request(1000 + number, 20)) for number in range(num_waiting)], 0)
+    assert engine.scheduler.get_request_counts() == (300, num_waiting)
+    count, _ = count_calls(lambda: engine.step([(0, Abort(pack_numbers(list(range(num_ended)))))], 0))
+    assert engine.scheduler.get_request_counts() == (300, num_waiting - num_ended)
+    return count
+
+
+def test_an_abort_and_a_start_cost_per_request_whatever_waits() -> None:
+    few, many = turnover_count(50, 8), turnover_count(50, 40)
+    assert 0 < many - few <= 32 * 200
+    assert turnover_count(1000, 8) == few

@@ -64,6 +64,22 @@ def test_a_read_is_a_copy() -> None:
     assert rows.read(0, 0, 3).tolist() == [1, 2, 3]
 
 
+def test_fill_writes_each_row_whatever_its_length_and_wherever_the_pool_grows() -> None:
+    """16 pages are there at first; rows 3 and 9 take several, and the pool grows before, among and after them."""
+    lengths = {row: {3: 23, 9: 4 * 17}.get(row, 1 + row % 4) for row in range(40)}
+    for first in (0, 3, 7, 15):
+        rows, model = PagedRows(64, 4), dict[int, np.ndarray]()
+        for some in (range(first), range(first, 40)):
+            values = [ints(*range(1000 * row, 1000 * row + lengths[row])) for row in some]
+            if len(some):
+                rows.fill(ints(*some), values)
+            model |= dict(zip(some, values, strict=True))
+        assert all((rows.read(row, 0, lengths[row]) == values).all() for row, values in model.items())
+        assert rows.num_used_pages == sum(-(-length // 4) for length in lengths.values())
+        rows.clear_all(ints(*range(40)))
+        assert rows.num_used_pages == 0
+
+
 def test_grow_rows() -> None:
     rows = PagedRows(1, 4)
     rows.extend(0, 0, ints(1, 2, 3, 4, 5))
