@@ -72,7 +72,7 @@ class Admission:
 
     def appraise(self, request: Request) -> Appraisal:
         """Of a request that waits, between two steps."""
-        room = _Room(self._batch, Draft(0, 0, 0), 0)
+        room = _Room(self._batch, 0)
         is_shared = len(self._batch) > 0
         start, pool = self._start_of(request, is_shared), self._batch.pool
         left = self._blocks_left(start, room, is_shared)
@@ -83,7 +83,7 @@ class Admission:
         """Start waiting requests while budget, rows and blocks last."""
         self._delay.begin_step(draft.now_ns)
         if row_limit and self._may_look(draft, row_limit):
-            self._look(draft, _Room(self._batch, draft, row_limit))
+            self._look(draft, _Room(self._batch, row_limit))
             self._delay.end_step(draft.now_ns, len(draft.starts))
 
     def _may_look(self, draft: Draft, row_limit: int) -> bool:
@@ -130,7 +130,7 @@ class Admission:
         refusal: Examined | None = None
         if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
             if start.num_tokens < start.num_missing_tokens:
-                refusal = self._cut(start, draft.budget, room)
+                refusal = self._cut(start, draft.budget, draft, room)
         else:
             refusal = self._make_way(start, lack, draft, room)
         if refusal is None:
@@ -148,7 +148,7 @@ class Admission:
             return Examined(request, Verdict.NO_BLOCKS, needed, needed - lack)
         if num_victims + room.rows < 1:
             return Examined(request, Verdict.NO_ROW, 1, 0)
-        if refusal := self._cut(start, draft.budget + draft.tokens_of(yields), room):
+        if refusal := self._cut(start, draft.budget + draft.tokens_of(yields), draft, room):
             return refusal
         if num_victims:
             for row in yields[:num_victims].tolist():
@@ -161,7 +161,7 @@ class Admission:
             draft.take_budget(yields[num_victims:], start.num_tokens - draft.budget)
         return None
 
-    def _cut(self, start: Start, budget: int, room: "_Room") -> Examined | None:
+    def _cut(self, start: Start, budget: int, draft: Draft, room: "_Room") -> Examined | None:
         """Give the request of its tokens what the budget allows, or say why that is not enough."""
         missing = start.num_missing_tokens
         if start.num_tokens > budget:
@@ -171,9 +171,15 @@ class Admission:
         least = 1 if self._is_chunked else missing
         if start.num_tokens < least:
             return Examined(start.request, Verdict.NO_BUDGET, least, budget)
-        if room.partial >= self._max_partial:
+        if room.partial + self._num_partial(start.request, draft) >= self._max_partial:
             return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
         return None
+
+    def _num_partial(self, request: Request, draft: Draft) -> int:
+        """Running prompts that take more steps, and need not yield to this request."""
+        table, rows = self._batch.table, draft.rows
+        is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
+        return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))
 
     def _is_shared(self, draft: Draft) -> bool:
         """Whether somebody runs beside who starts now."""
@@ -262,15 +268,13 @@ class Admission:
 class _Room:
     """What is left for others in the step being planned."""
 
-    def __init__(self, batch: Batch, draft: Draft, row_limit: int) -> None:
-        table = batch.table
+    def __init__(self, batch: Batch, row_limit: int) -> None:
         self.rows = row_limit - len(batch)
         self.promised = batch.num_promised_blocks()  # blocks
         self.settling: list[Start] = []  # they start in this step and have not got their blocks yet
         self.unsettled = 0  # blocks that those will get
         self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
-        missing = table.num_tokens[draft.rows] - table.num_computed_tokens[draft.rows] - draft.counts
-        self.partial = int(np.count_nonzero(missing > 1))  # prompts that take more steps
+        self.partial = 0  # prompts that start in this step and take more
 
     def make(self, promised: int) -> None:
         """A row goes that had so many blocks promised."""

@@ -158,7 +158,7 @@ class _Explainer:
         if not request.ticket or self._scheduler.pause_mode is PauseMode.ALL:
             return (Reason.PAUSED, 0, 0), None
         if (own := self._examined.get(key)) is not None:
-            return (Reason(own.verdict), own.needed, own.available), None
+            return (Reason(own.verdict), own.needed, max(0, own.available)), None
         if self._holder is None or self._position(self._holder) > self._position(request):
             return (Reason.NOT_YET, 0, 0), None
         return (Reason.BEHIND, 0, 0), self._holder

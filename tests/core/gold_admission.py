@@ -52,7 +52,7 @@ class GoldAdmission(GoldOrder):
             return
         self.room = self.limit - len(self.running)
         self.reserved = sum(self.promised(r) for r in self.running)
-        self.partial = sum(len(r.tokens) - r.computed - n > 1 for r, n in self.ran)
+        self.partial = 0  # of those that start
         kept: list[Entry] = []
         passed: Entry | None = None
         while q := self.first():
@@ -112,7 +112,9 @@ class GoldAdmission(GoldOrder):
         count = min(want, budget)
         if count < (1 if self.c.enable_chunked_prefill else missing):
             return "NO_BUDGET"
-        if count < missing and self.partial >= (self.c.max_num_partial_prefills or self.c.max_num_seqs):
+        others = [(r, n) for r, n in self.ran if not self.must_yield(q, r)]
+        partial = self.partial + sum(len(r.tokens) - r.computed - n > 1 for r, n in others)
+        if count < missing and partial >= (self.c.max_num_partial_prefills or self.c.max_num_seqs):
             return "PARTIAL_PREFILLS"
         if victims:
             for r in yields[:victims]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from core.decisions import Verdict
@@ -74,6 +75,14 @@ def test_only_so_many_prompts_are_in_parts_and_short_ones_pass() -> None:
     assert verdicts(hand) == {2: Verdict.PARTIAL_PREFILLS}
     hand.step()
     assert hand.step() == {1: 4, 3: 1, 2: 8}  # the first ends its prompt in this step
+
+
+def test_a_less_urgent_prompt_in_parts_does_not_hold_up_an_urgent_one() -> None:
+    hand = ByHand(small_config(budget=8, max_num_partial_prefills=1, scheduling_policy="priority"))
+    for number, priority in ((1, 1), (2, 0), (3, 0), (4, 1)):
+        hand.add(msgspec.structs.replace(add_message(number, [number] * 20, 1), priority=priority))
+        assert hand.step() == ({1: 8} if number == 1 else {2: 8} if number < 4 else {2: 4, 3: 4})
+    assert [hand.step() for _ in range(5)] == [{3: 8}, {3: 8}, {1: 8}, {1: 4, 4: 4}, {4: 8}]
 
 
 def test_without_chunks_prompts_are_whole_and_in_steps_of_their_own() -> None:

@@ -51,6 +51,14 @@ def test_no_blocks_with_the_numbers() -> None:
     assert (other.session, other.reason, other.holder_session, other.holder_number) == (2, Reason.BEHIND, 1, 1)
 
 
+def test_what_is_kept_back_beyond_what_is_free_is_not_less_than_nothing() -> None:
+    driver = Driver(small_config(17, watermark=0.25, admission_lookahead=0))
+    driver.step([(1, add_message(0, [7] * 53, 3)), (1, add_message(1, [8] * 4, 3))])
+    driver.step()
+    one = why(driver, 1, session=1)
+    assert (one.reason, one.needed, one.available) == (Reason.NO_BLOCKS, 1, 0)
+
+
 def test_skipped_for_the_budget() -> None:
     driver = Driver(small_config(60, budget=2, max_num_seqs=3))
     driver.step([(1, add_message(0, [1], 30)), (1, add_message(1, [2], 30))])
