@@ -67,9 +67,15 @@ def variants_of_machine() -> list[str]:
 
 def find_compiler() -> Compiler:
     """$CC, else cc. Errors: CpuLibraryError."""
-    command = tuple(shlex.split(os.environ.get("CC") or "cc"))
+    wanted = os.environ.get("CC") or "cc"
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=30)
+        command = tuple(shlex.split(wanted))
+    except ValueError as error:
+        raise CpuLibraryError(f"no C compiler: CC={wanted!r} is no command line ({error})") from error
+    try:
+        done = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=30
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise CpuLibraryError(f"no C compiler: {shlex.join(command)} does not run ({error})") from error
     return Compiler(command, done.stdout)
@@ -110,7 +116,13 @@ def build(variant: str, compiler: Compiler, folder: Path) -> bytes:
 
 def _start(command: list[str], folder: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
 
 

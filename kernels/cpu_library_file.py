@@ -73,14 +73,17 @@ def find_library_soon() -> threading.Thread:
 
 def _private_folder() -> Path:
     """The cache, made if need be. Errors: CpuLibraryError if others may write there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:
+        raise CpuLibraryError(f"no folder for built kernels: neither XDG_CACHE_HOME nor a home ({error})") from error
     folder = cache / "engine-core" / "kernels"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         status = folder.lstat()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise CpuLibraryError(f"cannot make the folder {folder} for built kernels: {error}") from error
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:

@@ -8,7 +8,7 @@ from kernels.cpu_kv_cache import CacheShape, CpuKVCache
 from kernels.cpu_library import CpuLibrary
 from kernels.rope import rotary_tables
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 4096  # enum in rope.c: a longer head would not fit where it is rotated
 _LEAST_POSITIONS = 1024  # of a table
 
 

@@ -8,7 +8,7 @@
 enum { FETCHED_CHUNKS = 4 };
 
 /* A copy of a chunk of V in which what is no number is 0: a weight of 0 does not undo a NaN. A token gone wrong still
- * shows to the rows that see it: its K is no number either (kv_write.h). */
+ * shows to the rows that see it: its K is no number either (rope.h). */
 static const char *clean_values(const CacheShape *shape, const char *chunk, char *room) {
     size_t bytes = chunk_bytes(shape);
     uint32_t exponent = 0x7f800000;

@@ -51,7 +51,7 @@ INLINE void put_in_chunk(const CacheShape *shape, void *chunk, int is_value, int
 
 /* Store a row of one head at offset tokens into its block. */
 INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, int offset, int is_value, int head,
-                                const void *row) {
+                         const void *row) {
     char *place = (char *)layer + head_offset(shape, block, is_value, head);
     size_t bytes = number_bytes(shape);
     if (shape->block_size >= CHUNK)
@@ -63,7 +63,7 @@ INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, in
 /* The chunk of tokens from `first` on, a multiple of 16, of a context with this block table: in the cache, or gathered
  * into room. The table must reach to token `last`; what lies beyond it is left as it is in room. */
 INLINE const char *find_chunk(const CacheShape *shape, const void *layer, const int32_t *table, int is_value,
-                                     int head, int first, int last, char *room) {
+                              int head, int first, int last, char *room) {
     int size = shape->block_size;
     if (size >= CHUNK)
         return (const char *)layer + head_offset(shape, table[first / size], is_value, head) +

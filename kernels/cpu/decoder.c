@@ -15,9 +15,9 @@ typedef struct {
 
 static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
-    const Embedding args = {share->step->token_ids,  decoder->embeddings,  share->step->hidden,
-                            share->step->num_tokens, decoder->hidden_size, decoder->dtype,
-                            decoder->embedding_scale,    decoder->embeddings_are_packed};
+    const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
+                            share->step->num_tokens,  decoder->hidden_size, decoder->dtype,
+                            decoder->embedding_scale, decoder->embeddings_are_packed};
     embedding_part(&args, share->thread, share->num_threads);
 }
 

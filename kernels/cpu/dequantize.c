@@ -138,4 +138,6 @@ void dequantize_part(const Dequantize *args, int thread, int num_threads) {
     }
 }
 
-EXPORT void dequantize(const Dequantize *args) { pool_run((Job)dequantize_part, (void *)args); }
+static void dequantize_job(void *args, int thread, int num_threads) { dequantize_part(args, thread, num_threads); }
+
+EXPORT void dequantize(const Dequantize *args) { pool_run(dequantize_job, (void *)args); }

@@ -7,7 +7,7 @@ enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
 
 /* Registers: a block of rows x vectors of y is summed in rows * vectors registers, beside one vector of weights and one
  * of x per row. It is as wide as a panel where there are registers enough, so that weights are read from the first byte
- * to the last (several panels side by side took 3 to 6 % longer), else NARROW. */
+ * to the last, else NARROW. */
 enum { NARROW = 2 };
 #if VECTOR_BYTES == 64
 #define MAX_ROWS 14
@@ -20,15 +20,15 @@ enum { NARROW = 2 };
 #define VECTORS_OF(rows) ((rows) == 1 ? PANEL_VECTORS : (rows) == 2 ? 4 : NARROW)
 #endif
 
-/* Bytes of x that meet all panels before the next rows do: they stay in the caches. (Measured on Zen 5, depth 576 to
- * 14336: twice to four times the second level cache is 5 to 20 % faster than a third of it.) */
+/* Bytes of x that meet all panels before the next rows do. More than a second level cache holds: reading x again from
+ * the third costs less than reading the weights again for each chunk of rows. */
 enum { CHUNK_BYTES = 1536 << 10 };
 
 /* Of weights that only one block of rows meets, from memory; the hardware's own prefetch ends at each page. */
 enum { PREFETCH_BYTES = 4096 };
 
-/* Panels that a thread takes at a time: a thread that is behind is helped out. (With one or two, 8 rows took 1 to 2 %
- * longer.) */
+/* Panels that a thread takes at a time. Few, so that a thread that is behind is helped out; not one, since each end of
+ * a piece is a gap in what is read. */
 enum { PIECE = 4 };
 
 /* From so many rows for each thread on, threads split the rows and not the panels. */
@@ -51,12 +51,12 @@ INLINE Words load_step(const char *x, const int bytes) {
     return all_words(step);
 }
 
-/* What a block multiplies, and what it asks memory for meanwhile. */
+/* What a block multiplies, and what it asks memory for meanwhile: no more than asks, so addresses may lie outside. */
 typedef struct {
     const char *x, *w;
-    const char *ahead;            /* weights that are wanted soon; what the first step asks for */
-    int64_t ahead_step;           /* bytes from there to what the next step asks for */
-    int64_t x_bytes;              /* from row to row */
+    const char *ahead;  /* weights that are wanted soon; what the first step asks for */
+    int64_t ahead_step; /* bytes from there to what the next step asks for */
+    int64_t x_bytes;    /* from row to row */
     int64_t depth;
     float *out; /* [rows][vectors * LANES] */
 } Work;
@@ -234,4 +234,6 @@ void gemm_part(const Gemm *args, int thread, int num_threads) {
         multiply_pieces(args, (thread + i) % num_threads, num_threads, weights);
 }
 
-EXPORT void gemm(const Gemm *args) { pool_run((Job)gemm_part, (void *)args); }
+static void gemm_job(void *args, int thread, int num_threads) { gemm_part(args, thread, num_threads); }
+
+EXPORT void gemm(const Gemm *args) { pool_run(gemm_job, (void *)args); }

@@ -65,4 +65,6 @@ void gemm_pack_part(const GemmPack *args, int thread, int num_threads) {
     }
 }
 
-EXPORT void gemm_pack(const GemmPack *args) { pool_run((Job)gemm_pack_part, (void *)args); }
+static void gemm_pack_job(void *args, int thread, int num_threads) { gemm_pack_part(args, thread, num_threads); }
+
+EXPORT void gemm_pack(const GemmPack *args) { pool_run(gemm_pack_job, (void *)args); }

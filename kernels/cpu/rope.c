@@ -3,7 +3,7 @@
 #include "pool.h"
 #include "row_math.h"
 
-#define MAX_HEAD_DIM 512
+enum { MAX_HEAD_DIM = 4096 }; /* a head is rotated on the stack */
 
 /* One head of Q or K: x [head_dim] of dtype -> out, the same dtype. */
 INLINE void rotate_head(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {

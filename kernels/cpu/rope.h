@@ -17,7 +17,7 @@ typedef struct {
     const int64_t *slots;    /* [num_tokens]: block * block_size + offset, -1 = do not store */
     void *q;                 /* [num_tokens, num_heads, head_dim] of dtype */
     void *layer;             /* of the cache */
-    CacheShape shape;        /* has num_kv_heads, head_dim (even, at most 512) and dtype */
+    CacheShape shape;        /* has num_kv_heads, head_dim (even, at most 4096) and dtype */
     int32_t num_heads, num_tokens;
     float eps;
 } RopeKvWrite;

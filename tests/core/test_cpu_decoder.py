@@ -3,12 +3,16 @@ for every kind of model, whatever the threads, as batches grow and shrink."""
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from core.config_values import Values
 from core.models.llama import Llama
+from ipc.errors import ModelFileError
 from kernels.cpu_library import load_cpu_library
-from tests.core.invariance import DTYPES, KINDS, tiny_model
+from kernels.cpu_rope import MAX_HEAD_DIM
+from tests.core.invariance import DTYPES, KINDS, random_model, tiny_model
 from tests.core.test_llama import Requests, prompts
 
 
@@ -78,3 +82,22 @@ def test_rows_without_logits_are_computed_and_stored() -> None:
     assert torch.equal(hidden, model.hidden_states(ids, positions, slots, metadata, caches[1]))
     assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
     assert caches[0].layers[-1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_widest_heads_that_a_model_file_may_ask_for_have_room(dtype: str) -> None:
+    """They are rotated in arrays of a fixed size: nobody may ask for more."""
+    with pytest.raises(ModelFileError, match=f"to {MAX_HEAD_DIM}"):
+        Values({"head_dim": MAX_HEAD_DIM + 2}, "config.json").integer("head_dim")
+    config = msgspec.structs.replace(
+        KINDS["head norms"], head_dim=MAX_HEAD_DIM, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1
+    )
+    model = random_model(config, DTYPES[dtype])
+
+    def outputs(one_by_one: bool) -> list[torch.Tensor]:
+        requests = Requests(Watched(model, one_by_one), prompts(5, 3))
+        return [part for step in ({0: 4, 1: 3}, {0: 1}) for part in requests.step(step).values()]
+
+    got, expected = outputs(False), outputs(True)
+    assert all(same_bits(*pair) for pair in zip(got, expected, strict=True))
+    assert all(part.isfinite().all() for part in got)

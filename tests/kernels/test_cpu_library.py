@@ -118,6 +118,21 @@ def test_no_compiler_says_which_was_looked_for(cache, monkeypatch):
         load_cpu_library()
 
 
+def test_a_compiler_that_is_no_command_line_is_none(cache, monkeypatch):
+    monkeypatch.setenv("CC", "cc 'x")
+    with pytest.raises(CpuLibraryError, match=r"no C compiler: CC=\"cc 'x\" is no command line \(No closing"):
+        load_cpu_library()
+
+
+def test_a_user_without_a_home_is_told(monkeypatch):
+    """As in a container that runs under a number nobody has."""
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(CpuLibraryError, match="no folder for built kernels: neither XDG_CACHE_HOME nor a home"):
+        load_cpu_library()
+
+
 def test_a_compiler_that_fails_is_quoted(cache):
     (kernels.cpu_build.SOURCE_FOLDER / "pool.c").write_text("int main( {")
     with pytest.raises(CpuLibraryError, match=r"failed: .*error"):
