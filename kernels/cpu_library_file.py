@@ -79,7 +79,7 @@ def _private_folder() -> Path:
         raise CpuLibraryError(f"no folder for built kernels: neither XDG_CACHE_HOME nor a home ({error})") from error
     folder = cache / "engine-core" / "kernels"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # else a group might exchange what is in it
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         status = folder.lstat()

@@ -172,19 +172,33 @@ static float bound_of(const float *x, int64_t size, int64_t wanted) {
     return unordered((int32_t)low);
 }
 
+/* The lowest logit that is `bound` when both are divided by the temperature, which makes some that differ equal. */
+static float lowest_alike(const Row *row, float bound) {
+    int64_t low = ordered(-INFINITY), high = ordered(bound);
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (unordered((int32_t)middle) / row->temperature >= bound / row->temperature)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return unordered((int32_t)low);
+}
+
 static int compare(const void *left, const void *right) {
     const Candidate *a = left, *b = right;
     if (a->value != b->value) return a->value > b->value ? -1 : 1;
     return a->id < b->id ? -1 : 1;
 }
 
-/* All tokens whose logit reaches a bound that at least `wanted` do, in descending order; returns their number. Each
- * group of logits has its largest: as many groups as wanted have a logit each. */
+/* All tokens whose logit / temperature reaches a bound that at least `wanted` do, in descending order; returns their
+ * number. Each group of logits has its largest: as many groups as wanted have a logit each. */
 static int64_t find_candidates(const Row *row, int64_t wanted) {
     const int64_t num_groups = (row->size + GROUP - 1) / GROUP;
     float bound = wanted >= row->size    ? -INFINITY
                   : wanted <= num_groups ? bound_of(row->group_maxima, num_groups, wanted)
                                          : bound_of(row->logits, row->size, wanted);
+    bound = lowest_alike(row, bound);
     int64_t count = 0;
     for (int64_t group = 0; group < num_groups; group++) {
         if (row->group_maxima[group] < bound) continue;

@@ -80,3 +80,16 @@ def test_largest_is_a_draw_at_temperature_0(size, library):
     assert np.array_equal(sampler(logits, columns(temperature=0.0)), got)
     assert np.array_equal(sampler(logits, columns()), drawn)
     assert np.array_equal(sample_greedily(logits), got)
+
+
+@pytest.mark.parametrize("top_k", [1, 10])
+def test_logits_that_the_temperature_makes_equal_are_ties(top_k, library):
+    """Of the last of top_k tokens, too: divided by 3, some numbers of float32 side by side become one."""
+    high = np.arange(1, 2, 1e-3, np.float32)
+    low = np.nextafter(high, np.float32(0))
+    index = int(np.flatnonzero(high / np.float32(3) == low / np.float32(3))[0])
+    logits = torch.full((ROWS, 200), -5.0)
+    logits[:, 130 : 130 + top_k] = float(high[index])
+    logits[:, 7] = float(low[index])
+    drawn = CpuSampler(library)(logits, columns(temperature=3.0, top_k=top_k))
+    assert set(drawn.tolist()) == {7, *range(130, 130 + top_k)}
