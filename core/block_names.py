@@ -113,8 +113,8 @@ class BlockNames:
         return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
 
     def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: Int32s) -> Ints | None:
-        """Make the blocks found under their keys, where no others are: then returns who is [n], else None. Of keys that
-        collide the block entered first keeps the name."""
+        """Let the blocks be found under their keys. Returns None where all of them are; else who is found in place of
+        each [n]: the block that was entered first keeps the name, and the others enter nothing."""
         keys, numbers = _keys(parents, token_ids), blocks.tolist()
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)

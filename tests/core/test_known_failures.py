@@ -316,7 +316,7 @@ def test_two_clients_do_not_take_each_others_room_for_ever() -> None:
     hand = ByHand(config)
     for number in range(6):
         add(hand, number, 12, 6, client=number % 2)
-    run(hand, 300)
+    run(hand, 300)  # fails when it takes more steps than that
 
 
 def test_a_row_that_waits_for_blocks_does_not_keep_the_budget_from_who_will_free_them() -> None:
