@@ -5,16 +5,22 @@ A variant is the same sources under other flags: what it computes is a function 
 that look alike compute alike. No -ffast-math, for the same reason.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 SOURCE_FOLDER = Path(__file__).resolve().parent / "cpu"
+BUILD_S = 120.0  # that a build may take; two free cores need 2
+BUILD_FOLDER_PREFIX = "build-"
 
 _FLAGS = (
     *("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread"),
@@ -91,31 +97,46 @@ def source_hash(variant: str, compiler_version: str = "") -> str:
     return digest.hexdigest()
 
 
-def build(variant: str, compiler: Compiler, folder: Path) -> bytes:
+def build(variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD_S) -> bytes:
     """The shared library's content; files are compiled side by side, in a folder of their own below `folder`, which is
-    removed again. Errors: CpuLibraryError with what the compiler said."""
+    removed again. Errors: CpuLibraryError with what the compiler said, or that it took longer than `seconds`."""
+    end = time.monotonic() + seconds
     try:
-        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as build_folder:
+        with tempfile.TemporaryDirectory(
+            prefix=BUILD_FOLDER_PREFIX, dir=folder, ignore_cleanup_errors=True
+        ) as build_folder:
             command = [*compiler.command, *_FLAGS, *VARIANTS[variant].flags]
-            objects = [f"{path.stem}.o" for path in sorted(SOURCE_FOLDER.glob("*.c"))]
-            compiling = [
-                _start([*command, "-c", str(SOURCE_FOLDER / f"{Path(name).stem}.c"), "-o", name], build_folder)
-                for name in objects
-            ]
-            said = [process.communicate()[0] for process in compiling]
-            if any(process.returncode for process in compiling):
-                raise CpuLibraryError(f"{shlex.join(compiler.command)} failed: {''.join(said)[-2000:]}")
-            linking = _start([*command, "-shared", *objects, "-lm", "-o", "library.so"], build_folder)
-            linked = linking.communicate()[0]
-            if linking.returncode:
-                raise CpuLibraryError(f"{shlex.join(compiler.command)} does not link: {linked[-2000:]}")
+            names = [path.stem for path in sorted(SOURCE_FOLDER.glob("*.c"))]
+            compiling = [[*command, "-c", str(SOURCE_FOLDER / f"{name}.c"), "-o", f"{name}.o"] for name in names]
+            _run("failed", compiling, build_folder, end)
+            linking = [*command, "-shared", *(f"{name}.o" for name in names), "-lm", "-o", "library.so"]
+            _run("does not link", [linking], build_folder, end)
             return Path(build_folder, "library.so").read_bytes()
+    except subprocess.TimeoutExpired:
+        raise CpuLibraryError(f"{shlex.join(compiler.command)} was not done after {seconds:.0f} s") from None
+    except _CompilerFailedError as error:
+        raise CpuLibraryError(f"{shlex.join(compiler.command)} {error}") from None
     except OSError as error:
         raise CpuLibraryError(f"cannot build in {folder}: {error}") from error
 
 
-def _start(command: list[str], folder: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
+class _CompilerFailedError(Exception):
+    """What it said."""
+
+
+def _run(failure: str, commands: list[list[str]], folder: str, end: float) -> None:
+    """Side by side, each with what it starts in a process group of its own. Errors: subprocess.TimeoutExpired when they
+    were not done at `end` on the monotonic clock, and were killed; _CompilerFailedError."""
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(_started(command, folder)) for command in commands]
+        said = [process.communicate(timeout=max(0.0, end - time.monotonic()))[0] for process in running]
+    if any(process.returncode for process in running):
+        raise _CompilerFailedError(f"{failure}: {''.join(said)[-2000:]}")
+
+
+@contextlib.contextmanager
+def _started(command: list[str], folder: str) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(
         command,
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -123,7 +144,13 @@ def _start(command: list[str], folder: str) -> "subprocess.Popen[str]":
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
+        process_group=0,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.returncode is None:  # not waited for: its number is still its own
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def with_digest(content: bytes) -> bytes:

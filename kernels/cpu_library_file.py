@@ -9,13 +9,17 @@ content.
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kernels.cpu_build import (
+    BUILD_FOLDER_PREFIX,
+    BUILD_S,
     SOURCE_FOLDER,
     VARIANTS,
     CpuLibraryError,
@@ -28,6 +32,7 @@ from kernels.cpu_build import (
 )
 
 PREBUILT_FOLDER = SOURCE_FOLDER / "prebuilt"
+_LOCK_POLL_S = 0.02
 
 
 class LibraryFile(NamedTuple):
@@ -38,7 +43,8 @@ class LibraryFile(NamedTuple):
 
 def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> LibraryFile:
     """The file of this variant, else of the best that this CPU runs; built if need be, by one process at a time.
-    Errors: CpuLibraryError."""
+    Waiting for another process and building take BUILD_S at most, together. Errors: CpuLibraryError."""
+    end = time.monotonic() + BUILD_S
     usable = usable_variants()
     name = variant or usable[0]
     if name not in VARIANTS or name not in usable:
@@ -51,9 +57,10 @@ def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> Li
     path = folder / f"{name}-{source_hash(name, compiler.version)}.so"
     try:
         if not _is_intact_file(path):
-            with _locked(folder / "lock"):
+            with _locked(folder / "lock", end):
                 if not _is_intact_file(path):  # else another process has built it meanwhile
-                    _write(path, with_digest(build(name, compiler, folder)))
+                    _remove_leftovers(folder)
+                    _write(path, with_digest(build(name, compiler, folder, max(0.0, end - time.monotonic()))))
     except OSError as error:
         raise CpuLibraryError(f"cannot write {path}: {error}") from error
     return LibraryFile(name, path, False)
@@ -108,9 +115,27 @@ def _write(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Of builds that were killed. Under the lock, so nobody is building."""
+    for left in folder.glob(f"{BUILD_FOLDER_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Among processes; a process that dies gives it back."""
+def _locked(path: Path, end: float) -> Iterator[None]:
+    """Among processes; a process that dies gives it back. Errors: CpuLibraryError where somebody else still has it at
+    `end` on the monotonic clock."""
     with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > end:
+                raise CpuLibraryError(f"another process is building, and holds {path} for more than {BUILD_S:g} s")
+            time.sleep(_LOCK_POLL_S)
         yield
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

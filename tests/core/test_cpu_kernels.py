@@ -56,6 +56,22 @@ def test_without_a_compiler_torch_serves_and_one_line_says_why(said: list[str]) 
     assert "\n" not in line
 
 
+def test_with_a_compiler_that_hangs_torch_serves_and_one_line_says_why(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "hanging-cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *--version*) ;; *) exec sleep 600 ;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_library_file, "PREBUILT_FOLDER", tmp_path)
+    monkeypatch.setattr(cpu_library_file, "BUILD_S", 0.2)
+    assert start_cpu_kernels(EngineConfig()) is None
+    (line,) = said
+    assert line.startswith(f"engine-core: slower without C kernels: {compiler} was not done after 0 s")
+    assert "\n" not in line
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_c_kernels_that_are_demanded_and_missing_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cpu_kernels=c is not to be had here: no C compiler.*cpu_kernels=torch"):

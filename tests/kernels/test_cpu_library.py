@@ -1,6 +1,8 @@
 """The library's cache: built once, private, checked; and what is said where nothing can be built."""
 
+import fcntl
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,6 +140,52 @@ def test_a_compiler_that_fails_is_quoted(cache):
     with pytest.raises(CpuLibraryError, match=r"failed: .*error"):
         load_cpu_library()
     assert libraries(cache) == []
+
+
+@pytest.mark.parametrize("hanging", ["compiling", "linking"])
+def test_a_compiler_that_hangs_is_given_up_and_killed(cache, monkeypatch, tmp_path, hanging):
+    """With what it has started: a shell here, whose sleep has the shell's standard output open."""
+    compiler, pids = tmp_path / "hanging-cc", tmp_path / "pids"
+    option = {"compiling": "-c", "linking": "-shared"}[hanging]
+    compiler.write_text(
+        f'#!/bin/sh\ncase " $* " in *" {option} "*) sleep 600 & echo $! >> {pids}; wait ;; esac\nexec cc "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(kernels.cpu_library_file, "BUILD_S", 1.0)
+    began = time.monotonic()
+    with pytest.raises(CpuLibraryError, match=r"hanging-cc was not done after [01] s"):
+        load_cpu_library()
+    assert time.monotonic() - began < 10.0
+    (sleeper,) = pids.read_text().split()
+    assert not is_running(int(sleeper))
+    assert [path.name for path in cache.iterdir()] == ["lock"]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_that_holds_the_lock_is_not_waited_for_for_ever(cache, monkeypatch):
+    cache.mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr(kernels.cpu_library_file, "BUILD_S", 0.1)
+    with (cache / "lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(
+            CpuLibraryError, match=r"another process is building, and holds .*/lock for more than 0.1 s"
+        ):
+            load_cpu_library()
+
+
+def test_what_a_killed_build_has_left_goes_with_the_next(cache):
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "build-killed").mkdir()
+    (cache / "build-killed" / "pool.o").write_bytes(b"half an object")
+    load_cpu_library()
+    assert not (cache / "build-killed").exists()
 
 
 def test_what_is_prebuilt_needs_no_compiler(cache, monkeypatch, tmp_path):
