@@ -1,7 +1,8 @@
 """Any causal language model of transformers, on this engine's KV cache and scheduler, at numerics level L0.
 
 The model's own code runs, on a batch of tokens packed request after request; only attention is ours, through
-transformers' attention interface. This file is all contact with transformers' internals. Products are torch's plain
+transformers' attention interface. This file and
+transformers_loading.py are all contact with transformers' internals. Products are torch's plain
 ones, which may sum in another order for another number of rows: hence L0.
 """
 
@@ -13,14 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described, eos_token_ids, load_transformers_model
 from ipc.config import Numerics
-from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.errors import EngineCoreError, UnsupportedModelError
 from kernels.attention import attention_variant, paged_attention
 from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
 from kernels.kv_cache import KVCache, bytes_per_block
-
-#: Under this name our attention is known to transformers.
-ATTENTION_NAME = "engine_core_paged"
 
 #: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -66,24 +65,32 @@ class TransformersModel:
 
     def __init__(self, path: Path, dtype: torch.dtype, *, made_up: bool = False) -> None:
         self.dtype = dtype
-        self._model = _load(path, dtype, made_up)
-        config = self._model.config.get_text_config()
+        self._model = load_transformers_model(path, dtype, made_up, _attend)
         self._architecture = type(self._model).__name__
+        try:
+            self._prepare()
+        except (EngineCoreError, MemoryError):
+            raise
+        except Exception as error:
+            needs_more = isinstance(error, AttributeError) and error.name is not None and error.obj is None
+            reason = "wants an attention mask or a cache of its own kind" if needs_more else "does not run"
+            raise self._refusal(f"its code {reason} on packed batches ({described(error)})") from error
+
+    def _prepare(self) -> None:
+        config = self._model.config.get_text_config()
         self._body = self._model.get_decoder()
         if self._body is self._model:
-            raise UnsupportedModelError(f"{self._architecture}: its layers and its head are not apart")
+            raise self._refusal("its layers and its head are not apart")
         self.vocab_size = int(config.vocab_size)
         self.max_model_len = int(getattr(config, "max_position_embeddings", 0) or 2048)
-        self.eos_token_ids = _eos_token_ids(self._model)
+        self.eos_token_ids = eos_token_ids(self._model)
         self._num_layers = int(config.num_hidden_layers)
-        try:
-            self._shape, self._windows = self._try_out()
-            self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
-            self._check_against_its_own()
-        except (AttributeError, IndexError, KeyError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{self._architecture}: its code does not run on packed batches: {type(error).__name__}: {error}"
-            ) from error
+        self._shape, self._windows = self._try_out()
+        self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
+        self._check_against_its_own()
+
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._architecture}: {reason}{INSTEAD}")
 
     @property
     def variant(self) -> str:
@@ -173,15 +180,17 @@ class TransformersModel:
         finally:
             _trial.reset(token)
         if sorted(seen) != list(range(num_layers)):
-            raise UnsupportedModelError(
-                f"{self._architecture}: {len(seen)} of {num_layers} layers use transformers' attention interface; the "
-                "others compute attention by themselves, or are of a kind (state space, linear attention) that has "
-                "no place in a KV cache of blocks"
+            raise self._refusal(
+                f"{len(seen)} of {num_layers} layers use transformers' attention interface; the others compute "
+                "attention by themselves, or are of a kind (state space, linear attention) that has no place in a KV "
+                "cache of blocks"
             )
         shapes = {shape for shape, _ in seen.values()}
         shape = seen[0][0]
         if len(shapes) > 1 or shape.value_dim > shape.head_dim:
-            raise UnsupportedModelError(f"{self._architecture}: its layers' heads differ in number or size: {shapes}")
+            raise self._refusal(f"its layers' heads differ in number or size: {shapes}")
+        if shape.num_heads % shape.num_kv_heads:
+            raise self._refusal(f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} KV heads evenly")
         return shape, tuple(dict.fromkeys(seen[layer][1] for layer in range(num_layers)))
 
     def _check_against_its_own(self) -> None:
@@ -199,13 +208,13 @@ class TransformersModel:
         alone = torch.cat([self._logits_of([prompt]) for prompt in prompts])
         error = float((alone - expected).abs().amax()) / scale
         if error < tolerance:
-            raise UnsupportedModelError(
-                f"{self._architecture}: two requests in one batch change each other's logits by {together:.1%}; its "
-                "code does not keep packed sequences apart by position_ids"
+            raise self._refusal(
+                f"two requests in one batch change each other's logits by {together:.1%}: its code does not keep "
+                "packed sequences apart by position_ids"
             )
-        raise UnsupportedModelError(
-            f"{self._architecture}: with this engine's attention its logits are off by {error:.2%} of the largest "
-            f"(at most {tolerance:.1%} is rounding): its own attention does something that this engine does not know"
+        raise self._refusal(
+            f"with this engine's attention its logits are off by {error:.2%} of the largest (at most {tolerance:.1%} "
+            "is rounding): its own attention does something that this engine does not know"
         )
 
     @torch.inference_mode()
@@ -250,7 +259,9 @@ def _attend(
     """transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     for name, neutral in _EXTRAS.items():
         if extras.get(name) is not None and extras[name] not in neutral:
-            raise UnsupportedModelError(f"{type(module).__name__}: {name} is not supported by the generic path")
+            raise UnsupportedModelError(
+                f"{type(module).__name__}: {name} is not supported by the generic path{INSTEAD}"
+            )
     trial = _trial.get(None)
     if trial is not None:
         shape = _Shape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
@@ -258,7 +269,9 @@ def _attend(
         return query.transpose(1, 2)[..., : shape.value_dim], None
     step = _step.get(None)
     if step is None:
-        raise UnsupportedModelError(f"{type(module).__name__}: its head runs layers of its own, outside a step")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: its head runs layers of its own, outside a step{INSTEAD}"
+        )
     num_tokens, width, value_dim = key.shape[2], key.shape[1] * key.shape[3], value.shape[3]
     if value_dim < key.shape[3]:  # the cache has one size for both (DeepSeek's values are shorter)
         value = torch.nn.functional.pad(value, (0, key.shape[3] - value_dim))
@@ -268,50 +281,6 @@ def _attend(
     q = query[0].transpose(0, 1).float().contiguous()
     out = paged_attention(q, step.cache, module.layer_idx, step.metadata[sliding_window], scale)
     return out.view(1, num_tokens, query.shape[1], -1)[..., :value_dim], None
-
-
-def _load(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
-    if path.suffix == ".gguf":
-        raise UnsupportedModelError(f"{path}: transformers runs model folders here, not .gguf files")
-    try:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
-    except ImportError as error:
-        raise ModelFileError(
-            f"{path}: this architecture runs through transformers, which is not installed: "
-            "pip install 'engine-core[transformers]'"
-        ) from error
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
-    try:
-        model = _open(path, dtype, made_up)
-    except KeyError as error:  # the model's own table of attention functions lacks ours
-        raise UnsupportedModelError(f"{path}: its code does not use transformers' attention interface") from error
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelFileError(f"{path}: transformers cannot load it: {error}") from error
-    model.train(False)
-    return model
-
-
-def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
-    """The model of a folder; made up: with random weights, as transformers initializes them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
-    options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
-    if not made_up:
-        return auto.from_pretrained(path, use_safetensors=True, local_files_only=True, **options)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return auto.from_config(AutoConfig.from_pretrained(path, local_files_only=True), **options)
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    ids = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
-    return tuple(int(token) for token in ids)
 
 
 def _version() -> str:

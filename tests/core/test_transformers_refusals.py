@@ -16,6 +16,7 @@ from tests.core.test_transformers_model import SIZES, VOCAB, config_for, save
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": VOCAB, "n_positions": 256}
+BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 1, "vocab_size": VOCAB}
 #: model_type, its settings, what the refusal says.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", SIZES, "its code does not use transformers' attention interface"),
@@ -26,8 +27,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "mpt",
         {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB},
-        "^MptForCausalLM: its code does not run",
+        r"^MptForCausalLM: its code wants an attention mask or a cache of its own .*\(\w+ in modeling_mpt.py, line",
     ),
+    ("stablelm", {**SIZES, "num_key_value_heads": 32}, "^StableLmForCausalLM: 4 query heads cannot share 32 KV heads"),
+    ("bart", BART, "^BartForCausalLM: two requests in one batch change each other's logits by"),
+    ("llama4_text", {**SIZES, "head_dim": 16}, "^Llama4ForCausalLM: its layers and its head are not apart"),
     ("gemma2", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}, "Gemma2Attention: softcap is not supported"),
     (
         "gpt_oss",
@@ -42,8 +46,35 @@ def test_what_would_run_wrongly_is_refused(
     model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     save(model_type, tmp_path, **settings)
-    with pytest.raises(UnsupportedModelError, match=reason):
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*; LlamaForCausalLM, .* run here, and models of"):
         TransformersModel(tmp_path, torch.float32)
+
+
+#: What is changed in config.json, what is said.
+WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+    ({"num_attention_heads": 0}, "transformers cannot load it: ZeroDivisionError in modeling_olmo2.py, line"),
+    ({"hidden_act": "no_such"}, "transformers cannot load it: KeyError in activations.py, line .*'no_such'"),
+    ({"vocab_size": 299}, r"lm_head.weight has the shape \[300, 64\]; by its config.json it is \[299, 64\]"),
+    ({"num_hidden_layers": 3}, r"no file has model.layers.2\..* and 10 more weights, which its config.json asks for"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), WRONG_CONFIGS, ids=[str(*row[0]) for row in WRONG_CONFIGS])
+def test_a_config_that_does_not_fit_is_a_model_file_error(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Weights that are missing among them: transformers would make them up."""
+    save("olmo2", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    with pytest.raises(ModelFileError, match=f"(?s){tmp_path}: .*{text}"):
+        LocalExecutor(config_for(tmp_path))
+
+
+def test_damaged_weights_are_a_model_file_error(tmp_path: Path) -> None:
+    save("olmo2", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(ModelFileError, match=r"SafetensorError .*header"):
+        LocalExecutor(config_for(tmp_path))
 
 
 def test_attention_that_ours_does_not_know_is_refused_with_the_numbers(
