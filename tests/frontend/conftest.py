@@ -1,11 +1,18 @@
-"""An in-process transport that plays the engine for the client's tests."""
+"""What the client's tests speak to: a transport in process that plays the engine, or an engine with made-up tokens."""
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
+from frontend.llm import LLM
+from frontend.outputs import RequestOutput
 from ipc.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -26,6 +33,9 @@ from ipc.messages import (
     decode_client_message,
     encode,
 )
+from ipc.sampling_params import SamplingParams
+
+VOCAB_SIZE = 64
 
 WELCOME = Welcome(
     PROTOCOL_MAJOR, PROTOCOL_MINOR, "0", "engine", 1, b"t" * 16, "played", "", "", "L2", 1000, Limits(64, 4, 100_000)
@@ -110,3 +120,36 @@ def played_connection(played_engine: PlayedEngine, monkeypatch: pytest.MonkeyPat
     """What LLM(connect=...) and AsyncLLM(connect=...) find at any address."""
     monkeypatch.setattr("frontend.session.ZmqTransport", lambda address: played_engine)
     return played_engine
+
+
+def greedy(max_tokens: int = 8, **arguments: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
+
+
+def ids_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def text_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer whose word for token i is "w<i> ", and a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    hf = tokenizers.Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
+    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    hf.decoder = decoders.Replace("w", ".w")
+    (folder / "tokenizer.json").write_text(hf.to_str())
+    template = (
+        "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(text_side: Path) -> Iterator[LLM]:
+    """One engine for the tests of a module that leave it as it was."""
+    engine = LLM(
+        executor="fake", fake_vocab_size=VOCAB_SIZE, max_num_seqs=8, max_logprobs=VOCAB_SIZE, tokenizer=text_side
+    )
+    with engine:
+        yield engine

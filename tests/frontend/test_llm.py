@@ -1,7 +1,6 @@
 """LLM: against a played engine in process, and with engine processes running the fake executor."""
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -12,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 import engine_core
 from core.executor.fake import fake_tokens
@@ -29,39 +26,9 @@ from ipc.errors import (
 )
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from tests.frontend.conftest import VOCAB_SIZE, greedy, ids_of
 
 ROOT = Path(engine_core.__file__).parent
-VOCAB_SIZE = 64
-
-
-def greedy(max_tokens=8, **arguments):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
-
-
-def ids_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def text_side(tmp_path_factory):
-    """A folder with a tokenizer whose word for token i is "w<i> ", and a chat template."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    hf = tokenizers.Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
-    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    hf.decoder = decoders.Replace("w", ".w")
-    (folder / "tokenizer.json").write_text(hf.to_str())
-    template = (
-        "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(text_side):
-    """One engine for the tests that leave it as it was."""
-    with LLM(executor="fake", fake_vocab_size=VOCAB_SIZE, max_num_seqs=8, tokenizer=text_side) as with_engine:
-        yield with_engine
 
 
 def assert_idle(llm):

@@ -1,13 +1,10 @@
 """Sampling parameters through LLM: logprobs, bad words, with engine processes running the fake executor."""
 
 import asyncio
-import json
 import time
 
 import msgspec
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from core.executor.fake import choice_seed, fake_tokens
 from frontend.async_llm import AsyncLLM
@@ -16,35 +13,7 @@ from frontend.outputs import Logprob
 from ipc.errors import InvalidRequestError
 from ipc.messages import AddRequest
 from ipc.sampling_params import RequestOutputKind, SamplingParams
-
-VOCAB_SIZE = 64
-
-
-def greedy(max_tokens=8, **arguments):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
-
-
-@pytest.fixture(scope="module")
-def text_side(tmp_path_factory):
-    """A folder with a tokenizer whose word for token i is "w<i> ", and a chat template."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    hf = tokenizers.Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
-    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    hf.decoder = decoders.Replace("w", ".w")
-    (folder / "tokenizer.json").write_text(hf.to_str())
-    template = (
-        "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(text_side):
-    """One engine for the tests that leave it as it was."""
-    options = {"fake_vocab_size": VOCAB_SIZE, "max_num_seqs": 8, "max_logprobs": VOCAB_SIZE}
-    with LLM(executor="fake", tokenizer=text_side, **options) as with_engine:
-        yield with_engine
+from tests.frontend.conftest import VOCAB_SIZE, greedy
 
 
 def test_logprobs(llm):

@@ -1,6 +1,5 @@
 """LLM under the arguments that scripts for vLLM bring, and what it says of wrong ones."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,8 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 import engine_core
 from frontend.llm import LLM
@@ -18,39 +15,9 @@ from ipc.errors import (
     UnsupportedParameterError,
 )
 from ipc.sampling_params import SamplingParams
+from tests.frontend.conftest import greedy
 
 ROOT = Path(engine_core.__file__).parent
-VOCAB_SIZE = 64
-
-
-def greedy(max_tokens=8, **arguments):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
-
-
-def ids_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def text_side(tmp_path_factory):
-    """A folder with a tokenizer whose word for token i is "w<i> ", and a chat template."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    hf = tokenizers.Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB_SIZE)}, unk_token="w0"))
-    hf.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    hf.decoder = decoders.Replace("w", ".w")
-    (folder / "tokenizer.json").write_text(hf.to_str())
-    template = (
-        "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(text_side):
-    """One engine for the tests that leave it as it was."""
-    with LLM(executor="fake", fake_vocab_size=VOCAB_SIZE, max_num_seqs=8, tokenizer=text_side) as with_engine:
-        yield with_engine
 
 
 #: A script as vLLM's users write them; only the import is changed.
