@@ -186,8 +186,7 @@ class EngineClient(TypedCalls):
             return self._journal.read(number, start, choice)
 
     def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
-        """Ask the engine to stop these, or only the choice beside each; each that still runs gets a last row with
-        finish code ABORT."""
+        """Ask the engine to stop these, or only the choice beside each; what still runs finishes with ABORT."""
         self._check()
         column, beside = np.fromiter(numbers, "<u4"), np.array(choices, "<u2")
         with self._changed:
@@ -361,11 +360,12 @@ class EngineClient(TypedCalls):
             if self._journal.is_aborted(number):
                 news |= self._journal.finish(number, FinishReason.ABORT, now)
                 continue
-            frame = encode(self._journal.resubmission(number, now))
+            frames = [encode(message) for message in self._journal.resubmission(number, now)]
             try:
-                if len(frame) > self.welcome.limits.max_message_bytes:
+                if len(frames[0]) > self.welcome.limits.max_message_bytes:
                     raise RequestFailedError("the connection was lost and the request has become too long to go on")
-                self._transport.send(frame)
+                for frame in frames:
+                    self._transport.send(frame)
             except RequestFailedError as error:
                 news |= self._journal.fail(number, error, now)
         return news

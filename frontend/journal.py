@@ -16,7 +16,7 @@ from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.output_columns import Int64s, OutputColumns, columns_of
 from frontend.request_events import RequestEvent, read_events
 from ipc.errors import EngineCoreError, MalformedMessageError
-from ipc.messages import AddRequest, FinishReason, Outputs
+from ipc.messages import Abort, AddRequest, FinishReason, Outputs
 from ipc.paged_rows import Int32s, PagedRows
 
 _PAGE_SIZE = 64  # tokens
@@ -120,16 +120,21 @@ class Journal:
         """Whether the engine was asked to abort all of it that had not finished."""
         return all(self._aborted[row] or self._finish[row] for row in self._rows_of_request(number))
 
-    def resubmission(self, number: int, now: float) -> AddRequest:
-        """The request, to go on after the tokens that were delivered, within what is left of its deadline."""
+    def resubmission(self, number: int, now: float) -> list[AddRequest | Abort]:
+        """The request, to go on after the tokens that were delivered, within what is left of its deadline; an Abort of
+        the choices that were aborted by themselves, as stop strings do."""
         rows, request = self._rows_of_request(number), self.request(number)
         delivered = [self._tokens.read(row, 0, int(self._num_delivered[row])) for row in rows]
         left_ms = request.deadline_ms - int((now - self._arrival_time[rows[0]]) * 1000)
-        return msgspec.structs.replace(
+        again = msgspec.structs.replace(
             request,
             delivered=[tokens.astype("<i4", copy=False).tobytes() for tokens in delivered],
             deadline_ms=max(1, left_ms) if request.deadline_ms else 0,
         )
+        aborted = np.flatnonzero(self._aborted[rows])
+        if not len(aborted):
+            return [again]
+        return [again, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]
 
     def remove(self, number: int) -> bool:
         """Forget a request; what still arrives for it is dropped. Returns whether it was known and unfinished."""

@@ -19,7 +19,7 @@ from frontend.llm import LLM
 from frontend.transport import ZmqTransport
 from ipc.config import EngineConfig
 from ipc.errors import CallFailedError, EngineDeadError
-from ipc.messages import AddRequest, FinishReason, GetStatistics, Hello, PauseMode
+from ipc.messages import Abort, AddRequest, FinishReason, GetStatistics, Hello, PauseMode
 from ipc.sampling_params import SamplingParams
 from tests.frontend.conftest import PlayedEngine
 
@@ -101,6 +101,7 @@ def test_cut_connections_lose_double_and_change_nothing(engine: EngineProcess, p
         client.submit([number, 7], SEEDED if number % 2 else PARAMS, seed=number, streaming=True)
         for number in range(24)
     ]
+    stops = {client.submit([n, 7], _stopping(n), seed=n, streaming=True): n for n in range(24, 36)}
     aborted = client.submit([1], SamplingParams(max_tokens=15_000, ignore_eos=True), seed=0)
     for cut in range(4):
         client.wait(np.array(numbers))
@@ -113,18 +114,29 @@ def test_cut_connections_lose_double_and_change_nothing(engine: EngineProcess, p
             time.sleep(0.001)
     client.abort([aborted])
     deadline = time.monotonic() + 30
-    while unfinished := [n for n in [*numbers, aborted] if not client.read(n).finish]:
+    while unfinished := [n for n in [*numbers, *stops, aborted] if not client.read(n).finish]:
         client.wait(np.array(unfinished), timeout=0.5)
         assert time.monotonic() < deadline
     for number in numbers:
         tokens = client.read(number).token_ids.tolist()
         assert tokens == _expected([number, 7], 1500, number if number % 2 else 0), number
+    for number, prompt in stops.items():
+        progress, expected = client.read(number), _expected([prompt, 7], 50 * (prompt - 20) + 1, 0)
+        assert progress.token_ids.tolist() == expected
+        assert (progress.finish, progress.stop_token) == (FinishReason.STOP, expected[-1])
     assert client.read(aborted).finish == FinishReason.ABORT
     assert client.welcome.session_token != first_token
     statistics = client.statistics()
     assert (statistics.num_running, statistics.num_waiting) == (0, 0)
     assert statistics.num_free_blocks == statistics.num_blocks - 1
     client.close()
+
+
+def _stopping(prompt: int) -> SamplingParams:
+    """Ends by a stop token, each prompt somewhere else among the cuts."""
+    index = 50 * (prompt - 20)
+    stop = _expected([prompt, 7], index + 1, 0)[index]
+    return msgspec.structs.replace(PARAMS, stop_token_ids=[stop], min_tokens=index + 1)
 
 
 def _expected(prompt: list[int], count: int, seed: int) -> list[int]:
@@ -238,6 +250,21 @@ def test_what_is_submitted_again(played_engine: PlayedEngine) -> None:
     played_engine.received.clear()
     played_engine.cut()
     assert played_engine.received[0] == msgspec.structs.replace(hello, session_token=b"n" * 16)
+    client.close()
+
+
+def test_choices_that_stop_strings_have_ended_are_not_computed_again(played_engine: PlayedEngine) -> None:
+    client = EngineClient(played_engine)
+    number = client.submit([1], msgspec.structs.replace(SEEDED, n=3), seed=0)
+    other = client.submit([1], PARAMS, seed=0)
+    client.abort([number], [2])
+    played_engine.received.clear()
+    played_engine.cut()
+    _, again, abort, last = played_engine.received
+    assert isinstance(again, AddRequest)
+    assert isinstance(last, AddRequest)
+    assert (again.number, last.number) == (number, other)
+    assert abort == Abort(np.array([number], "<u4").tobytes(), np.array([2], "<u2").tobytes())
     client.close()
 
 
