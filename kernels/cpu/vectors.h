@@ -92,6 +92,20 @@ INLINE void store_bfloat16(uint16_t *to, Floats values) {
     memcpy(to, &halves, sizeof halves);
 }
 
+/* Store numbers of 16 bits as the first (0) or the second (1) of as many pairs. The others are not touched, and another
+ * thread may write them meanwhile. */
+INLINE void store_in_pairs(uint16_t *pairs, int which, const uint16_t *from, int64_t count) {
+    int64_t i = 0;
+#if defined(__AVX512BW__)
+    const __mmask32 places = which ? 0xaaaaaaaa : 0x55555555;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from + i)));
+        _mm512_mask_storeu_epi16(pairs + i * 2, places, _mm512_or_si512(numbers, _mm512_slli_epi32(numbers, 16)));
+    }
+#endif
+    for (; i < count; i++) pairs[i * 2 + which] = from[i];
+}
+
 /* IEEE half precision; exact. */
 INLINE float float_of_float16(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
