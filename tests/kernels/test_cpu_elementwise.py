@@ -178,11 +178,13 @@ def test_cache_write_stores_what_it_should_where_it_should(block_size, dtype, li
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_value_that_is_not_finite_shows_in_its_key(bad, dtype, library):
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("head", [5, 7])  # the second of K, and of V
+def test_a_key_or_value_that_is_not_finite_shows_as_nan_in_the_key(head, bad, dtype, library):
+    """With an infinite key a score may be minus infinity, which looks like a token that is hidden."""
     cache = CpuKVCache(1, 3, 16, 2, 16, dtype)
     qkv = torch.ones(2, 8 * 16, dtype=dtype)
-    qkv[1, 7 * 16 + 3] = bad
+    qkv[1, head * 16 + 3] = bad
     CpuRope(library, 4)(qkv, table_of(16, 100.0), torch.tensor([0, 1]), cache, 0, torch.tensor([16, 17]))
     keys = cache.keys(0).flatten(0, 1)[16:18]
     assert keys[1, 1].isnan().any()
