@@ -54,7 +54,7 @@ class _KindArguments(ctypes.Structure):
     _fields_ = (("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("attention", AttentionArguments))
 
 
-_BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gate_up", "gated", "added", "normed")
+_BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gate_up", "gated", "added", "normed", "last_hidden")
 
 
 class _StepArguments(ctypes.Structure):
@@ -118,9 +118,12 @@ class CpuDecoder:
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
         self._cache: CpuKVCache | None = None
+        self._hidden: torch.Tensor | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._reserve(1, 1)
-        self._run = library.function("decoder_step", ctypes.POINTER(_StepArguments))
+        pointer = ctypes.POINTER(_StepArguments)
+        self._run = library.function("decoder_step", pointer)
+        self._run_logits = library.function("decoder_logits", pointer)
 
     def __call__(
         self,
@@ -133,8 +136,8 @@ class CpuDecoder:
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
-        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's output
-        [T, hidden] and logits [S, vocab], float32."""
+        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's input
+        [T, hidden], which stands for the step in logits(), and logits [S, vocab], float32."""
         num_tokens, num_logits = len(token_ids), len(logits_rows)
         self._reserve(num_tokens, num_logits)
         self._use_cache(cache)
@@ -147,7 +150,24 @@ class CpuDecoder:
         step.slots, step.logits_rows = slots.data_ptr(), logits_rows.data_ptr()
         step.num_tokens, step.num_logits = num_tokens, num_logits
         self._run(step)
-        return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        self._hidden = self._buffers["hidden"][:num_tokens]
+        return self._hidden, self._buffers["logits"][:num_logits]
+
+    def is_of_last_step(self, hidden: torch.Tensor) -> bool:
+        """Whether this is what the last step returned; else it is somebody's own."""
+        return hidden is self._hidden
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of other tokens of the last step: rows [S] int64, of which there are no more than tokens -> [S, vocab]
+        float32, the caller's. The last layer is finished for them now."""
+        step = self._step
+        assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
+        logits = torch.empty((len(rows), self._vocab_size))
+        rows = rows.contiguous()
+        step.logits_rows, step.num_logits, step.logits = rows.data_ptr(), len(rows), logits.data_ptr()
+        self._run_logits(step)
+        step.logits = self._buffers["logits"].data_ptr()
+        return logits
 
     def _use_cache(self, cache: CpuKVCache) -> None:
         if cache is not self._cache:
@@ -163,6 +183,7 @@ class CpuDecoder:
             for name, width in self._widths.items():
                 self._keep(name, torch.empty((rows, width), dtype=self._dtype))
             self._keep("hidden", torch.empty((rows, self._width)))
+            self._keep("last_hidden", torch.empty((rows, self._width)))
             if self._normalises_added:
                 self._keep("normed", torch.empty((rows, self._width)))
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):

@@ -9,8 +9,8 @@ _HUGE = 2 << 20  # bytes
 
 
 def want_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system for pages of 2 MiB where the tensor has not been touched yet: with pages of 4 KiB, what is read and
-    written at random places waits for a translation first, too. Nothing happens where there are none."""
+    """Ask the system for pages of 2 MiB where the tensor has not been touched yet: with pages of 4 KiB, what is read or
+    written at random places waits for a translation first. Nothing happens where there are none."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or tensor.nbytes < _HUGE:  # there is no such page in it
         return

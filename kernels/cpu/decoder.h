@@ -45,15 +45,19 @@ typedef struct {
     void *const *cache;                 /* [num_layers] */
     const int64_t *token_ids, *positions, *slots; /* [T] */
     const int64_t *logits_rows;         /* [S] indices of tokens */
-    float *hidden;                      /* [T, hidden_size]: the last layer's output */
-    void *x;                            /* [max(T, S), hidden_size], and below T rows of their kernels' widths, of dtype */
+    float *hidden;                      /* [T, hidden_size]; of the last layer: its input */
+    void *x;                            /* [max(T, S), hidden_size], and below as many of their kernels' widths, of dtype */
     void *qkv, *q, *attended, *gate_up, *gated;
-    void *added;                        /* [T, hidden_size] of dtype: what is added to hidden */
-    float *normed;                      /* [T, hidden_size]: the same, normalised; or NULL where no layer does that */
+    void *added;                        /* the same size as x: what is added to hidden */
+    float *normed;                      /* the same, normalised; or NULL where no layer does that */
+    float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
     float *logits;                      /* [S, num_columns of head] */
     int64_t num_tokens, num_logits;
 } DecoderStep;
 
 void decoder_step(const DecoderStep *args);
+
+/* Logits of other rows of the step before; of it hidden and attended are as they were. */
+void decoder_logits(const DecoderStep *args);
 
 #endif
