@@ -1,6 +1,5 @@
 #include "decoder.h"
 
-#include "activation.h"
 #include "embedding.h"
 #include "norm.h"
 #include "pool.h"
@@ -28,7 +27,7 @@ static void multiply(const Share *share, const Gemm *weights, const void *x, voi
     Gemm args = *weights;
     args.next = next;
     args.x = x, args.x_stride = args.depth;
-    args.y = y, args.y_stride = args.num_columns;
+    args.y = y, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
     args.num_rows = share->num_rows;
     gemm_part(&args, share->thread, share->num_threads);
 }
@@ -84,13 +83,6 @@ static void attend(const Share *share, const DecoderLayer *layer, void *cache) {
     attention_part(&args, share->thread, share->num_threads);
 }
 
-static void activate(const Share *share) {
-    const Decoder *decoder = share->decoder;
-    const Activation args = {share->step->gate_up,       share->step->gated, share->num_rows,
-                             decoder->intermediate_size, decoder->dtype,     decoder->function};
-    activation_part(&args, share->thread, share->num_threads);
-}
-
 /* K and V of all tokens, and what each attends to. */
 static void run_attention(const Share *share, const DecoderLayer *layer, void *cache) {
     const DecoderStep *step = share->step;
@@ -110,9 +102,7 @@ static void finish_layer(const Share *share, const DecoderLayer *layer, const vo
     pool_barrier();
     add(share, layer->attention_out_norm, layer->mlp_norm);
     pool_barrier();
-    multiply(share, &layer->gate_up, step->x, step->gate_up, &layer->down);
-    pool_barrier();
-    activate(share);
+    multiply(share, &layer->gate_up, step->x, step->gated, &layer->down);
     pool_barrier();
     multiply(share, &layer->down, step->gated, step->added, next);
     pool_barrier();

@@ -83,14 +83,22 @@ INLINE Floats load_bfloat16(const uint16_t *from) {
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
-INLINE void store_bfloat16(uint16_t *to, Floats values) {
+/* In the lower halves. */
+INLINE Words bfloat16_words(Floats values) {
     Words words = (Words)values;
     Words is_nan = (Words)((words & 0x7fffffff) > 0x7f800000);
     Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
     Words quiet = (words >> 16) | 0x40;
-    Halves halves = __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), Halves);
+    return (rounded & ~is_nan) | (quiet & is_nan);
+}
+
+INLINE void store_bfloat16(uint16_t *to, Floats values) {
+    Halves halves = __builtin_convertvector(bfloat16_words(values), Halves);
     memcpy(to, &halves, sizeof halves);
 }
+
+/* What load_bfloat16() finds after store_bfloat16(). */
+INLINE Floats rounded_to_bfloat16(Floats values) { return (Floats)(bfloat16_words(values) << 16); }
 
 /* Store numbers of 16 bits as the first (0) or the second (1) of as many pairs. The others are not touched, and another
  * thread may write them meanwhile. */

@@ -1,4 +1,4 @@
-"""The C kernels that go row by row - norm, gated activations, rope and cache write, embedding: right, and each row the
+"""The C kernels that go row by row - norm, rope and cache write, embedding: right, and each row the
 same bits wherever it stands, whatever the number of threads; in every variant of the library that this CPU runs."""
 
 import pytest
@@ -6,7 +6,6 @@ import torch
 
 from kernels.cpu_build import usable_variants
 from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import load_cpu_library
@@ -85,25 +84,6 @@ def test_addition_before_a_norm(width, dtype, library):
     assert torch.equal(hidden, expected)
     assert torch.equal(got, norm(expected))
     assert torch.allclose(got.float(), rms_norm(expected, norm.weight, 1e-6, torch.float32), rtol=tolerance(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 33, 100, 1536])
-@pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])
-def test_gated_activation(function, width, dtype, library):
-    x = (torch.randn(50, 2 * width, generator=torch.Generator().manual_seed(width)) * 4).to(dtype)
-    x[0, 0], x[1, 0], x[2, 0] = -300.0, 300.0, -9.0
-    operation = CpuGatedActivation(library, function)
-    gate, up = x.double().chunk(2, -1)
-    silu = gate * gate.sigmoid()
-    exact = (silu if function == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
-    got = operation(x)
-    assert got.dtype == dtype
-    assert torch.allclose(got.double(), exact, rtol=tolerance(dtype), atol=1e-6)
-    check_rows(operation, x, library)
-    x[3, 0] = torch.nan
-    assert got.isfinite().all()
-    assert operation(x)[3, 0].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
