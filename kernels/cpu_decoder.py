@@ -10,7 +10,6 @@ import torch
 from kernels.cpu_attention import AttentionArguments, CpuAttention
 from kernels.cpu_attention_plan import AttentionPlan
 from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gated_activation import FUNCTIONS
 from kernels.cpu_gemm import GemmArguments, PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
@@ -41,8 +40,8 @@ class _DecoderArguments(ctypes.Structure):
         ("layers", ctypes.c_void_p),
         ("head", GemmArguments),
         *((name, ctypes.c_void_p) for name in ("embeddings", "norm")),
-        *((name, ctypes.c_int64) for name in ("hidden_size", "intermediate_size")),
-        *((name, ctypes.c_int32) for name in ("num_layers", "num_heads", "dtype", "function")),
+        ("hidden_size", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("num_layers", "num_heads", "dtype")),
         *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
         ("embeddings_are_packed", ctypes.c_int32),
     )
@@ -54,7 +53,7 @@ class _KindArguments(ctypes.Structure):
     _fields_ = (("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("attention", AttentionArguments))
 
 
-_BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gate_up", "gated", "added", "normed")
+_BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gated", "added", "normed", "last_hidden")
 
 
 class _StepArguments(ctypes.Structure):
@@ -96,20 +95,19 @@ class CpuDecoder:
         head: PackedMatrix,
         *,
         num_heads: int,
-        function: str,
     ) -> None:
-        """head gives float32; function: of kernels.cpu_gated_activation."""
+        """head gives float32."""
         assert head.out_dtype == torch.float32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # what the pointers point to
         self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features, norm.dtype
         first = layers[0]
-        self._decoder = _decoder_arguments(embedding, norm, head, first.down, function)
+        self._decoder = _decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
         self._widths = {"x": self._width, "added": self._width}
         self._widths |= {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
-        self._widths |= {"gate_up": first.gate_up.out_features, "gated": first.down.in_features}
+        self._widths |= {"gated": first.down.in_features}
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
         kinds = sorted({int(parts.slides) for parts in layers})
         self._attention = [(kind, CpuAttention(library)) for kind in kinds]  # each with room of its own
@@ -118,9 +116,12 @@ class CpuDecoder:
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
         self._cache: CpuKVCache | None = None
+        self._hidden: torch.Tensor | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._reserve(1, 1)
-        self._run = library.function("decoder_step", ctypes.POINTER(_StepArguments))
+        pointer = ctypes.POINTER(_StepArguments)
+        self._run = library.function("decoder_step", pointer)
+        self._run_logits = library.function("decoder_logits", pointer)
 
     def __call__(
         self,
@@ -133,8 +134,8 @@ class CpuDecoder:
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
-        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's output
-        [T, hidden] and logits [S, vocab], float32."""
+        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's input
+        [T, hidden], which stands for the step in logits(), and logits [S, vocab], float32."""
         num_tokens, num_logits = len(token_ids), len(logits_rows)
         self._reserve(num_tokens, num_logits)
         self._use_cache(cache)
@@ -147,7 +148,24 @@ class CpuDecoder:
         step.slots, step.logits_rows = slots.data_ptr(), logits_rows.data_ptr()
         step.num_tokens, step.num_logits = num_tokens, num_logits
         self._run(step)
-        return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        self._hidden = self._buffers["hidden"][:num_tokens]
+        return self._hidden, self._buffers["logits"][:num_logits]
+
+    def is_of_last_step(self, hidden: torch.Tensor) -> bool:
+        """Whether this is what the last step returned; else it is somebody's own."""
+        return hidden is self._hidden
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of other tokens of the last step: rows [S] int64, of which there are no more than tokens -> [S, vocab]
+        float32, the caller's. The last layer is finished for them now."""
+        step = self._step
+        assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
+        logits = torch.empty((len(rows), self._vocab_size))
+        rows = rows.contiguous()
+        step.logits_rows, step.num_logits, step.logits = rows.data_ptr(), len(rows), logits.data_ptr()
+        self._run_logits(step)
+        step.logits = self._buffers["logits"].data_ptr()
+        return logits
 
     def _use_cache(self, cache: CpuKVCache) -> None:
         if cache is not self._cache:
@@ -163,6 +181,7 @@ class CpuDecoder:
             for name, width in self._widths.items():
                 self._keep(name, torch.empty((rows, width), dtype=self._dtype))
             self._keep("hidden", torch.empty((rows, self._width)))
+            self._keep("last_hidden", torch.empty((rows, self._width)))
             if self._normalises_added:
                 self._keep("normed", torch.empty((rows, self._width)))
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
@@ -174,18 +193,14 @@ class CpuDecoder:
         setattr(self._step, name, buffer.data_ptr())
 
 
-def _decoder_arguments(
-    embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix, down: PackedMatrix, function: str
-) -> _DecoderArguments:
+def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> _DecoderArguments:
     """All but what concerns layers and heads."""
     return _DecoderArguments(
         head=head.arguments,
         embeddings=embedding.table.data_ptr(),
         norm=norm.weight.data_ptr(),
-        hidden_size=down.out_features,
-        intermediate_size=down.in_features,
+        hidden_size=embedding.width,
         dtype=ELEMENT_TYPES[norm.dtype],
-        function=FUNCTIONS[function],
         eps=norm.eps,
         embedding_scale=embedding.scale,
         embeddings_are_packed=embedding.is_packed,

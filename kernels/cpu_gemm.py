@@ -6,6 +6,9 @@ import torch
 
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
 
+#: Gated activations; enum in gate.h, by transformers' names.
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+
 
 class GemmArguments(ctypes.Structure):
     """struct Gemm."""
@@ -13,7 +16,7 @@ class GemmArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth", "x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype")),
+        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype", "gate", "reserved")),
         ("next", ctypes.c_void_p),
     )
 
@@ -24,7 +27,7 @@ class _PackArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "packed")),
         *((name, ctypes.c_int64) for name in ("num_columns", "depth", "source_stride")),
-        *((name, ctypes.c_int32) for name in ("source_dtype", "dtype")),
+        *((name, ctypes.c_int32) for name in ("source_dtype", "dtype", "is_gated", "reserved")),
     )
 
 
@@ -33,6 +36,8 @@ class PackedMatrix:
 
     An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype: its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
+
+    gate: weight is [2 * out, in], gates above what they let through, and y = f(gate) * up, both rounded before it.
     """
 
     def __init__(
@@ -43,21 +48,25 @@ class PackedMatrix:
         *,
         dtype: torch.dtype | None = None,  # float32 or bfloat16; None = the weight's
         out_dtype: torch.dtype | None = None,  # the same; None = dtype
+        gate: str | None = None,  # of GATES
     ) -> None:
-        self.out_features, self.in_features = weight.shape
+        assert gate is None or bias is None, gate
+        num_columns, self.in_features = weight.shape
+        self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
         self.bias = None if bias is None else bias.float().contiguous()
-        self.packed = _pack(library, weight, self.dtype)
+        self.packed = _pack(library, weight, self.dtype, gate is not None)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: All but x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
             weights=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
-            num_columns=self.out_features,
+            num_columns=num_columns,
             depth=self.in_features,
             dtype=ELEMENT_TYPES[self.dtype],
             y_dtype=ELEMENT_TYPES[self.out_dtype],
+            gate=0 if gate is None else GATES[gate],
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +82,7 @@ class PackedMatrix:
         return y
 
 
-def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool) -> torch.Tensor:
     """weight [out, in], any strides -> bytes [packed_bytes(...)]."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -88,6 +97,7 @@ def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype) -> torc
         source_stride=weight.stride(0),
         source_dtype=ELEMENT_TYPES[weight.dtype],
         dtype=ELEMENT_TYPES[dtype],
+        is_gated=is_gated,
     )
     library.function("gemm_pack", ctypes.POINTER(_PackArguments))(arguments)
     return packed

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.huge_pages import want_huge_pages
 from kernels.scratch import Scratch
 
 
@@ -19,9 +20,9 @@ def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layer
 
 
 class KVCache:
-    """The blocks of all layers. Memory is reserved at once but not touched: pages never written cost nothing, and
-    unwritten slots hold arbitrary bits, NaN included (but for the null block). device: None = the CPU's memory;
-    pinned: which a GPU reads and writes by itself.
+    """The blocks of all layers. Memory is reserved at once but not touched: pages never written cost nothing, though
+    they are huge where the system has such, and unwritten slots hold arbitrary bits, NaN included (but for the null
+    block). device: None = the CPU's memory; pinned: which a GPU reads and writes by itself.
 
     Errors: MemoryError with the sizes when it cannot be reserved.
     """
@@ -47,8 +48,12 @@ class KVCache:
         try:
             if pinned:  # at once: torch takes a power of two of bytes for each tensor
                 self.layers = list(torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind())
-            else:
+            elif device is not None:
                 self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            else:  # at once: only whole huge pages count
+                whole = torch.empty((num_layers, *shape), dtype=dtype)
+                want_huge_pages(whole)
+                self.layers = list(whole.unbind())
         except (RuntimeError, MemoryError) as error:
             size = num_blocks * bytes_per_block(block_size, num_kv_heads, head_dim, num_layers, dtype)
             raise MemoryError(

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from core.models.config import ModelConfig
 from core.models.cpu_operations import CpuAttend, CpuOperations
-from core.models.layer import Layer, unchanged
+from core.models.layer import Layer
 from core.models.operations import Norm, Operation, Operations, Product
+from core.models.unchanged import unchanged
 from kernels.cpu_decoder import CpuDecoder, LayerParts
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gemm import PackedMatrix
@@ -32,7 +33,6 @@ def cpu_decoder(
         _norm(norm),
         _matrix(head),
         num_heads=config.num_attention_heads,
-        function=config.hidden_act,
     )
 
 

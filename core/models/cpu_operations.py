@@ -8,11 +8,11 @@ import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import rotary_embeddings
+from core.models.unchanged import unchanged
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_kv_cache import CpuKVCache, padded_dim
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
@@ -78,8 +78,8 @@ class CpuOperations:
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
         return CpuNorm(self.library, weight, eps, dtype)
 
-    def gated_activation(self, function: Activation) -> CpuGatedActivation:
-        return CpuGatedActivation(self.library, function)
+    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[PackedLinear, Operation]:
+        return PackedLinear(weight, library=self.library, gate=function), unchanged
 
     def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
         rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)

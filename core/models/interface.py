@@ -49,8 +49,8 @@ class Model(Protocol):
         cache: KVCache,
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step: hidden_states(), and compute_logits() of these rows [S], which may be none. Both results are the
-        caller's until the next step."""
+        """The step: hidden_states(), or what stands for them in compute_logits(), and compute_logits() of these rows
+        [S], which may be none. Both results are the caller's until the next step."""
 
     def hidden_states(
         self,
@@ -63,4 +63,5 @@ class Model(Protocol):
         """token_ids, positions, slots [T] int64 -> the last layer's output [>= T, hidden]."""
 
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
+        """hidden as hidden_states() or the last forward() gave it; rows [S] int64, different indices of its tokens ->
+        logits [S, vocab] float32."""

@@ -8,11 +8,8 @@ import torch
 
 from core.models.config import ModelConfig
 from core.models.operations import Norm, Operation, Operations, Product
+from core.models.unchanged import unchanged
 from core.models.weight_parts import WeightParts
-
-
-def unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 @dataclass(frozen=True)
@@ -62,18 +59,23 @@ def build_layer(
         return operations.linear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
 
     kind = -1 if index in config.sliding_layers else 0
-    qkv_names = [f"{attention}{name}_proj" for name in "qkv"]
+    # In the order in which they come, so that each is packed before the next is read.
+    qkv = product([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
+    o = product([f"{attention}o_proj"], config.output_bias)
+    gate_up_weight = parts.take(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
+    gate_up, activation = operations.gate_up(gate_up_weight, config.hidden_act)
+    del gate_up_weight
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     return Layer(
         kind=kind,
         input_norm=norm("input_layernorm"),
-        qkv=product(qkv_names, config.qkv_bias),
+        qkv=qkv,
         attention=operations.attention(kind, _head_norms(parts, attention, config), config.rms_norm_eps, scale),
-        o=product([f"{attention}o_proj"], config.output_bias),
+        o=o,
         attention_out=norm("post_attention_layernorm", torch.float32) if config.post_norms else unchanged,
         mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
-        gate_up=product([f"{mlp}gate_proj", f"{mlp}up_proj"], False),
-        activation=operations.gated_activation(config.hidden_act),
+        gate_up=gate_up,
+        activation=activation,
         down=product([f"{mlp}down_proj"], False),
         mlp_out=norm("post_feedforward_layernorm", torch.float32) if config.post_norms else unchanged,
     )

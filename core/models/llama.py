@@ -106,8 +106,9 @@ class Llama:
         cache: KVCache,
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step: hidden_states() and compute_logits() of them, in one call where the C kernels run. logits_rows [S]
-        -> hidden [>= T, hidden] and logits [S, vocab], which are the caller's until the next step."""
+        """The step: hidden_states() and compute_logits() of them, in one call where the C kernels run, which computes
+        the last layer for these rows only. logits_rows [S] -> what compute_logits() takes, and logits [S, vocab], both
+        the caller's until the next step."""
         if self._decoder is None:
             hidden = self.hidden_states(token_ids, positions, slots, metadata, cache)
             return hidden, self.compute_logits(hidden, logits_rows) if len(logits_rows) else hidden.new_empty(
@@ -143,7 +144,10 @@ class Llama:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden as hidden_states() gives it; rows [S] int64 indices into it -> logits [S, vocab] float32."""
+        """hidden as hidden_states() or the last forward() gave it; rows [S] int64, different indices of its tokens ->
+        logits [S, vocab] float32."""
+        if self._decoder is not None and self._decoder.is_of_last_step(hidden):
+            return self._decoder.logits(rows)
         return self._head(self._norm(hidden.index_select(0, rows.to(hidden.device))))
 
 

@@ -74,8 +74,8 @@ class Operations(Protocol):
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
         """weight [d] float32; results are of dtype."""
 
-    def gated_activation(self, function: Activation) -> Operation:
-        """Of gate and up [T, 2 * I] -> [T, I]."""
+    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[Product, Operation]:
+        """weight [2 * I, in]: gate above up -> a product, and what makes f(gate) * up [T, I] of its result."""
 
     def attention(
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float

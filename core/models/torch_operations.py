@@ -94,8 +94,8 @@ class TorchOperations:
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TorchNorm:
         return TorchNorm(weight, eps, dtype)
 
-    def gated_activation(self, function: Activation) -> Operation:
-        return GATES[function].operation
+    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[PackedLinear, Operation]:
+        return self.linear(weight), GATES[function].operation
 
     def attention(
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float

@@ -66,8 +66,8 @@ class TritonOperations:
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TritonNorm:
         return TritonNorm(weight, eps, dtype)
 
-    def gated_activation(self, function: Activation) -> Operation:
-        return GATES[function]
+    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[DeviceLinear, Operation]:
+        return self.linear(weight), GATES[function]
 
     def attention(
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float

@@ -44,8 +44,8 @@ INLINE void put_in_chunk(const CacheShape *shape, void *chunk, int is_value, int
     } else if (shape->dtype == FLOAT32) {
         memcpy((float *)chunk + token * width, row, shape->head_dim * sizeof(float));
     } else {
-        uint16_t *to = (uint16_t *)chunk + token / 2 * width * 2 + token % 2;
-        for (int dim = 0; dim < shape->head_dim; dim++) to[dim * 2] = ((const uint16_t *)row)[dim];
+        uint16_t *pairs = (uint16_t *)chunk + token / 2 * width * 2;
+        store_in_pairs(pairs, token % 2, row, shape->head_dim);
     }
 }
 

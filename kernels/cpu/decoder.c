@@ -1,6 +1,5 @@
 #include "decoder.h"
 
-#include "activation.h"
 #include "embedding.h"
 #include "norm.h"
 #include "pool.h"
@@ -10,6 +9,8 @@
 typedef struct {
     const DecoderStep *step;
     const Decoder *decoder;
+    float *hidden; /* [num_rows, hidden_size]: those that are worked at */
+    int64_t num_rows;
     int thread, num_threads;
 } Share;
 
@@ -21,38 +22,37 @@ static void embed(const Share *share) {
     embedding_part(&args, share->thread, share->num_threads);
 }
 
-/* All tokens: y = x @ w^T + bias. */
+/* All rows: y = x @ w^T + bias. */
 static void multiply(const Share *share, const Gemm *weights, const void *x, void *y, const Gemm *next) {
     Gemm args = *weights;
     args.next = next;
     args.x = x, args.x_stride = args.depth;
-    args.y = y, args.y_stride = args.num_columns;
-    args.num_rows = share->step->num_tokens;
+    args.y = y, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
+    args.num_rows = share->num_rows;
     gemm_part(&args, share->thread, share->num_threads);
 }
 
 /* Rows of the step's x: those of hidden, normalised. */
 static void normalise_hidden(const Share *share, const float *weight) {
     const Decoder *decoder = share->decoder;
-    const Norm args = {NULL,    share->step->hidden,  weight, share->step->x, share->step->num_tokens, decoder->hidden_size,
+    const Norm args = {NULL,    share->hidden,  weight, share->step->x, share->num_rows, decoder->hidden_size,
                        FLOAT32, decoder->dtype, decoder->eps};
     norm_part(&args, share->thread, share->num_threads);
 }
 
-/* hidden += what a layer's half has to add, normalised first by out_norm; then, if there is another half to come, x =
- * hidden normalised by next_norm. */
+/* hidden += what a layer's half has to add, normalised first by out_norm; then x = hidden normalised by next_norm. */
 static void add(const Share *share, const float *out_norm, const float *next_norm) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
-    Norm args = {.num_rows = step->num_tokens, .width = decoder->hidden_size, .eps = decoder->eps};
+    Norm args = {.num_rows = share->num_rows, .width = decoder->hidden_size, .eps = decoder->eps};
     args.x = step->added, args.x_dtype = decoder->dtype;
     if (out_norm) {
         args.weight = out_norm, args.out = step->normed, args.out_dtype = FLOAT32;
         norm_part(&args, share->thread, share->num_threads);
         args.x = step->normed, args.x_dtype = FLOAT32;
     }
-    args.hidden = step->hidden;
-    args.weight = next_norm, args.out = next_norm ? step->x : NULL, args.out_dtype = decoder->dtype;
+    args.hidden = share->hidden;
+    args.weight = next_norm, args.out = step->x, args.out_dtype = decoder->dtype;
     norm_part(&args, share->thread, share->num_threads);
 }
 
@@ -83,63 +83,82 @@ static void attend(const Share *share, const DecoderLayer *layer, void *cache) {
     attention_part(&args, share->thread, share->num_threads);
 }
 
-static void activate(const Share *share) {
-    const Decoder *decoder = share->decoder;
-    const Activation args = {share->step->gate_up,       share->step->gated, share->step->num_tokens,
-                             decoder->intermediate_size, decoder->dtype,     decoder->function};
-    activation_part(&args, share->thread, share->num_threads);
-}
-
-static void run_layer(const Share *share, int index) {
+/* K and V of all tokens, and what each attends to. */
+static void run_attention(const Share *share, const DecoderLayer *layer, void *cache) {
     const DecoderStep *step = share->step;
-    const DecoderLayer *layer = &share->decoder->layers[index];
-    const int is_last = index + 1 == share->decoder->num_layers;
     multiply(share, &layer->qkv, step->x, step->qkv, &layer->o);
     pool_barrier();
-    rotate(share, layer, step->cache[index]);
+    rotate(share, layer, cache);
     pool_barrier();
-    attend(share, layer, step->cache[index]);
+    attend(share, layer, cache);
     pool_barrier();
-    multiply(share, &layer->o, step->attended, step->added, &layer->gate_up);
+}
+
+/* The rest of a layer, whose rows have attended to this; `next` is the product that follows, of x normalised so. */
+static void finish_layer(const Share *share, const DecoderLayer *layer, const void *attended, const float *next_norm,
+                         const Gemm *next) {
+    const DecoderStep *step = share->step;
+    multiply(share, &layer->o, attended, step->added, &layer->gate_up);
     pool_barrier();
     add(share, layer->attention_out_norm, layer->mlp_norm);
     pool_barrier();
-    multiply(share, &layer->gate_up, step->x, step->gate_up, &layer->down);
+    multiply(share, &layer->gate_up, step->x, step->gated, &layer->down);
     pool_barrier();
-    activate(share);
+    multiply(share, &layer->down, step->gated, step->added, next);
     pool_barrier();
-    multiply(share, &layer->down, step->gated, step->added, is_last ? &share->decoder->head : &layer[1].qkv);
-    pool_barrier();
-    add(share, layer->mlp_out_norm, is_last ? NULL : layer[1].input_norm);
+    add(share, layer->mlp_out_norm, next_norm);
     pool_barrier();
 }
 
+/* The rows that have logits: copies of their hidden states, and in q of what they attended to in the last layer. */
+static void pick_rows(const Share *share, size_t attended_bytes) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->decoder->hidden_size;
+    for (int64_t i = share->thread; i < step->num_logits; i += share->num_threads) {
+        const int64_t row = step->logits_rows[i];
+        memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
+        memcpy((char *)step->q + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
+               attended_bytes);
+    }
+}
+
+/* Rows of tokens that nobody asks for end with the last layer's attention: no other row sees more of them. */
 static void compute_logits(const Share *share) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
-    const int64_t width = decoder->hidden_size, bytes = element_bytes(decoder->dtype);
-    for (int64_t i = share->thread; i < step->num_logits; i += share->num_threads) {
-        const float *hidden = step->hidden + step->logits_rows[i] * width;
-        const Norm args = {NULL, hidden, decoder->norm, (char *)step->x + i * width * bytes, 1, width,
-                           FLOAT32, decoder->dtype, decoder->eps};
-        norm_part(&args, 0, 1);
-    }
+    const DecoderLayer *last = &decoder->layers[decoder->num_layers - 1];
+    Share picked = *share;
+    picked.hidden = step->last_hidden, picked.num_rows = step->num_logits;
+    pick_rows(share, last->o.depth * element_bytes(decoder->dtype));
     pool_barrier();
-    Gemm args = decoder->head;
-    args.x = step->x, args.x_stride = width;
-    args.y = step->logits, args.y_stride = args.num_columns;
-    args.num_rows = step->num_logits;
-    gemm_part(&args, share->thread, share->num_threads);
+    finish_layer(&picked, last, step->q, decoder->norm, &decoder->head);
+    multiply(&picked, &decoder->head, step->x, step->logits, NULL);
 }
 
-static void decoder_job(void *args, int thread, int num_threads) {
+static Share share_of(const DecoderStep *step, int thread, int num_threads) {
+    return (Share){step, step->decoder, step->hidden, step->num_tokens, thread, num_threads};
+}
+
+static void step_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
-    const Share share = {step, step->decoder, thread, num_threads};
+    const Share share = share_of(step, thread, num_threads);
+    const DecoderLayer *layer = step->decoder->layers, *last = layer + step->decoder->num_layers - 1;
     embed(&share);
-    normalise_hidden(&share, step->decoder->layers[0].input_norm);
+    normalise_hidden(&share, layer->input_norm);
     pool_barrier();
-    for (int index = 0; index < step->decoder->num_layers; index++) run_layer(&share, index);
+    for (void *const *cache = step->cache;; layer++, cache++) {
+        run_attention(&share, layer, *cache);
+        if (layer == last) break;
+        finish_layer(&share, layer, step->attended, layer[1].input_norm, &layer[1].qkv);
+    }
     if (step->num_logits > 0) compute_logits(&share);
 }
 
-EXPORT void decoder_step(const DecoderStep *args) { pool_run(decoder_job, (void *)args); }
+static void logits_job(void *args, int thread, int num_threads) {
+    const Share share = share_of(args, thread, num_threads);
+    compute_logits(&share);
+}
+
+EXPORT void decoder_step(const DecoderStep *args) { pool_run(step_job, (void *)args); }
+
+EXPORT void decoder_logits(const DecoderStep *args) { pool_run(logits_job, (void *)args); }

@@ -25,9 +25,8 @@ typedef struct {
     Gemm head;
     const void *embeddings; /* see embedding.h; of dtype */
     const float *norm;      /* the final one's, [hidden_size] */
-    int64_t hidden_size, intermediate_size;
+    int64_t hidden_size;
     int32_t num_layers, num_heads, dtype;
-    int32_t function; /* see activation.h */
     float eps, embedding_scale;
     int32_t embeddings_are_packed;
 } Decoder;
@@ -45,15 +44,19 @@ typedef struct {
     void *const *cache;                 /* [num_layers] */
     const int64_t *token_ids, *positions, *slots; /* [T] */
     const int64_t *logits_rows;         /* [S] indices of tokens */
-    float *hidden;                      /* [T, hidden_size]: the last layer's output */
-    void *x;                            /* [max(T, S), hidden_size], and below T rows of their kernels' widths, of dtype */
-    void *qkv, *q, *attended, *gate_up, *gated;
-    void *added;                        /* [T, hidden_size] of dtype: what is added to hidden */
-    float *normed;                      /* [T, hidden_size]: the same, normalised; or NULL where no layer does that */
+    float *hidden;                      /* [T, hidden_size]; of the last layer: its input */
+    void *x;                            /* [max(T, S), hidden_size], below as many of other widths; of dtype */
+    void *qkv, *q, *attended, *gated;
+    void *added;                        /* the same size as x: what is added to hidden */
+    float *normed;                      /* the same, normalised; or NULL where no layer does that */
+    float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
     float *logits;                      /* [S, num_columns of head] */
     int64_t num_tokens, num_logits;
 } DecoderStep;
 
 void decoder_step(const DecoderStep *args);
+
+/* Logits of other rows of the step before; of it hidden and attended are as they were. */
+void decoder_logits(const DecoderStep *args);
 
 #endif

@@ -1,7 +1,7 @@
 #include "gemm.h"
 
+#include "gate.h"
 #include "pool.h"
-#include "vectors.h"
 
 enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
 
@@ -58,7 +58,7 @@ typedef struct {
     int64_t ahead_step; /* bytes from there to what the next step asks for */
     int64_t x_bytes;    /* from row to row */
     int64_t depth;
-    float *out; /* [rows][vectors * LANES] */
+    float *out; /* [rows][PANEL_COLUMNS], of which it writes `vectors` vectors */
 } Work;
 
 /* One step of a block: sums [rows][vectors]. */
@@ -94,7 +94,7 @@ INLINE void block(Work work, const int rows, const int vectors, const int dtype)
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) store_floats(work.out + (row * vectors + v) * LANES, sums[row][v]);
+        for (int v = 0; v < vectors; v++) store_floats(work.out + row * PANEL_COLUMNS + v * LANES, sums[row][v]);
 }
 
 typedef void (*Block)(const Work *work);
@@ -150,24 +150,56 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     for (; i < num_columns; i++) y[i] = bfloat16_of_float(sums[i]);
 }
 
+/* Sums [rows][PANEL_COLUMNS] of a panel with a gate: y from this row and column on, `columns` of them. */
+INLINE void store_gated(const Gemm *args, const float *sums, int64_t row, int rows, int64_t column, int64_t columns,
+                        const int function, const int dtype) {
+    char *y = (char *)args->y + (row * args->y_stride + column) * element_bytes(dtype);
+    for (int i = 0; i < rows; i++, sums += PANEL_COLUMNS, y += args->y_stride * element_bytes(dtype))
+        for (int v = 0; v < PANEL_COLUMNS / 2; v += LANES) {
+            Floats gate = load_floats(sums + v), up = load_floats(sums + PANEL_COLUMNS / 2 + v);
+            if (dtype == BFLOAT16) gate = rounded_to_bfloat16(gate), up = rounded_to_bfloat16(up);
+            const Floats result = gated(gate, up, function);
+            if (v + LANES <= columns)
+                store_numbers(y, v, result, dtype);
+            else
+                store_tail(y, v, columns - v, result, dtype);
+        }
+}
+
+/* Sums [rows][PANEL_COLUMNS] of a panel, to the rows of y from `row` on. */
+static void store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel) {
+    const int64_t parts = args->gate ? 2 : 1, in_panel = PANEL_COLUMNS / parts, column = panel * in_panel;
+    const int64_t left = args->num_columns / parts - column, columns = left < in_panel ? left : in_panel;
+    if (!args->gate)
+        for (int i = 0; i < rows; i++) store_row(args, sums + i * PANEL_COLUMNS, row + i, column, columns);
+    else if (args->gate == SILU && args->y_dtype == BFLOAT16)
+        store_gated(args, sums, row, rows, column, columns, SILU, BFLOAT16);
+    else if (args->gate == SILU)
+        store_gated(args, sums, row, rows, column, columns, SILU, FLOAT32);
+    else if (args->y_dtype == BFLOAT16)
+        store_gated(args, sums, row, rows, column, columns, GELU_TANH, BFLOAT16);
+    else
+        store_gated(args, sums, row, rows, column, columns, GELU_TANH, FLOAT32);
+}
+
 /* Rows [row, row + rows) times the panels [first, last). `ahead` are weights to ask for, from step to step ahead_step
  * bytes on; NULL: those a little further on. */
 static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last, const char *ahead,
                            int64_t ahead_step) {
     const int64_t panel_bytes = bytes_of_panel(args);
     const int vectors = VECTORS_OF(rows);
-    float sums[MAX_ROWS * PANEL_COLUMNS];
-    Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype), .out = sums};
+    _Alignas(64) float sums[MAX_ROWS * PANEL_COLUMNS];
+    Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype)};
     work.x = (const char *)args->x + row * work.x_bytes;
     work.depth = args->depth, work.ahead_step = ahead_step;
-    for (int64_t v = first * PANEL_VECTORS; v < last * PANEL_VECTORS; v += vectors) {
-        work.w = (const char *)args->weights + v / PANEL_VECTORS * panel_bytes + v % PANEL_VECTORS * VECTOR_BYTES;
-        work.ahead = ahead ? ahead : work.w + PREFETCH_BYTES;
-        BLOCKS[rows - 1][args->dtype](&work);
-        int64_t columns = args->num_columns - v * LANES; /* the last panel's may be fewer */
-        if (columns > vectors * LANES) columns = vectors * LANES;
-        for (int i = 0; i < rows && columns > 0; i++)
-            store_row(args, sums + i * vectors * LANES, row + i, v * LANES, columns);
+    for (int64_t panel = first; panel < last; panel++) {
+        for (int v = 0; v < PANEL_VECTORS; v += vectors) {
+            work.w = (const char *)args->weights + panel * panel_bytes + v * VECTOR_BYTES;
+            work.ahead = ahead ? ahead : work.w + PREFETCH_BYTES;
+            work.out = sums + v * LANES;
+            BLOCKS[rows - 1][args->dtype](&work);
+        }
+        store_panel(args, sums, row, rows, panel);
     }
 }
 

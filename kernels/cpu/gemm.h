@@ -8,6 +8,10 @@
  * Each element of y is one running float32 sum over the steps in ascending order, whatever the number of rows, the
  * row's place among them and the number of threads. Within a step of two bfloat16: the dpbf16 instruction where there
  * is one (the odd one first, subnormals as zero), else the even one first. With bias: y = sum + bias, rounded once.
+ *
+ * With a gate (gate.h) the first half of the columns are gates, and the second half what they let through: a panel has
+ * PANEL_COLUMNS / 2 of each, so that the thread that has their sums writes f(gate) * up at once. The sums are rounded to
+ * y's dtype before it, as if they were stored between.
  */
 #ifndef GEMM_H
 #define GEMM_H
@@ -19,11 +23,13 @@ enum { PANEL_COLUMNS = 32 };
 typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
-    const float *bias;   /* [num_columns] or NULL */
-    void *y;             /* [num_rows, num_columns] of y_dtype, rows y_stride elements apart */
+    const float *bias;   /* [num_columns] or NULL; none with a gate */
+    void *y;             /* [num_rows, num_columns, with a gate half as many] of y_dtype, rows y_stride elements apart */
     int64_t num_rows, num_columns, depth, x_stride, y_stride;
     int32_t dtype;   /* BFLOAT16 or FLOAT32 */
     int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
+    int32_t gate;    /* NO_GATE or a function of gate.h */
+    int32_t reserved;
     const struct Gemm *next; /* the product to come, whose weights are asked for ahead; or NULL */
 } Gemm;
 
@@ -33,6 +39,8 @@ typedef struct {
     int64_t num_columns, depth, source_stride;
     int32_t source_dtype; /* BFLOAT16, FLOAT16 or FLOAT32 */
     int32_t dtype;        /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
+    int32_t is_gated;     /* its halves are gates and what they let through */
+    int32_t reserved;
 } GemmPack;
 
 void gemm_part(const Gemm *args, int thread, int num_threads);

@@ -40,17 +40,24 @@ INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int 
     return low | high << 16;
 }
 
+/* The row of the source that is a panel's column; NULL: there is none. */
+static const char *source_row(const GemmPack *args, int64_t panel, int64_t column) {
+    const int64_t parts = args->is_gated ? 2 : 1;
+    const int64_t in_panel = PANEL_COLUMNS / parts, in_source = args->num_columns / parts;
+    const int64_t index = panel * in_panel + column % in_panel;
+    if (index >= in_source) return NULL;
+    const int64_t row = column / in_panel * in_source + index;
+    return (const char *)args->source + row * args->source_stride * element_bytes(args->source_dtype);
+}
+
 INLINE void pack_panel(const GemmPack *args, int64_t panel, const int source_dtype, const int dtype) {
-    const int64_t steps = num_steps(args->depth, dtype), first = panel * PANEL_COLUMNS;
-    const int64_t row_bytes = args->source_stride * element_bytes(source_dtype);
+    const int64_t steps = num_steps(args->depth, dtype);
     uint32_t *to = (uint32_t *)args->packed + panel * steps * PANEL_COLUMNS;
-    const int64_t left = args->num_columns - first, columns = left < PANEL_COLUMNS ? left : PANEL_COLUMNS;
-    const char *rows = (const char *)args->source + first * row_bytes;
-    for (int64_t step = 0; step < steps; step++, to += PANEL_COLUMNS) {
-        for (int64_t column = 0; column < columns; column++)
-            to[column] = step_at(rows + column * row_bytes, step, args->depth, source_dtype, dtype);
-        for (int64_t column = columns; column < PANEL_COLUMNS; column++) to[column] = 0;
-    }
+    const char *rows[PANEL_COLUMNS];
+    for (int64_t column = 0; column < PANEL_COLUMNS; column++) rows[column] = source_row(args, panel, column);
+    for (int64_t step = 0; step < steps; step++, to += PANEL_COLUMNS)
+        for (int64_t column = 0; column < PANEL_COLUMNS; column++)
+            to[column] = rows[column] ? step_at(rows[column], step, args->depth, source_dtype, dtype) : 0;
 }
 
 void gemm_pack_part(const GemmPack *args, int thread, int num_threads) {

@@ -54,7 +54,8 @@ INLINE void write_token(const RopeKvWrite *args, int token, const int dtype) {
         float key[MAX_HEAD_DIM]; /* of dtype */
         const char *value = x + (num_heads + num_kv_heads + head) * head_bytes;
         rotate_head(args, token, num_heads + head, x + (num_heads + head) * head_bytes, key, dtype);
-        if (!is_finite_row(value, shape->head_dim, dtype)) memset(key, 0xff, 4);
+        if (!is_finite_row(key, shape->head_dim, dtype) || !is_finite_row(value, shape->head_dim, dtype))
+            memset(key, 0xff, 4);
         const int64_t block = slot / shape->block_size;
         const int offset = (int)(slot % shape->block_size);
         put_in_cache(shape, args->layer, block, offset, 0, head, key);

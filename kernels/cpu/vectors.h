@@ -83,13 +83,35 @@ INLINE Floats load_bfloat16(const uint16_t *from) {
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
-INLINE void store_bfloat16(uint16_t *to, Floats values) {
+/* In the lower halves. */
+INLINE Words bfloat16_words(Floats values) {
     Words words = (Words)values;
     Words is_nan = (Words)((words & 0x7fffffff) > 0x7f800000);
     Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
     Words quiet = (words >> 16) | 0x40;
-    Halves halves = __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), Halves);
+    return (rounded & ~is_nan) | (quiet & is_nan);
+}
+
+INLINE void store_bfloat16(uint16_t *to, Floats values) {
+    Halves halves = __builtin_convertvector(bfloat16_words(values), Halves);
     memcpy(to, &halves, sizeof halves);
+}
+
+/* What load_bfloat16() finds after store_bfloat16(). */
+INLINE Floats rounded_to_bfloat16(Floats values) { return (Floats)(bfloat16_words(values) << 16); }
+
+/* Store numbers of 16 bits as the first (0) or the second (1) of as many pairs. The others are not touched, and another
+ * thread may write them meanwhile. */
+INLINE void store_in_pairs(uint16_t *pairs, int which, const uint16_t *from, int64_t count) {
+    int64_t i = 0;
+#if defined(__AVX512BW__)
+    const __mmask32 places = which ? 0xaaaaaaaa : 0x55555555;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from + i)));
+        _mm512_mask_storeu_epi16(pairs + i * 2, places, _mm512_or_si512(numbers, _mm512_slli_epi32(numbers, 16)));
+    }
+#endif
+    for (; i < count; i++) pairs[i * 2 + which] = from[i];
 }
 
 /* IEEE half precision; exact. */

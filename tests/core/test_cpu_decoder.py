@@ -1,5 +1,5 @@
-"""A step as one C call is the C kernels called one after the other: the same bits of hidden states, logits and cache,
-for every kind of model, whatever the threads, as batches grow and shrink."""
+"""A step as one C call is the C kernels called one after the other: the same bits of logits - of all tokens, asked for
+with the step or after it - and cache, for every kind of model, whatever the threads, as batches grow and shrink."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from tests.core.test_llama import Requests, prompts
 
 
 class Watched:
-    """A model that keeps the hidden states of its steps; one_by_one: operation after operation."""
+    """A model that keeps the logits of all tokens of its steps; one_by_one: operation after operation."""
 
     def __init__(self, model: Llama, one_by_one: bool) -> None:
         self._model, self._one_by_one = model, one_by_one
-        self.hidden: list[torch.Tensor] = []
+        self.all_logits: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -33,7 +33,9 @@ class Watched:
             logits = self._model.compute_logits(hidden, logits_rows)
         else:
             hidden, logits = self._model.forward(*args)
-        self.hidden.append(hidden.clone())
+        before, rows = logits.clone(), torch.arange(len(inputs[0])).flip(0)
+        self.all_logits += [self._model.compute_logits(hidden, part) for part in rows.split(45)]
+        assert torch.equal(logits, before)  # they are the caller's
         return hidden, logits
 
 
@@ -45,7 +47,7 @@ def run(model: Llama, one_by_one: bool) -> list[torch.Tensor]:
     watched = Watched(model, one_by_one)
     requests = Requests(watched, prompts(111, 49, 603))
     logits = [part for step in STEPS for part in requests.step(step).values()]
-    return [*watched.hidden, *logits, *requests.cache.layers]
+    return [*watched.all_logits, *logits, *requests.cache.layers]
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -69,7 +71,7 @@ def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
         library.stop_threads()
 
 
-def test_rows_without_logits_are_computed_and_stored() -> None:
+def test_tokens_without_logits_are_stored_and_have_them_later() -> None:
     model = tiny_model(torch.float32)
     ids, positions, slots = torch.arange(5), torch.arange(5), torch.arange(16, 21)
     caches = [model.allocate_cache(2, 16) for _ in range(2)]
@@ -79,7 +81,8 @@ def test_rows_without_logits_are_computed_and_stored() -> None:
     metadata = model.attention_metadata(lengths, lengths, torch.tensor([[1]]).numpy(), caches[0])
     hidden, logits = model.forward(ids, positions, slots, metadata, caches[0], torch.arange(0))
     assert logits.shape == (0, model.vocab_size)
-    assert torch.equal(hidden, model.hidden_states(ids, positions, slots, metadata, caches[1]))
+    expected = model.compute_logits(model.hidden_states(ids, positions, slots, metadata, caches[1]), torch.arange(5))
+    assert torch.equal(model.compute_logits(hidden, torch.arange(5)), expected)
     assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
     assert caches[0].layers[-1].any()
 

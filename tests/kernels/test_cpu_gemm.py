@@ -131,6 +131,40 @@ def test_vectors_of_eight_and_sixteen_give_the_same_bits():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 33, 100, 256])
+@pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])
+def test_a_gate_is_what_it_should_be(variant, function, width, dtype):
+    """With a matrix that hands gate and up through."""
+    x = (numbers(9, 2 * width, seed=width) * 4).to(dtype)
+    x[0, 0], x[1, 0], x[2, 0] = -300.0, 300.0, -9.0
+    matrix = PackedMatrix(variant, torch.eye(2 * width, dtype=dtype), gate=function)
+    gate, up = x.double().chunk(2, -1)
+    silu = gate * gate.sigmoid()
+    exact = (silu if function == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
+    got = matrix(x)
+    assert got.dtype == dtype
+    assert got.shape == exact.shape
+    assert torch.allclose(got.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 2e-6, atol=1e-6)
+    x[3, 0] = torch.nan
+    assert got.isfinite().all()
+    assert matrix(x)[3, 0].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])
+def test_a_gate_sees_rounded_sums_and_no_other_row(variant, function, dtype):
+    """The bits of two products, of which the second hands through what the first has rounded; on any threads."""
+    weight, x = numbers(2 * 70, 75, dtype=dtype), numbers(300, 75, dtype=dtype, seed=1)
+    matrix = PackedMatrix(variant, weight, gate=function)
+    whole = PackedMatrix(variant, torch.eye(2 * 70, dtype=dtype), gate=function)(PackedMatrix(variant, weight)(x))
+    for num_threads in (1, 2, 3):
+        variant.start_threads(num_threads)
+        for count in (1, 2, 3, 13, 15, 40, 300):
+            assert torch.equal(matrix(x[:count]), whole[:count]), count
+            assert torch.equal(matrix(x[300 - count :]), whole[300 - count :]), count
+
+
 def test_allocations_are_aligned_zero_and_apart(c_library):
     sizes = [1, 64, 65, 1 << 20, 40 << 20]
     blocks = [c_library.allocate(size) for size in sizes]

@@ -1,11 +1,15 @@
 """The KV cache: sizes, layout, laziness, and the error when it does not fit."""
 
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.kv_cache import KVCache, bytes_per_block
+
+SMAPS = Path("/proc/self/smaps")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def test_bytes_per_block():
@@ -49,6 +53,29 @@ def test_untouched_memory_is_not_resident():
     cache = KVCache(4, 4096, 16, 4, 64, torch.float32)  # 512 MiB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     assert cache.layers[3].shape == (4096, 2, 4, 16, 64)
+
+
+def flags_of(address: int) -> list[str]:
+    """Of the mapping that has this address."""
+    flags: list[str] = []
+    inside = False
+    for line in SMAPS.read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            begin, end = (int(part, 16) for part in words[0].split("-"))
+            inside = begin <= address < end
+        elif inside and words[0] == "VmFlags:":
+            flags = words[1:]
+    return flags
+
+
+@pytest.mark.skipif(
+    not SMAPS.exists() or not HUGE_PAGES.exists(), reason="no huge pages, or nothing that tells of them"
+)
+def test_its_pages_are_huge():
+    plain, cache = torch.empty(64 << 20, dtype=torch.uint8), KVCache(4, 4096, 16, 4, 64, torch.float32)
+    assert "hg" not in flags_of(plain.data_ptr())
+    assert all("hg" in flags_of(layer.data_ptr()) for layer in cache.layers)
 
 
 def test_error_names_the_size():

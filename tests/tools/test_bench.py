@@ -316,7 +316,6 @@ def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> N
         "attention decode",
         "norm after addition",
         "rope and cache write",
-        "silu * up",
     } <= names
     assert all(record["us"] > 0 and record["torch_us"] > 0 and record["gb_s"] > 0 for record in records)
     with pytest.raises(ConfigError, match="there are none here"):
@@ -334,8 +333,9 @@ def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypa
     finally:
         torch.set_num_threads(before)
     assert [record["batch"] for record in records] == [1, 3]
-    operations = {"input_norm", "qkv", "attention", "o", "mlp_norm", "gate_up", "activation", "down", "head"}
+    operations = {"input_norm", "qkv", "attention", "o", "mlp_norm", "gate_up", "down", "head"}
+    operations |= {"rope"} if cpu_kernels == "c" else {"activation"}  # C's product of gate and up has it
     for record in records:
         parts = [record[f"{name}_us"] for name in ("schedule", "prepare", "forward", "sample", "update", "encode")]
         assert min(parts) > 0
-        assert set(record["operations_us"]) == operations | ({"rope"} if cpu_kernels == "c" else set())
+        assert set(record["operations_us"]) == operations

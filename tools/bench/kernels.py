@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from core.cpu_kernels import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import AttentionPlanner
-from kernels.cpu_gated_activation import CpuGatedActivation
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
@@ -32,7 +31,7 @@ from tools.version import DISTRIBUTION, version
 _SECONDS = 0.3  # for each operation
 
 #: Of SmolLM2-135M.
-_HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN, _INTERMEDIATE, _VOCAB = 9, 3, 64, 576, 1536, 49152
+_HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN, _VOCAB = 9, 3, 64, 576, 49152
 
 #: Name, requests, tokens of context each, tokens of them computed.
 _BATCHES = (("prefill", 1, 2000, 2000), ("decode", 1, 2000, 1), ("decode", 8, 512, 1), ("decode", 32, 2000, 1))
@@ -147,17 +146,6 @@ def _row_cases(library: CpuLibrary, dtype: torch.dtype, rows: int) -> Iterator[C
         rows * _HIDDEN * (8 + 2 * size),
         rows * _HIDDEN * 5,
     )
-    gate_up = torch.randn(rows, 2 * _INTERMEDIATE).to(dtype)
-    gate, up = gate_up.chunk(2, -1)
-    for function, theirs in (("silu", silu), ("gelu_pytorch_tanh", partial(gelu, approximate="tanh"))):
-        yield Case(
-            f"{function} * up",
-            f"{rows}x{_INTERMEDIATE}",
-            partial(CpuGatedActivation(library, function), gate_up),
-            partial(_gated, theirs, gate, up),
-            rows * _INTERMEDIATE * 3 * size,
-            rows * _INTERMEDIATE * 15,
-        )
     width = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
     qkv, slots = torch.randn(rows, width).to(dtype), torch.arange(16, 16 + rows)
     cache, rope = CpuKVCache(1, rows // 16 + 2, 16, _KV_HEADS, _HEAD_DIM, dtype), CpuRope(library, _HEADS)
@@ -198,10 +186,6 @@ def _sampler_cases(library: CpuLibrary, rows: int) -> Iterator[Case]:
             rows * _VOCAB * 4,
             rows * _VOCAB,
         )
-
-
-def _gated(function: Callable[[torch.Tensor], torch.Tensor], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return function(gate) * up
 
 
 def _sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:

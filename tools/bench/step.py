@@ -20,8 +20,9 @@ import torch
 from core.engine import EngineCore
 from core.executor.local import LocalExecutor
 from core.models.cpu_operations import CpuAttend
-from core.models.layer import Layer, unchanged
+from core.models.layer import Layer
 from core.models.llama import Llama
+from core.models.unchanged import unchanged
 from core.resolve import num_blocks_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
