@@ -22,10 +22,12 @@ MAX_ITEM_ROWS = 192
 #: Items of no more rows than this are split along their context: their results cost less than what they read.
 MAX_SPLIT_ROWS = 64
 
-#: Rows of an item whose tokens are of several requests, which have a tile's blocks in common.
+#: Rows of an item whose tokens are of several requests, which have a tile's blocks in common: few enough for threads to
+#: have a like share of them.
 MAX_SHARED_ROWS = 24
 
 _ITEM_FIELDS, _MERGE_FIELDS, _MEMBER_FIELDS, _USER_FIELDS = 9, 5, 2, 9  # int32 each
+_PLACES = 2  # int32 for each item
 
 Int32s = NDArray[np.int32]
 
@@ -124,8 +126,9 @@ class AttentionPlanner:
     def _reserve(self, max_items: int) -> None:
         """Room for plans of so many items, a power of two."""
         self._max_items = max_items
-        self._tile_users = np.empty((max_items, _USER_FIELDS), np.int32)
-        self._places = np.empty(2 * max_items, np.int32)
+        self._room = np.empty((_USER_FIELDS + _PLACES) * max_items, np.int32)
+        self._tile_users = self._room.ctypes.data
+        self._places = self._tile_users + _USER_FIELDS * max_items * self._room.itemsize
 
     def _fill(self, plan: _PlanArguments) -> tuple[Int32s, Int32s, Int32s]:
         """Items, merges and members, each with room for max_items, filled if that is enough."""
@@ -134,7 +137,7 @@ class AttentionPlanner:
         members = np.empty((self._max_items, _MEMBER_FIELDS), np.int32)
         plan.items, plan.merges, plan.max_items = items.ctypes.data, merges.ctypes.data, self._max_items
         plan.members = members.ctypes.data
-        plan.tile_users, plan.places = self._tile_users.ctypes.data, self._places.ctypes.data
+        plan.tile_users, plan.places = self._tile_users, self._places
         plan.max_item_tokens = max(1, MAX_ITEM_ROWS // self._group)
         self._run(plan)
         return items, merges, members

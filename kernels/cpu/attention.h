@@ -26,7 +26,7 @@ typedef struct {
     int32_t position;   /* of the first one; of several requests the last that they share */
     int32_t begin, end; /* the part of the context, tokens; begin is a multiple of TILE */
     int32_t partial;    /* -1: all of the context, writes out; else where its rows' partial results go */
-    int32_t members;    /* -1: of one request; else where the tokens of several are, each with a place for its results */
+    int32_t members;    /* -1: of one request; else where the tokens of several are, each with a place for results */
 } AttentionItem;
 
 /* A token among those of several requests. */
@@ -46,7 +46,7 @@ typedef struct {
     void *out;         /* [rows, num_heads, head_dim] of dtype */
     const int32_t *block_tables; /* [R, table_width] */
     const AttentionItem *items;  /* the longest first */
-    const AttentionMember *members;
+    const AttentionMember *members; /* of the items of several requests */
     const AttentionMerge *merges;
     float *partials; /* [partial rows, attention_partial_floats()]: maximum, from LANES on the sums */
     char *scratch;   /* attention_scratch_bytes() for each thread, 64-byte aligned */

@@ -15,10 +15,10 @@ typedef struct {
     AttentionItem *items;        /* room for max_items; longer ones before those that take an eighth less */
     AttentionMerge *merges;      /* room for max_items */
     AttentionMember *members;    /* room for max_items */
-    TileUser *tile_users;        /* room for max_items, and so is what follows: all that is not for the caller */
-    int32_t *places;             /* room for 2 * max_items */
-    BlockTables tables;
-    int64_t num_requests, max_items;
+    TileUser *tile_users;        /* room for max_items; not for the caller, like the next one */
+    int32_t *places;             /* room for 2 * max_items; see find_shared_tiles() */
+    BlockTables tables;          /* [num_requests, width] */
+    int64_t num_requests, max_items; /* the latter a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
     int32_t window;              /* see attention.h */
     int32_t max_item_tokens;     /* in: of an item at most; out: of the largest one */
@@ -26,7 +26,7 @@ typedef struct {
     int32_t max_members;         /* tokens of several requests in an item; 1: each on its own */
     int64_t num_items, num_merges; /* out; with num_items > max_items nothing was written */
     int64_t num_members, num_partials; /* out; the latter rows of partial results */
-    int64_t num_tile_users;
+    int64_t num_tile_users;            /* of tiles that a token on its own sees whole */
 } AttentionPlan;
 
 void attention_plan(AttentionPlan *plan);

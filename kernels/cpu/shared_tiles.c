@@ -21,8 +21,8 @@ TileUser lone_user(const BlockTables *tables, int32_t request, int32_t token, in
 }
 
 static int have_equal_blocks(const BlockTables *tables, const TileUser *a, const TileUser *b) {
-    return a->begin == b->begin && memcmp(blocks_of(tables, a->request, a->begin), blocks_of(tables, b->request, b->begin),
-                                          TILE / tables->block_size * sizeof(int32_t)) == 0;
+    const int32_t *of_a = blocks_of(tables, a->request, a->begin), *of_b = blocks_of(tables, b->request, b->begin);
+    return a->begin == b->begin && memcmp(of_a, of_b, TILE / tables->block_size * sizeof of_a[0]) == 0;
 }
 
 int find_shared_tiles(const BlockTables *tables, TileUser *users, int64_t num_users, int32_t *room) {
