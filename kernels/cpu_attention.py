@@ -17,7 +17,7 @@ class AttentionArguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "layer", "out", "block_tables", "items", "merges", "partials", "scratch")
+            for name in ("q", "layer", "out", "block_tables", "items", "members", "merges", "partials", "scratch")
         ),
         ("shape", CacheShape),
         *(
@@ -69,6 +69,7 @@ class CpuAttention:
         self._reserve(cache, plan, num_heads)
         arguments.block_tables, arguments.table_width = plan.block_tables.ctypes.data, plan.block_tables.shape[1]
         arguments.items, arguments.num_items = plan.items.ctypes.data, len(plan.items)
+        arguments.members = plan.members.ctypes.data
         arguments.merges, arguments.num_merges = plan.merges.ctypes.data, len(plan.merges)
         arguments.partials, arguments.scratch = self._places
         arguments.shape, arguments.num_heads = cache.shape, num_heads

@@ -102,7 +102,7 @@ class CpuOperations:
         num_rows: int,
         window: int | None,
     ) -> AttentionPlan:
-        return self._plan(num_tokens, context_lens, block_tables, window)
+        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window)
 
     def bytes_per_block(self, block_size: int) -> int:
         config = self._config

@@ -27,7 +27,8 @@ static const char *clean_values(const CacheShape *shape, const char *chunk, char
 
 /* The first token of an item's part of the context that some row sees. */
 static int first_seen(const Attention *args, const AttentionItem *item) {
-    return args->window ? max(item->begin, item->position - args->window + 1) : item->begin;
+    const int window = window_of(args, item);
+    return window ? max(item->begin, item->position - window + 1) : item->begin;
 }
 
 /* The tile from token `first` on, as far as it lies in the item's part of the context. */
@@ -35,8 +36,8 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     const Attention *args = work->args;
     const AttentionItem *item = work->item;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
-    const int last_row = item->position + item->num_tokens - 1;
-    const int seen_by_all = args->window ? max(0, last_row - args->window + 1) : 0; /* and up to item->position */
+    const int last_row = item->position + item->num_tokens - 1, window = window_of(args, item);
+    const int seen_by_all = window ? max(0, last_row - window + 1) : 0; /* and up to item->position */
     const int end = min(first + TILE, item->end);
     const size_t bytes = chunk_bytes(&args->shape);
     tile->first = first;
@@ -133,12 +134,14 @@ static State take_state(char **scratch, int rows, int width) {
 /* An item's rows of q, one after the other: (token, query head). */
 static void gather_q(const Work *work) {
     const Attention *args = work->args;
+    const AttentionItem *item = work->item;
     const size_t row_bytes = args->shape.head_dim * element_bytes(args->shape.dtype);
-    const char *from = (const char *)args->q + ((size_t)work->item->token * args->num_heads +
-                                                work->item->kv_head * work->group) * row_bytes;
-    for (int token = 0; token < work->item->num_tokens; token++)
-        memcpy((char *)work->q + token * work->group * row_bytes, from + token * args->num_heads * row_bytes,
+    for (int i = 0; i < item->num_tokens; i++) {
+        const size_t token = item->members < 0 ? item->token + i : args->members[item->members + i].token;
+        memcpy((char *)work->q + i * work->group * row_bytes,
+               (const char *)args->q + (token * args->num_heads + item->kv_head * work->group) * row_bytes,
                work->group * row_bytes);
+    }
 }
 
 static Work start_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
@@ -154,18 +157,25 @@ static Work start_item(const Attention *args, const AttentionItem *item, const A
     return work;
 }
 
+/* What an item's rows have, from `row` on, as partial results. */
+static void keep_rows(const Work *work, int row, int num_rows, int partial) {
+    const int count = LANES + work->width;
+    float *to = work->args->partials + partial * attention_partial_floats(work->width);
+    for (const int end = row + num_rows; row < end; row++, to += LANES + count) {
+        to[0] = work->state.maxima[row];
+        memcpy(to + LANES, work->state.sums + (size_t)row * count, sizeof(float) * count);
+    }
+}
+
 static void finish_item(const Work *work) {
     const AttentionItem *item = work->item;
-    const int count = LANES + work->width;
-    if (item->partial < 0) {
-        finish_rows(work->args, item->token, item->num_tokens, item->kv_head, work->state.sums, count);
-        return;
-    }
-    float *partial = work->args->partials + item->partial * attention_partial_floats(work->width);
-    for (int row = 0; row < work->rows; row++, partial += LANES + count) {
-        partial[0] = work->state.maxima[row];
-        memcpy(partial + LANES, work->state.sums + (size_t)row * count, sizeof(float) * count);
-    }
+    if (item->members >= 0)
+        for (int i = 0; i < item->num_tokens; i++)
+            keep_rows(work, i * work->group, work->group, work->args->members[item->members + i].partial);
+    else if (item->partial >= 0)
+        keep_rows(work, 0, work->rows, item->partial);
+    else
+        finish_rows(work->args, item->token, item->num_tokens, item->kv_head, work->state.sums, LANES + work->width);
 }
 
 static void run_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {

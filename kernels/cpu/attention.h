@@ -16,16 +16,23 @@
 
 enum { TILE = 512 }; /* tokens: a larger one has fewer sums to join, a smaller one lies in a nearer cache */
 
-/* Work that one thread does: some rows of one KV head against some of their context. */
+/* Work that one thread does: some rows of one KV head against some of their context. The rows are of tokens of one
+ * request that follow each other; or of tokens of several, that all see the whole of a tile of the same blocks. */
 typedef struct {
-    int32_t request;    /* row of the block tables */
+    int32_t request;    /* row of the block tables; one of several */
     int32_t kv_head;
-    int32_t token;      /* the first one, as a row of q */
-    int32_t num_tokens; /* their number; they follow each other */
-    int32_t position;   /* of the first one */
+    int32_t token;      /* the first one, as a row of q; not used of several requests */
+    int32_t num_tokens; /* their number */
+    int32_t position;   /* of the first one; of several requests the last that they share */
     int32_t begin, end; /* the part of the context, tokens; begin is a multiple of TILE */
     int32_t partial;    /* -1: all of the context, writes out; else where its rows' partial results go */
+    int32_t members;    /* -1: of one request; else where the tokens of several are, each with a place for results */
 } AttentionItem;
+
+/* A token among those of several requests. */
+typedef struct {
+    int32_t token, partial; /* see AttentionItem */
+} AttentionMember;
 
 /* Items that are parts of the same rows' context. */
 typedef struct {
@@ -39,6 +46,7 @@ typedef struct {
     void *out;         /* [rows, num_heads, head_dim] of dtype */
     const int32_t *block_tables; /* [R, table_width] */
     const AttentionItem *items;  /* the longest first */
+    const AttentionMember *members; /* of the items of several requests */
     const AttentionMerge *merges;
     float *partials; /* [partial rows, attention_partial_floats()]: maximum, from LANES on the sums */
     char *scratch;   /* attention_scratch_bytes() for each thread, 64-byte aligned */

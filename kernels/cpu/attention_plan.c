@@ -6,7 +6,7 @@ enum { NUM_SIZES = 63 * 8 };
 /* Where the next item of each size goes; with writes = 0 they are counted only. */
 typedef struct {
     int64_t next[NUM_SIZES];
-    int writes;
+    int writes, knows_users; /* the latter: who shares a tile has been found out */
 } Places;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -24,34 +24,95 @@ static void put(AttentionPlan *plan, Places *places, const AttentionItem *item) 
     plan->num_items++;
 }
 
-/* Some tokens of a request: an item for each KV head and part of the context. */
-static void put_piece(AttentionPlan *plan, Places *places, AttentionItem piece) {
-    const int32_t first = piece.begin / TILE, rows = piece.num_tokens * plan->group;
-    const int32_t num_parts = rows <= plan->max_split_rows ? (piece.end - 1) / TILE - first + 1 : 1;
-    for (int32_t head = 0; head < plan->num_kv_heads; head++) {
+/* Note that a token on its own sees a whole tile, whose item for the first KV head this is; returns whether it has the
+ * tile in common with others. */
+static int is_shared(AttentionPlan *plan, const Places *places, const AttentionItem *item, int32_t head_stride) {
+    const int64_t index = plan->num_tile_users;
+    if (index >= plan->max_items || !tile_has_blocks(&plan->tables, item->begin)) return 0;
+    plan->num_tile_users++;
+    TileUser *user = &plan->tile_users[index];
+    if (!places->knows_users)
+        *user = lone_user(&plan->tables, item->request, item->token, item->begin, (int32_t)index);
+    user->partial = item->partial;
+    user->head_stride = head_stride;
+    return plan->tile_users[user->first].count > 1;
+}
+
+/* Some tokens of a request, in parts of their context: an item for each part and KV head. */
+static void put_parts(AttentionPlan *plan, Places *places, AttentionItem piece, int32_t num_parts) {
+    const int32_t rows = piece.num_tokens * plan->group, head_stride = num_parts * rows;
+    const int32_t lowest = plan->window ? piece.position - plan->window + 1 : 0;
+    for (int32_t part = 0; part < num_parts; part++) {
         AttentionItem item = piece;
-        item.kv_head = head;
-        if (num_parts == 1) {
+        item.begin = piece.begin + part * TILE;
+        item.end = (int32_t)least(piece.end, item.begin + TILE);
+        item.partial = (int32_t)(plan->num_partials + part * rows);
+        const int is_seen_by_one = piece.num_tokens == 1 && item.end == item.begin + TILE && lowest <= item.begin;
+        if (is_seen_by_one && plan->max_members > 1 && is_shared(plan, places, &item, head_stride)) continue;
+        for (item.kv_head = 0; item.kv_head < plan->num_kv_heads; item.kv_head++, item.partial += head_stride)
             put(plan, places, &item);
-            continue;
-        }
-        for (int32_t part = 0; part < num_parts; part++) {
-            item.begin = (int32_t)greatest(piece.begin, (first + part) * TILE);
-            item.end = (int32_t)least(piece.end, (first + part + 1) * TILE);
-            item.partial = (int32_t)(plan->num_partials + part * rows);
-            put(plan, places, &item);
-        }
+    }
+    for (int32_t head = 0; head < plan->num_kv_heads; head++) {
         if (places->writes)
             plan->merges[plan->num_merges] = (AttentionMerge){head, piece.token, piece.num_tokens,
                                                               (int32_t)plan->num_partials, num_parts};
         plan->num_merges++;
-        plan->num_partials += num_parts * rows;
+        plan->num_partials += head_stride;
+    }
+}
+
+/* Some tokens of a request. */
+static void put_piece(AttentionPlan *plan, Places *places, AttentionItem piece) {
+    const int32_t num_parts = (piece.end - 1) / TILE - piece.begin / TILE + 1;
+    plan->max_item_tokens = (int32_t)greatest(plan->max_item_tokens, piece.num_tokens);
+    if (num_parts > 1 && piece.num_tokens * plan->group <= plan->max_split_rows)
+        put_parts(plan, places, piece, num_parts);
+    else
+        for (piece.kv_head = 0; piece.kv_head < plan->num_kv_heads; piece.kv_head++) put(plan, places, &piece);
+}
+
+/* Some users of a tile, from the one at an index on, for one KV head; returns the index of the next one. */
+static int32_t put_users(AttentionPlan *plan, Places *places, int32_t index, int32_t num_users, int32_t head) {
+    const TileUser *user = &plan->tile_users[index];
+    const AttentionItem item = {
+        .request = user->request,
+        .kv_head = head,
+        .num_tokens = num_users,
+        .position = user->begin + TILE - 1,
+        .begin = user->begin,
+        .end = user->begin + TILE,
+        .members = (int32_t)plan->num_members,
+    };
+    put(plan, places, &item);
+    plan->max_item_tokens = (int32_t)greatest(plan->max_item_tokens, num_users);
+    for (int32_t i = 0; i < num_users; i++, index = user->next) {
+        user = &plan->tile_users[index];
+        if (places->writes)
+            plan->members[plan->num_members] =
+                (AttentionMember){user->token, user->partial + head * user->head_stride};
+        plan->num_members++;
+    }
+    return index;
+}
+
+/* Tiles that several requests have in common: for each KV head as few items of like size as are allowed. */
+static void put_shared(AttentionPlan *plan, Places *places) {
+    for (int32_t first = 0; first < plan->num_tile_users; first++) {
+        const int32_t count = plan->tile_users[first].count;
+        if (plan->tile_users[first].first != first || count == 1) continue;
+        const int32_t num_items = (count + plan->max_members - 1) / plan->max_members;
+        for (int32_t head = 0; head < plan->num_kv_heads; head++) {
+            int32_t index = first;
+            for (int32_t i = 0; i < num_items; i++)
+                index = put_users(plan, places, index, count * (i + 1) / num_items - count * i / num_items, head);
+        }
     }
 }
 
 static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
     int64_t token = 0;
     plan->num_items = plan->num_merges = plan->num_partials = plan->max_item_tokens = 0;
+    plan->num_members = plan->num_tile_users = 0;
     for (int64_t request = 0; request < plan->num_requests; request++) {
         const int64_t count = plan->num_tokens[request], start = plan->context_lens[request] - count;
         for (int64_t offset = 0; offset < count; offset += piece_tokens) {
@@ -65,12 +126,13 @@ static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
                 .begin = (int32_t)lowest,
                 .end = (int32_t)(position + num_tokens),
                 .partial = -1,
+                .members = -1,
             };
             put_piece(plan, places, piece);
-            plan->max_item_tokens = (int32_t)greatest(plan->max_item_tokens, num_tokens);
         }
         token += count;
     }
+    if (places->knows_users) put_shared(plan, places);
 }
 
 EXPORT void attention_plan(AttentionPlan *plan) {
@@ -78,12 +140,16 @@ EXPORT void attention_plan(AttentionPlan *plan) {
     Places places = {.writes = 0};
     put_all(plan, &places, piece_tokens);
     if (plan->num_items > plan->max_items) return;
+    if (find_shared_tiles(&plan->tables, plan->tile_users, plan->num_tile_users, plan->places)) {
+        places = (Places){.knows_users = 1};
+        put_all(plan, &places, piece_tokens);
+    }
     int64_t before = 0;
     for (int size = NUM_SIZES - 1; size >= 0; size--) {
         const int64_t count = places.next[size];
         places.next[size] = before;
         before += count;
     }
-    places.writes = 1;
+    places.writes = places.knows_users = 1;
     put_all(plan, &places, piece_tokens);
 }

@@ -1,26 +1,32 @@
 /* A step's attention as items of work, and what has to be merged afterwards (attention.h).
  *
  * An item is some tokens of one request, for one KV head, against their context. Where few tokens have a long context,
- * each SPLIT of it is an item, so that threads share it. None of this changes a bit of any result.
+ * each TILE of it is an item, so that threads share it; and where requests with one token each have the same blocks
+ * there, as they do of a common prefix, one item is for several of them. None of this changes a bit of any result.
  */
 #ifndef ATTENTION_PLAN_H
 #define ATTENTION_PLAN_H
 
-#include "attention.h"
+#include "shared_tiles.h"
 
 typedef struct {
     const int64_t *num_tokens;   /* [num_requests] of each request in this step, packed one after the other */
     const int64_t *context_lens; /* [num_requests] tokens in the cache after it */
     AttentionItem *items;        /* room for max_items; longer ones before those that take an eighth less */
     AttentionMerge *merges;      /* room for max_items */
-    int64_t num_requests, max_items;
+    AttentionMember *members;    /* room for max_items */
+    TileUser *tile_users;        /* room for max_items; not for the caller, like the next one */
+    int32_t *places;             /* room for 2 * max_items; see find_shared_tiles() */
+    BlockTables tables;          /* [num_requests, width] */
+    int64_t num_requests, max_items; /* the latter a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
     int32_t window;              /* see attention.h */
     int32_t max_item_tokens;     /* in: of an item at most; out: of the largest one */
     int32_t max_split_rows;      /* items of more rows (tokens * group) are not split along their context */
-    int32_t reserved;
+    int32_t max_members;         /* tokens of several requests in an item; 1: each on its own */
     int64_t num_items, num_merges; /* out; with num_items > max_items nothing was written */
-    int64_t num_partials;          /* out: rows of partial results */
+    int64_t num_members, num_partials; /* out; the latter rows of partial results */
+    int64_t num_tile_users;            /* of tiles that a token on its own sees whole */
 } AttentionPlan;
 
 void attention_plan(AttentionPlan *plan);

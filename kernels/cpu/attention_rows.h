@@ -115,9 +115,12 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, const B
         }
 }
 
+/* The window that cuts off what an item's rows see, or 0. Tokens of several requests see all of what they share. */
+static int window_of(const Attention *args, const AttentionItem *item) { return item->members < 0 ? args->window : 0; }
+
 /* What of a tile these rows see; returns whether it is anything. */
 INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
-    const int window = work->args->window, position = work->item->position - tile->first;
+    const int window = window_of(work->args, work->item), position = work->item->position - tile->first;
     const int last = position + (row + rows - 1) / work->group, first = position + row / work->group - window + 1;
     block->begin = window && first > 0 ? max(tile->begin, first / CHUNK) : tile->begin;
     block->end = last < 0 ? 0 : min(tile->end, last / CHUNK + 1);

@@ -32,7 +32,8 @@ class CpuBench(Bench):
         self.cache.layers[0][1:] = torch.nan
 
     def work(self, num_tokens, context_lens, tables):
-        return AttentionPlanner(load_cpu_library(), *self.heads)(num_tokens, context_lens, tables, self.window)
+        planner = AttentionPlanner(load_cpu_library(), *self.heads)
+        return planner(num_tokens, context_lens, tables, self.cache.block_size, self.window)
 
 
 @pytest.fixture(scope="module", params=usable_variants())
@@ -128,7 +129,7 @@ def test_only_rows_that_see_a_bad_token_are_changed_by_it(window, dtype, bad, c_
 def test_an_empty_batch_is_empty(c_library):
     cache = CpuKVCache(1, 2, 16, 3, 64, torch.bfloat16)
     nothing = np.zeros(0, np.int64)
-    plan = AttentionPlanner(c_library, 9, 3)(nothing, nothing, np.zeros((0, 1), np.int32))
+    plan = AttentionPlanner(c_library, 9, 3)(nothing, nothing, np.zeros((0, 1), np.int32), 16)
     out = CpuAttention(c_library)(torch.empty(0, 9, 64, dtype=torch.bfloat16), cache, 0, plan, 0.125)
     assert out.shape == (0, 9 * 64)
 
@@ -136,12 +137,13 @@ def test_an_empty_batch_is_empty(c_library):
 @pytest.mark.parametrize("window", [None, 100, 700])
 def test_items_cover_every_row_and_what_it_sees_once(window, c_library):
     counts, lengths = np.array([700, 1, 5, 33, 1]), np.array([1000, 1, 2000, 33, 5000])
-    plan = AttentionPlanner(c_library, 9, 3)(counts, lengths, np.zeros((5, 1), np.int32), window)
+    tables = np.arange(5 * 320).reshape(5, 320)
+    plan = AttentionPlanner(c_library, 9, 3)(counts, lengths, tables, 16, window)
     work = plan.items[:, 3] * (plan.items[:, 6] - plan.items[:, 5])
     assert (work[1:] <= work[:-1] * 9 / 8).all()
     assert plan.max_item_tokens == plan.items[:, 3].max()
     seen = np.zeros((3, int(counts.sum()), 5000), int)
-    for _, head, token, num_tokens, _, begin, end, _ in plan.items.tolist():
+    for _, head, token, num_tokens, _, begin, end, _, _ in plan.items.tolist():
         seen[head, token : token + num_tokens, begin:end] += 1
     assert seen.max() == 1
     token = 0

@@ -114,7 +114,8 @@ def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int
     cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
-    plan = AttentionPlanner(library, _HEADS, _KV_HEADS)(np.full(requests, count), np.full(requests, length), tables)
+    planner = AttentionPlanner(library, _HEADS, _KV_HEADS)
+    plan = planner(np.full(requests, count), np.full(requests, length), tables, cache.block_size)
     q = torch.randn(requests * count, _HEADS, _HEAD_DIM).to(dtype)
     attention = CpuAttention(library)
     theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(dtype)
