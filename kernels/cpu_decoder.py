@@ -119,6 +119,8 @@ class CpuDecoder:
         )
         self._cache: CpuKVCache | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._sizes = (0, 0)  # of the last step's results: tokens, rows of logits
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None  # as long as buffers and sizes stay
         self._reserve(1, 1)
         self._run = library.function("decoder_step", ctypes.POINTER(_StepArguments))
 
@@ -147,7 +149,10 @@ class CpuDecoder:
         step.slots, step.logits_rows = slots.data_ptr(), logits_rows.data_ptr()
         step.num_tokens, step.num_logits = num_tokens, num_logits
         self._run(step)
-        return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        if self._results is None or self._sizes != (num_tokens, num_logits):
+            self._sizes = (num_tokens, num_logits)
+            self._results = self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        return self._results
 
     def _use_cache(self, cache: CpuKVCache) -> None:
         if cache is not self._cache:
@@ -170,7 +175,7 @@ class CpuDecoder:
             self._keep("logits", torch.empty((rows, self._vocab_size)))
 
     def _keep(self, name: str, buffer: torch.Tensor) -> None:
-        self._buffers[name] = buffer
+        self._buffers[name], self._results = buffer, None
         setattr(self._step, name, buffer.data_ptr())
 
 
