@@ -1,9 +1,6 @@
 """ModelRunner: turns plans into the model's inputs, as columns, and logits into sampled tokens."""
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from core.executor.interface import Costs
@@ -14,24 +11,12 @@ from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner_table import RunnerTable
 from core.sampler import processed_logits, sample, sample_greedily
 from core.sampling_columns import SamplingColumns
+from core.step_inputs import InputMaker, StepInputs
 from ipc.config import LogprobsMode
 from ipc.paged_rows import Int32s, Ints
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32
-
-
-class StepInputs(NamedTuple):
-    """One step's tokens, packed request after request. T tokens of R rows, of which S sample."""
-
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64 block * block_size + offset
-    num_tokens: Int32s  # [R]
-    context_lens: Ints  # [R] tokens in the cache after this step
-    block_tables: Int32s  # [R, P], P = blocks of the longest row
-    samples: npt.NDArray[np.bool_]  # [R]
-    logits_rows: torch.Tensor  # [S] int64 index of each sampling row's last token
 
 
 class ModelRunner:
@@ -55,6 +40,7 @@ class ModelRunner:
         self._tells_logits = logprobs_mode.endswith("logits")
         self.block_size = block_size
         self.table = RunnerTable(num_rows, block_size)
+        self._inputs = InputMaker(self.table, block_size)
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
         self.cache = model.allocate_cache(num_blocks, block_size)
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
@@ -67,24 +53,34 @@ class ModelRunner:
         logprobs: list[TokenLogprobs] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, hidden)
-        rows = plan.rows[inputs.samples]
-        token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
-        if len(rows):
-            reporting = self.sampling.reporting(rows)
-            told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
-            sampled = self.sample(rows, logits)
-            finite = sampled >= 0
-            token_ids[inputs.samples] = sampled
-            if len(reporting):
-                if self._tells_processed:
-                    told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
-                logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
-            if np.count_nonzero(finite) < len(rows):
-                token_ids[np.flatnonzero(inputs.samples)[~finite]] = FAILED_TOKEN
-                rows, sampled = rows[finite], sampled[finite]
-            self.table.append_tokens(rows, sampled)
-            self.sampling.append_tokens(rows, sampled)
+        token_ids = self._append_sampled(plan, inputs, logits, logprobs) if inputs.num_samples else _no_tokens(plan)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
+
+    def _append_sampled(
+        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[TokenLogprobs]
+    ) -> Int32s:
+        """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
+        everywhere = inputs.num_samples == len(plan.rows)
+        rows = plan.rows if everywhere else plan.rows[inputs.samples]
+        reporting = self.sampling.reporting(rows)
+        told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        sampled = self.sample(rows, logits)
+        if len(reporting):
+            if self._tells_processed:
+                told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
+            logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
+        token_ids, finite = sampled, sampled >= 0
+        if not everywhere:
+            token_ids = _no_tokens(plan)
+            token_ids[inputs.samples] = sampled
+        if np.count_nonzero(finite) < len(rows):
+            token_ids[np.flatnonzero(inputs.samples)[~finite]] = FAILED_TOKEN
+            rows, sampled = rows[finite], sampled[finite]
+        elif everywhere:
+            self._inputs.note_sampled(sampled)
+        self.table.append_tokens(rows, sampled)
+        self.sampling.append_tokens(rows, sampled)
+        return token_ids
 
     def measure_costs(self) -> Costs:
         """Of preemption. Before the first step: it writes into free blocks, whose bits nobody reads before writing."""
@@ -95,10 +91,11 @@ class ModelRunner:
             token_ids=torch.from_numpy(positions % self.model.vocab_size),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(positions + size),  # from block 1 on
-            num_tokens=np.array([count], np.int32),
+            num_tokens=np.array([count]),
             context_lens=np.array([count]),
             block_tables=np.arange(1, -(-count // size) + 1, dtype=np.int32)[None],
             samples=np.zeros(1, np.bool_),
+            num_samples=0,
             logits_rows=torch.zeros(0, dtype=torch.int64),
         )
 
@@ -118,29 +115,7 @@ class ModelRunner:
             self.sampling.add(new)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
-        """Column operations only: no Python per request."""
-        table, rows, counts = self.table, plan.rows, plan.num_scheduled_tokens
-        samples = table.advance(plan)
-        ends = table.num_computed_tokens[rows]
-        last: Ints = np.arange(len(rows))  # index of each row's last token
-        token_rows, positions = rows, ends - 1
-        if counts.max() > 1:  # in most steps every row decodes
-            last = np.cumsum(counts) - 1
-            token_rows = np.repeat(rows, counts)
-            positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slots = table.blocks.get(token_rows, blocks) * np.int64(self.block_size) + offsets
-        width = int(-(-ends.max() // self.block_size))
-        return StepInputs(
-            token_ids=torch.from_numpy(table.tokens.get(token_rows, positions).astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            num_tokens=counts,
-            context_lens=ends,
-            block_tables=table.block_tables(rows, width),
-            samples=samples,
-            logits_rows=torch.from_numpy(last[samples]),
-        )
+        return self._inputs(plan)
 
     def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [>= T, hidden] and logits [S, vocab], float32."""
@@ -152,7 +127,7 @@ class ModelRunner:
         )
 
     def _prompt_logprobs(
-        self, plan: SchedulerOutput, num_tokens: Int32s, context_lens: Ints, hidden: torch.Tensor
+        self, plan: SchedulerOutput, num_tokens: Ints, context_lens: Ints, hidden: torch.Tensor
     ) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
         are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
@@ -194,3 +169,7 @@ class ModelRunner:
         if self.sampling.is_greedy:
             return sample_greedily(logits, self.model.sampler)
         return sample(logits, self.sampling.inputs(rows, self.table), self.model.sampler)
+
+
+def _no_tokens(plan: SchedulerOutput) -> Int32s:
+    return np.full(len(plan.rows), NO_TOKEN, np.int32)

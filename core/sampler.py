@@ -62,7 +62,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | No
 
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
     """sample() where every temperature is 0 and nothing edits the logits, which stay as they are."""
-    if kernel is not None and len(logits):
+    if kernel is not None:
         return kernel.largest(logits)
     return _largest(logits) if len(logits) else np.zeros(0, np.int32)
 

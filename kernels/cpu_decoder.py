@@ -116,8 +116,9 @@ class CpuDecoder:
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
         self._cache: CpuKVCache | None = None
-        self._hidden: torch.Tensor | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._sizes = (0, 0)  # of the last step's results: tokens, rows of logits
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None  # as long as buffers and sizes stay
         self._reserve(1, 1)
         pointer = ctypes.POINTER(_StepArguments)
         self._run = library.function("decoder_step", pointer)
@@ -148,12 +149,14 @@ class CpuDecoder:
         step.slots, step.logits_rows = slots.data_ptr(), logits_rows.data_ptr()
         step.num_tokens, step.num_logits = num_tokens, num_logits
         self._run(step)
-        self._hidden = self._buffers["hidden"][:num_tokens]
-        return self._hidden, self._buffers["logits"][:num_logits]
+        if self._results is None or self._sizes != (num_tokens, num_logits):
+            self._sizes = (num_tokens, num_logits)
+            self._results = self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        return self._results
 
     def is_of_last_step(self, hidden: torch.Tensor) -> bool:
         """Whether this is what the last step returned; else it is somebody's own."""
-        return hidden is self._hidden
+        return self._results is not None and hidden is self._results[0]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Of other tokens of the last step: rows [S] int64, of which there are no more than tokens -> [S, vocab]
@@ -189,7 +192,7 @@ class CpuDecoder:
             self._keep("logits", torch.empty((rows, self._vocab_size)))
 
     def _keep(self, name: str, buffer: torch.Tensor) -> None:
-        self._buffers[name] = buffer
+        self._buffers[name], self._results = buffer, None
         setattr(self._step, name, buffer.data_ptr())
 
 

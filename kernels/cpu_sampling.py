@@ -34,36 +34,40 @@ class CpuSampler:
         self._columns: list[NDArray[Any]] = []  # each with room for as many rows as tokens has
         self._tokens = np.zeros(0, np.int32)
         self._room: tuple[int, ...] = ()  # what the scratch is for
+        self._logits: torch.Tensor | None = None  # what the arguments point to
 
     def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...]) -> NDArray[np.int32]:
         """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
         token ids [S]; -1 where a row's largest logit over its temperature is no finite number."""
-        num_rows = len(logits)
-        if num_rows > len(self._tokens):
-            self._grow(1 << (num_rows - 1).bit_length())
+        num_rows = self._point_to(logits)
+        if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
+            self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
+            self._arguments.scratch = -(-self._scratch.data_ptr() // 64) * 64
+            self._room = room
         for buffer, column in zip(self._columns, columns, strict=True):
             buffer[:num_rows] = column
         self._arguments.temperature = self._columns[0].ctypes.data
-        return self._sample(logits)
+        self._run(self._arguments)
+        return self._tokens[:num_rows].copy()
 
     def largest(self, logits: torch.Tensor) -> NDArray[np.int32]:
         """The same where every temperature is 0."""
-        if len(logits) > len(self._tokens):
-            self._grow(1 << (len(logits) - 1).bit_length())
+        num_rows = self._point_to(logits)
         self._arguments.temperature = None
-        return self._sample(logits)
-
-    def _sample(self, logits: torch.Tensor) -> NDArray[np.int32]:
-        assert logits.is_contiguous(), logits.stride()
-        num_rows, vocab_size = logits.shape
-        if (room := (vocab_size, self._num_threads())) != self._room:
-            self._scratch = torch.empty(self._scratch_bytes(vocab_size) * room[1] + 64, dtype=torch.uint8)
-            self._arguments.scratch = -(-self._scratch.data_ptr() // 64) * 64
-            self._room = room
-        arguments = self._arguments
-        arguments.logits, arguments.num_rows, arguments.vocab_size = logits.data_ptr(), num_rows, vocab_size
-        self._run(arguments)
+        self._run(self._arguments)
         return self._tokens[:num_rows].copy()
+
+    def _point_to(self, logits: torch.Tensor) -> int:
+        """The number of rows. A tensor that is given again, as a step's is, is not looked at again."""
+        arguments = self._arguments
+        if logits is not self._logits:
+            assert logits.is_contiguous(), logits.stride()
+            arguments.num_rows, arguments.vocab_size = logits.shape
+            arguments.logits, self._logits = logits.data_ptr(), logits
+        num_rows: int = arguments.num_rows
+        if num_rows > len(self._tokens):
+            self._grow(1 << (num_rows - 1).bit_length())
+        return num_rows
 
     def _grow(self, num_rows: int) -> None:
         self._tokens = np.zeros(num_rows, np.int32)

@@ -14,11 +14,12 @@ import torch
 from core.engine import EngineCore, EngineInput, EngineReply
 from core.executor.interface import FinishedStep, ModelInfo
 from core.model_config import ModelConfig
-from core.model_runner import ModelRunner, StepInputs
+from core.model_runner import ModelRunner
 from core.models.llama import Llama
 from core.plan import SchedulerOutput
 from core.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.scheduler import Scheduler
+from core.step_inputs import StepInputs
 from core.weights import expected_shapes
 from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
 from ipc.config import EngineConfig, Numerics, SchedulingPolicy
