@@ -95,13 +95,14 @@ def proxy(engine: EngineProcess) -> Iterator[Proxy]:
 
 
 def test_cut_connections_lose_double_and_change_nothing(engine: EngineProcess, proxy: Proxy) -> None:
+    stopping = {prompt: _stopping(prompt) for prompt in range(24, 36)}
     client = EngineClient(ZmqTransport(proxy.address))
     first_token = client.welcome.session_token
     numbers = [
         client.submit([number, 7], SEEDED if number % 2 else PARAMS, seed=number, streaming=True)
         for number in range(24)
     ]
-    stops = {client.submit([n, 7], _stopping(n), seed=n, streaming=True): n for n in range(24, 36)}
+    stops = {client.submit([n, 7], params, seed=n, streaming=True): n for n, params in stopping.items()}
     aborted = client.submit([1], SamplingParams(max_tokens=15_000, ignore_eos=True), seed=0)
     for cut in range(4):
         client.wait(np.array(numbers))
