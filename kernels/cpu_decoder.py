@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import RotaryTable
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_USUAL_CACHE_BYTES = 64 << 20  # of the last level, where the system does not tell
 
 _NUM_KINDS = 2  # of layers: those that see everything, those that slide
 
@@ -105,6 +109,10 @@ class CpuDecoder:
         self._decoder = _decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
+        streams = int(_weight_bytes(layers, head) > _largest_cache_bytes())
+        self._decoder.head.streams = streams
+        for layer in self._layers:
+            layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
         self._widths = {"x": self._width, "added": self._width}
         self._widths |= {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
         self._widths |= {"gated": first.down.in_features}
@@ -194,6 +202,21 @@ class CpuDecoder:
     def _keep(self, name: str, buffer: torch.Tensor) -> None:
         self._buffers[name], self._results = buffer, None
         setattr(self._step, name, buffer.data_ptr())
+
+
+def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix) -> int:
+    """That a step reads, for each row the same."""
+    matrices = [head, *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down))]
+    return sum(matrix.packed.nbytes for matrix in matrices)
+
+
+def _largest_cache_bytes() -> int:
+    """What the CPU's caches can keep from a step to the next one at most."""
+    try:
+        sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
+    except (OSError, ValueError):  # another system says it in another way
+        sizes = []
+    return max(sizes, default=_USUAL_CACHE_BYTES)
 
 
 def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> _DecoderArguments:

@@ -16,7 +16,7 @@ class GemmArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth", "x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype", "gate", "reserved")),
+        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype", "gate", "streams")),
         ("next", ctypes.c_void_p),
     )
 

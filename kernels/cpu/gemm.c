@@ -56,10 +56,19 @@ typedef struct {
     const char *x, *w;
     const char *ahead;  /* weights that are wanted soon; what the first step asks for */
     int64_t ahead_step; /* bytes from there to what the next step asks for */
+    int streams;        /* they are read this once */
     int64_t x_bytes;    /* from row to row */
     int64_t depth;
     float *out; /* [rows][PANEL_COLUMNS], of which it writes `vectors` vectors */
 } Work;
+
+/* What is read once leaves what the caches have: memory gives it sooner, and the program finds its own again. */
+INLINE void ask_for(const char *address, const int is_read_once) {
+    if (is_read_once)
+        __builtin_prefetch(address, 0, 0);
+    else
+        __builtin_prefetch(address);
+}
 
 /* One step of a block: sums [rows][vectors]. */
 INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, const int step_bytes, const int rows,
@@ -67,7 +76,7 @@ INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, c
     Words weights[PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; v++) {
-        if (v * VECTOR_BYTES % 64 == 0) __builtin_prefetch(work->ahead + v * VECTOR_BYTES);
+        if (v * VECTOR_BYTES % 64 == 0) ask_for(work->ahead + v * VECTOR_BYTES, work->streams);
         weights[v] = load_words(work->w + v * VECTOR_BYTES);
     }
 #pragma GCC unroll 14
@@ -192,6 +201,7 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
     Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype)};
     work.x = (const char *)args->x + row * work.x_bytes;
     work.depth = args->depth, work.ahead_step = ahead_step;
+    work.streams = args->streams && !ahead;
     for (int64_t panel = first; panel < last; panel++) {
         for (int v = 0; v < PANEL_VECTORS; v += vectors) {
             work.w = (const char *)args->weights + panel * panel_bytes + v * VECTOR_BYTES;

@@ -29,7 +29,7 @@ typedef struct Gemm {
     int32_t dtype;   /* BFLOAT16 or FLOAT32 */
     int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
     int32_t gate;    /* NO_GATE or a function of gate.h */
-    int32_t reserved;
+    int32_t streams; /* no cache keeps the weights until they are wanted again */
     const struct Gemm *next; /* the product to come, whose weights are asked for ahead; or NULL */
 } Gemm;
 
