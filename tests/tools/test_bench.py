@@ -242,10 +242,12 @@ def test_memory_and_age_of_this_process() -> None:
 def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_SECONDS", 0.0)
     monkeypatch.setattr(gemm, "_COPIES_BYTES", 1)
+    monkeypatch.setattr(gemm, "_READ_SECONDS", 0.0)
+    monkeypatch.setattr(gemm, "_READ_BYTES", 4 << 20)
     write_tiny_model(tmp_path)
     threads = torch.get_num_threads()
     try:
-        records = list(gemm.measure_gemm(EngineConfig(model=str(tmp_path), threads=1), (1, 40), rep=0))
+        read, *records = gemm.measure_gemm(EngineConfig(model=str(tmp_path), threads=1), (1, 40), rep=0)
     finally:
         torch.set_num_threads(threads)
     kernels = [f"c-{usable_variants()[0]}", "onednn-prepacked", "linear"]
@@ -253,7 +255,9 @@ def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch
     assert {(record["kernel"], record["product"], record["rows"]) for record in records} == {
         (kernel, product, rows) for kernel in kernels for product in products for rows in (1, 40)
     }
-    assert all(record["us"] > 0 for record in records)
+    assert all(record["us"] > 0 for record in (read, *records))
+    assert read["kernel"] == "read"
+    assert read["gb_s"] == pytest.approx((4 << 20) / read["us"] / 1e3, rel=0.02)
     assert {tuple(record["shape"]) for record in records if record["shape"]} == {
         (128, 64),
         (64, 64),

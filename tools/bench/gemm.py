@@ -1,10 +1,12 @@
 """The model's linear layers alone: the C kernel's, torch's and oneDNN's products of the same tensors.
 
-Weights come from memory, as in an engine: each product has copies enough that none is still in the cache when its turn
-comes again. A time is the least of many, for whatever else runs on the machine only adds to it.
+Weights come from memory, as in an engine: each product has copies enough that few are still in the cache when their
+turn comes again. A time is the least of many, for whatever else runs on the machine only adds to it. What memory gives
+meanwhile is a record of its own: torch adding up more than caches have, the median of many.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from core.model_config import ModelConfig, read_model_config
 from ipc.config import EngineConfig
 from ipc.model_files import resolve_model
 from kernels.cpu_gemm import PackedMatrix
+from kernels.cpu_library import CpuLibrary
 from kernels.linear import KERNELS
 from tools.version import DISTRIBUTION, version
 
@@ -24,6 +27,8 @@ _HEAD_ROWS = 32  # at most: one for each request that samples
 _COPIES_BYTES = 96 << 20  # three times a large cache
 _MAX_COPIES = 64
 _SECONDS = 0.3  # for each product
+_READ_BYTES = 256 << 20
+_READ_SECONDS = 1.0
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,6 +51,7 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     if library is not None:
         made = library
         kernels = {f"c-{library.variant}": lambda weight: PackedMatrix(made, weight), **kernels}
+    yield _measure_read(library, threads, rep)
     for kernel, pack in kernels.items():
         torch.set_num_threads(1 if kernel.startswith("c-") else threads)
         common: dict[str, Any] = {"engine": DISTRIBUTION, "version": version(), "workload": "gemm", "kernel": kernel}
@@ -59,6 +65,21 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
             yield common | _record("all", shapes, num_rows, seconds, dtype)
     if library is not None:
         library.stop_threads()
+
+
+def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    room = torch.empty(_READ_BYTES, dtype=torch.uint8) if library is None else library.allocate(_READ_BYTES)
+    numbers = room.fill_(0).view(torch.float32)
+    times: list[float] = []
+    end = time.perf_counter() + _READ_SECONDS
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times)
+    record = {"engine": DISTRIBUTION, "version": version(), "workload": "gemm", "kernel": "read", "threads": threads}
+    return record | {"rep": rep, "us": round(seconds * 1e6, 2), "gb_s": round(_READ_BYTES / seconds / 1e9, 2)}
 
 
 def _shapes(config: ModelConfig) -> list[Shape]:
