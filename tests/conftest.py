@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -13,6 +14,9 @@ import pytest
 # Triton's kernels run under its interpreter, which is chosen when triton is imported, by whatever imports it first.
 # `make gpu` sets it to 0 and runs the tests that need a device.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Who starts the suite in the background may have it ignore Ctrl-C, and all that it starts; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MARK = "ENGINE_CORE_TEST_PROCESS"  # in the environment of everything that a test starts, children of children too
 _ENDING_S = 5.0  # seconds that processes and threads get to end after the last test
