@@ -1,12 +1,14 @@
 """A step as one C call is the C kernels called one after the other: the same bits of logits - of all tokens, asked for
 with the step or after it - and cache, for every kind of model, whatever the threads, as batches grow and shrink."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+import kernels.cpu_decoder
 from core.config_values import Values
 from core.models.llama import Llama
 from ipc.errors import ModelFileError
@@ -69,6 +71,22 @@ def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
             assert different == [], f"{num_threads} threads"
     finally:
         library.stop_threads()
+
+
+@pytest.mark.parametrize(("told", "streams"), [("1K", True), ("1048576K", False), ("some", False), (None, False)])
+def test_weights_that_no_cache_keeps_are_read_past_the_caches_and_give_the_same_bits(
+    told: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system does not say how large its caches are, they are taken for larger than a tiny model."""
+    if told is not None:
+        (tmp_path / "index3").mkdir()
+        (tmp_path / "index3" / "size").write_text(f"{told}\n")
+    monkeypatch.setattr(kernels.cpu_decoder, "_CACHES", tmp_path)
+    model = random_model(KINDS["plain"], torch.bfloat16)
+    assert model._decoder is not None
+    matrices = [model._decoder._decoder.head, model._decoder._layers[0].qkv, model._decoder._layers[-1].down]
+    assert [bool(matrix.streams) for matrix in matrices] == [streams] * 3
+    assert all(map(same_bits, run(model, one_by_one=False), run(model, one_by_one=True)))
 
 
 def test_tokens_without_logits_are_stored_and_have_them_later() -> None:
