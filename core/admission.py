@@ -72,10 +72,9 @@ class Admission:
 
     def appraise(self, request: Request) -> Appraisal:
         """Of a request that waits, between two steps."""
-        room = _Room(self._batch, 0)
-        is_shared = len(self._batch) > 0
-        start, pool = self._start_of(request, is_shared), self._batch.pool
-        left = self._blocks_left(start, room, is_shared)
+        room, pool = _Room(self._batch, 0), self._batch.pool
+        start = self._start_of(request, room)
+        left = self._blocks_left(start, room)
         reserve = pool.num_free - pool.num_revived(start.hits) - room.promised - left
         return Appraisal(start.num_computed_tokens, start.num_hits, start.num_blocks - start.num_hits, reserve)
 
@@ -124,9 +123,8 @@ class Admission:
             return Examined(request, Verdict.PREEMPTED, 0, 0)
         if request.first_key in room.first_keys:
             self._settle(draft, room)  # who begins as one that starts in this step finds its blocks
-        is_shared = len(room.settling) > 0 or self._is_shared(draft)
-        start = self._start_of(request, is_shared)
-        lack = start.num_blocks - start.num_hits - self._blocks_left(start, room, is_shared)
+        start = self._start_of(request, room)
+        lack = start.num_blocks - start.num_hits - self._blocks_left(start, room)
         refusal: Examined | None = None
         if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
             if start.num_tokens < start.num_missing_tokens:
@@ -154,7 +152,7 @@ class Admission:
             for row in yields[:num_victims].tolist():
                 room.make(self._batch.num_promised_blocks_of(row))
                 self._preemption.preempt(draft, row, Cause.MORE_URGENT)
-            left = self._blocks_left(start, room, len(room.settling) > 0 or self._is_shared(draft))
+            left = self._blocks_left(start, room)
             if needed > left:
                 return Examined(request, Verdict.FENCED, needed, left)
         if draft.budget < start.num_tokens:
@@ -181,11 +179,7 @@ class Admission:
         is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
         return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))
 
-    def _is_shared(self, draft: Draft) -> bool:
-        """Whether somebody runs beside who starts now."""
-        return len(draft.starts) > 0 or len(self._batch.rows) > 0
-
-    def _start_of(self, request: Request, is_shared: bool) -> Start:
+    def _start_of(self, request: Request, room: "_Room") -> Start:
         """What the request would start with."""
         hits, content = self._batch.prefix_cache.find(request)
         num_hits, length = len(hits), len(request.token_ids)
@@ -193,7 +187,7 @@ class Admission:
         if request.swapped is not None:
             computed = max(computed, request.swapped.num_computed_tokens)
         missing = num_tokens = length - computed
-        if missing > self._chunk and (is_shared or len(self._waiting)):
+        if missing > self._chunk and (room.rows < room.row_limit or len(self._waiting)):
             num_tokens = self._chunk
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
         if is_reserved:
@@ -201,14 +195,14 @@ class Admission:
         num_blocks = -(-length // self._block_size)
         return Start(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
-    def _blocks_left(self, start: Start, room: "_Room", is_shared: bool) -> int:
+    def _blocks_left(self, start: Start, room: "_Room") -> int:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
         oftener the request was preempted, so that it does not come back only to be preempted again."""
         pool, request = self._batch.pool, start.request
         left = pool.num_free - room.promised - room.unsettled
         if start.num_hits:
             left -= pool.num_revived(start.hits)
-        if is_shared:
+        if room.rows < room.row_limit:
             left -= self._watermark
             if request.num_preemptions:
                 most = -(-(request.max_total_tokens - 1) // self._block_size) - start.num_blocks
@@ -250,7 +244,7 @@ class Admission:
         """Give those that start their blocks, and the full ones of them their names."""
         if not room.settling:
             return
-        fresh, first = self._batch.pool.allocate(room.unsettled), 0
+        fresh, first = self._batch.pool.allocate(room.unsettled).astype(np.int32), 0
         for start in room.settling:
             end = first + start.num_given - start.num_hits
             blocks = fresh[first:end]
@@ -269,7 +263,8 @@ class _Room:
     """What is left for others in the step being planned."""
 
     def __init__(self, batch: Batch, row_limit: int) -> None:
-        self.rows = row_limit - len(batch)
+        self.row_limit = row_limit
+        self.rows = row_limit - len(batch)  # fewer than row_limit: somebody runs beside who starts now
         self.promised = batch.num_promised_blocks()  # blocks
         self.settling: list[Start] = []  # they start in this step and have not got their blocks yet
         self.unsettled = 0  # blocks that those will get

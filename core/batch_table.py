@@ -4,7 +4,7 @@ Row numbers are stable while a request runs and are reused after it; `tenancy` t
 Token ids and block tables lie in paged pools addressed by the row.
 """
 
-from array import array
+import struct
 
 import msgspec
 import numpy as np
@@ -93,7 +93,9 @@ class BatchTable:
             self.request[row] = start.request
             entries += self._entries(start)
         rows = np.array(numbers)
-        self._columns[:, rows] = np.frombuffer(array("q", entries), np.int64).reshape(len(starts), -1).T
+        self._columns[:, rows] = (
+            np.frombuffer(struct.pack(f"={len(entries)}q", *entries), np.int64).reshape(len(starts), -1).T
+        )
         self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
         self._num_tenancies += len(rows)
         self.tokens.fill(rows, [start.request.token_ids for start in starts])
@@ -147,7 +149,7 @@ class BatchTable:
     def block_ids(self, row: int) -> Int32s:
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
 
-    def append_blocks(self, rows: Ints, counts: Ints, block_ids: Int32s) -> Ints:
+    def append_blocks(self, rows: Ints, counts: Ints, block_ids: Ints) -> Ints:
         """counts[i] > 0 more blocks for rows[i], taken from block_ids in order; returns the row of each block."""
         starts = self.num_blocks[rows]
         self.blocks.ensure(rows, starts + counts)

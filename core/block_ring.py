@@ -7,16 +7,16 @@ go stale when a hit revives their blocks.
 import numpy as np
 import numpy.typing as npt
 
-from ipc.paged_rows import Int32s
+from ipc.paged_rows import Ints
 
 _NOT_HERE = -1
 
 
 class BlockRing:
-    """All operations take arrays of block ids."""
+    """All operations take arrays of block ids, and give them as what NumPy indexes with, which is int64."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._entries = np.zeros(2 * num_blocks, np.int32)  # oldest at head; some stale
+        self._entries = np.zeros(2 * num_blocks, np.int64)  # oldest at head; some stale
         self._head = 0  # absolute positions; entry p lies at p % len(_entries)
         self._tail = 0
         self._position = np.full(num_blocks, _NOT_HERE, np.int64)  # block -> its live entry
@@ -25,12 +25,12 @@ class BlockRing:
     def __len__(self) -> int:
         return self._length
 
-    def holds(self, blocks: Int32s) -> npt.NDArray[np.bool_]:
+    def holds(self, blocks: Ints) -> npt.NDArray[np.bool_]:
         """Which of these are here."""
         here: npt.NDArray[np.bool_] = self._position[blocks] != _NOT_HERE
         return here
 
-    def push(self, blocks: Int32s) -> None:
+    def push(self, blocks: Ints) -> None:
         """These are the latest now, the last one most."""
         if self._tail + len(blocks) - self._head > len(self._entries):
             self._compact()
@@ -44,29 +44,29 @@ class BlockRing:
         self._tail += len(blocks)
         self._length += len(blocks)
 
-    def discard(self, blocks: Int32s) -> None:
+    def discard(self, blocks: Ints) -> None:
         """Take out those of these that are here."""
         self._length -= int(np.count_nonzero(self.holds(blocks)))
         self._position[blocks] = _NOT_HERE
 
-    def pop(self, count: int) -> Int32s:
+    def pop(self, count: int) -> Ints:
         """Take out the oldest, of which there are at least so many."""
         oldest = self._oldest(count)
         self._position[oldest] = _NOT_HERE
         self._length -= count
         return oldest
 
-    def clear(self) -> Int32s:
+    def clear(self) -> Ints:
         """Take out all of them, oldest first."""
         blocks = self._live()
         self._position[:] = _NOT_HERE
         self._head = self._tail = self._length = 0
         return blocks
 
-    def _live(self) -> Int32s:
+    def _live(self) -> Ints:
         positions = np.arange(self._head, self._tail)
         blocks = self._entries[positions % len(self._entries)]
-        live: Int32s = blocks[self._position[blocks] == positions]
+        live: Ints = blocks[self._position[blocks] == positions]
         return live
 
     def _compact(self) -> None:
@@ -75,14 +75,14 @@ class BlockRing:
         self._position[live] = np.arange(len(live))
         self._head, self._tail = 0, len(live)
 
-    def _oldest(self, count: int) -> Int32s:
+    def _oldest(self, count: int) -> Ints:
         start = self._head % len(self._entries)
         first = self._entries[start : start + count]
         positions = np.arange(self._head, self._head + len(first))
         if np.count_nonzero(self._position[first] == positions) == count:
             self._head += count  # none of them was revived meanwhile
             return first.copy()
-        found: list[Int32s] = []
+        found: list[Ints] = []
         missing = count
         while missing:
             positions = np.arange(self._head, min(self._tail, self._head + max(missing, 64)))

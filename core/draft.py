@@ -43,7 +43,7 @@ class Draft:
         self.rows: Ints = _NO_INTS
         self.counts: Ints = _NO_INTS
         self.block_rows: Ints = _NO_INTS
-        self.block_ids: Int32s = _NO_BLOCKS
+        self.block_ids: Ints = _NO_INTS
         self.starts: list[Start] = []
         self.added: list[NewRow] = []
         self.preempted: list[Preempted] = []
@@ -93,7 +93,7 @@ def finish_plan(draft: Draft, rows: Ints, counts: Ints, carried: Carried) -> Sch
         removed_rows=column(carried.removed_rows),
         added=draft.added,
         block_rows=column(draft.block_rows),
-        block_ids=draft.block_ids,
+        block_ids=column(draft.block_ids),
         rows=column(rows),
         num_scheduled_tokens=column(counts),
         swapped_out_blocks=swapped_out,

@@ -1,6 +1,6 @@
 """OutputColumns: what a step has for the clients, gathered as columns and split by client once."""
 
-from array import array
+import struct
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -174,4 +174,4 @@ def _choices(choices: Ints) -> bytes:
 
 
 def _packed(values: list[int]) -> bytes:
-    return np.frombuffer(array("q", values), np.int64).astype("<u4").tobytes()
+    return struct.pack(f"<{len(values)}I", *values)

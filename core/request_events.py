@@ -1,17 +1,19 @@
 """RequestEventLog: what happened to single requests - queued, scheduled, preempted, resumed - until their clients are
 told. Steps without such events pay nothing."""
 
-from array import array
-
-import numpy as np
+import struct
+from typing import TypeAlias
 
 from core.batch_table import Start
 from core.decisions import Preempted
 from core.request import Request
 from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
 
+#: Number, choice, kind, cause, amount, time.
+_Event: TypeAlias = tuple[int, int, int, int, int, int]
+
 _QUEUED, _SCHEDULED, _PREEMPTED, _RESUMED = map(int, EventKind)
-_KINDS = [np.dtype(kind) for kind in ("<u4", "<u2", "u1", "u1", "<u4", "<i8")]
+_FORMATS = "IHBBIq"  # of number, choice, kind, cause, amount, time
 
 
 class RequestEventLog:
@@ -19,8 +21,7 @@ class RequestEventLog:
     shown of it before."""
 
     def __init__(self) -> None:
-        # By client: number, choice, kind, cause, amount, time of one event after the other.
-        self._events: dict[int, list[int]] = {}
+        self._events: dict[int, list[_Event]] = {}  # by client
 
     def __bool__(self) -> bool:
         return bool(self._events)
@@ -35,10 +36,10 @@ class RequestEventLog:
             request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host
             events, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
             if request.has_started:
-                events += (number, choice, _RESUMED, 0, num_found, now_ns)
+                events.append((number, choice, _RESUMED, 0, num_found, now_ns))
             else:
-                events += (number, choice, _QUEUED, 0, 0, request.arrival_ns)
-                events += (number, choice, _SCHEDULED, 0, num_found, now_ns)
+                events.append((number, choice, _QUEUED, 0, 0, request.arrival_ns))
+                events.append((number, choice, _SCHEDULED, 0, num_found, now_ns))
 
     def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
         for request, cause, _, num_swapped in preempted:
@@ -50,15 +51,15 @@ class RequestEventLog:
 
     def _add_preempted(self, request: Request, cause: EventCause, num_swapped: int, now_ns: int) -> None:
         event = (request.number, request.choice, _PREEMPTED, int(cause), num_swapped, now_ns)
-        self._events.setdefault(request.client, []).extend(event)
+        self._events.setdefault(request.client, []).append(event)
 
     def take(self, client: int) -> RequestEvents | None:
         """Of this client, since the last time; None for none."""
         events = self._events.pop(client, None)
         if events is None:
             return None
-        columns = np.frombuffer(array("q", events), np.int64).reshape(-1, 6).T
-        return RequestEvents(*[column.astype(kind).tobytes() for column, kind in zip(columns, _KINDS, strict=True)])
+        columns = zip(_FORMATS, zip(*events, strict=True), strict=True)
+        return RequestEvents(*[struct.pack(f"<{len(events)}{kind}", *column) for kind, column in columns])
 
 
 def join_events(parts: list[RequestEvents]) -> RequestEvents | None:

@@ -72,7 +72,7 @@ class PagedRows:
     def get_runs(self, rows: Ints, starts: Ints, length: int) -> Int32s:
         """[n, length] values: of each row from starts[i] on. A run lies in one page: length divides the page size and
         each start."""
-        runs: Int32s = self._flat[self._slots(rows, starts)[:, None] + np.arange(length)]
+        runs: Int32s = self._flat.reshape(-1, length).take(self._slots(rows, starts) // length, axis=0)
         return runs
 
     def extend(self, row: int, length: int, values: Ints) -> None:
