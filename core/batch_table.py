@@ -93,9 +93,8 @@ class BatchTable:
             self.request[row] = start.request
             entries += self._entries(start)
         rows = np.array(numbers)
-        self._columns[:, rows] = (
-            np.frombuffer(struct.pack(f"={len(entries)}q", *entries), np.int64).reshape(len(starts), -1).T
-        )
+        packed = struct.pack(f"={len(entries)}q", *entries)
+        self._columns[:, rows] = np.frombuffer(packed, np.int64).reshape(len(starts), -1).T
         self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
         self._num_tenancies += len(rows)
         self.tokens.fill(rows, [start.request.token_ids for start in starts])
