@@ -31,7 +31,7 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "budget": st.sampled_from([40, 9, 5, 2, 1]),
     "prefix_caching": st.sampled_from([True, True, False]),
     "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
-    "priority_aging_seconds": st.sampled_from([0.0, 0.0, 0.003]),
+    "priority_aging_seconds": st.sampled_from([0.0, 0.012, 0.003]),
     "fair_quantum": st.sampled_from([4, 0, 40]),
     "watermark": st.just(0.0),
     "admission_lookahead": st.just(0),
