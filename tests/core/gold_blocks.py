@@ -1,121 +1,124 @@
 """KV blocks and the prefix cache once more, of plain lists and dicts: what the gold scheduler counts with."""
 
-from dataclasses import dataclass, field
-
-Key = tuple[int | str, tuple[int, ...]]  # (name of the block before it, or the salt; its tokens)
-
-
-@dataclass(eq=False)
-class Block:
-    owners: int = 1
-    name: int | None = None
-    key: Key | None = None
-    fence: int = -1
-    urgency: int = 0  # of its last user, where that counts: -1, 0, 1
-
-
-@dataclass(eq=False)
-class Entry:
-    """A live request."""
-
-    number: int
-    client: int
-    serial: int
-    priority: int
-    arrival: int
-    tokens: list[int]
-    max_total: int
-    salt: str
-    eos: int
-    rank: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    content: int | str = ""  # name of the last of the named blocks
-    named: int = 0
-    computed: int = 0
-    pending: int = 0  # tokens that steps in flight sample
-    stay: int = 0  # counts its times in a row
-    slots: int = 0  # on the host
-    kept: int = 0  # tokens in those
-    served: int = 0  # most tokens it had computed when it was preempted
-    begun: bool = False
-    preemptions: int = 0
-    overtaken: int = 0
+from ipc.config import EngineConfig
+from tests.core.gold_entry import Block, Entry, Key
 
 
 class GoldBlocks:
-    def __init__(self, num_blocks: int, size: int, caching: bool, by_urgency: bool) -> None:
-        self.size, self.caching, self.by_urgency = size, caching, by_urgency
-        self.blank = num_blocks - 1  # without content, so it does not matter which one is taken
+    def __init__(self, config: EngineConfig) -> None:
+        self.size, self.caching = config.block_size, config.enable_prefix_caching
+        self.blank = self.usable = (config.num_blocks_override or 0) - 1  # blank: any is as good, as nobody finds it
         self.cached: list[Block] = []  # free, and found by their content; the first goes first
         self.fenced: list[Block] = []
         self.names: dict[Key, Block] = {}
         self.num_names = 0
+        self.starting: list[Entry] = []  # in this step, and have only the blocks that they found
 
     @property
     def free(self) -> int:
         return self.blank + len(self.cached)
 
+    def up(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def lacks(self, entry: Entry, tokens: int) -> int:
+        """Blocks that it must get before so many of its tokens are computed."""
+        is_whole = entry.whole or entry.preemptions >= 8
+        return max(0, self.up(entry.max_total - 1 if is_whole else tokens) - len(entry.blocks))
+
+    def promised(self, rows: list[Entry]) -> int:
+        """Blocks that they must get to compute what is known of them."""
+        return sum(self.lacks(r, len(r.tokens)) for r in rows)
+
+    def left(self, rows: list[Entry], hits: list[Block]) -> int:
+        """Free blocks beside these, and promised to none of the rows."""
+        return self.free - sum(block in self.cached for block in hits) - self.promised(rows)
+
+    def given(self, victims: list[Entry], hits: list[Block]) -> int:
+        """Blocks that their end would give, these aside; what they share goes with the last owner."""
+        held = [block for r in victims for block in r.blocks if block not in hits]
+        return sum(held.count(block) == block.owners for block in set(held)) + self.promised(victims)
+
     def allocate(self, count: int) -> list[Block]:
         from_blank = min(count, self.blank)
         self.blank -= from_blank
         self.cached.sort(key=lambda block: block.urgency)  # keeps the order within
-        for block in self.cached[: count - from_blank]:
-            assert block.key is not None
-            del self.names[block.key]
-        self.cached = self.cached[count - from_blank :]
+        evicted, self.cached = self.cached[: count - from_blank], self.cached[count - from_blank :]
+        self.names = {key: block for key, block in self.names.items() if block not in evicted}
         return [Block() for _ in range(count)]
 
-    def hold(self, blocks: list[Block]) -> None:
-        self.cached = [block for block in self.cached if block not in blocks]
-        self.fenced = [block for block in self.fenced if block not in blocks]
-        for block in blocks:
+    def hold(self, entry: Entry, hits: list[Block]) -> None:
+        """The request starts with what it has found; see settle()."""
+        self.cached = [block for block in self.cached if block not in hits]
+        self.fenced = [block for block in self.fenced if block not in hits]
+        for block in hits:
             block.owners += 1
+        entry.blocks, entry.named = list(hits), len(hits)
+        self.starting.append(entry)
 
-    def release(self, entry: Entry, last_step_in_flight: int | None) -> None:
+    def settle(self) -> None:
+        """Those that start get their blocks, and others find what they compute there."""
+        self.feed(self.starting)
+        self.name(self.starting)
+        self.starting = []
+
+    def growth(self, rows: list[Entry]) -> int:
+        """Blocks that they must get for their tokens of this step."""
+        return sum(self.lacks(r, r.computed + r.n) for r in rows)
+
+    def feed(self, rows: list[Entry]) -> None:
+        for r in rows:
+            r.blocks += self.allocate(self.growth([r]))
+
+    def release(self, entry: Entry, steps_in_flight: int) -> None:
         for block in reversed(entry.blocks):
             block.owners -= 1
-            block.urgency = (entry.priority < 0) - (entry.priority > 0) if self.by_urgency else 0
-            if not block.owners and last_step_in_flight is not None:
-                block.fence = last_step_in_flight
+            block.urgency = entry.urgency
+            if not block.owners:
+                block.fence = steps_in_flight
                 self.fenced.append(block)
-            elif not block.owners:
-                self._put(block)
-        entry.blocks, entry.pending, entry.computed, entry.stay = [], 0, 0, entry.stay + 1
+        entry.blocks, entry.pending, entry.computed, entry.n, entry.stay = [], 0, 0, 0, entry.stay + 1
+        self.lift(0)
 
-    def lift(self, step: int) -> None:
-        for block in [block for block in self.fenced if block.fence <= step]:
-            self._put(block)
-        self.fenced = [block for block in self.fenced if block.fence > step]
+    def lift(self, steps: int) -> None:
+        """So many are back."""
+        for block in self.fenced:
+            block.fence -= steps
+            if not block.fence and block.name:
+                self.cached.append(block)
+            elif not block.fence:
+                self.blank += 1
+        self.fenced = [block for block in self.fenced if block.fence]
 
-    def _put(self, block: Block) -> None:
-        if block.name is None:
-            self.blank += 1
-        else:
-            self.cached.append(block)
-
-    def find(self, entry: Entry) -> tuple[list[Block], int | str]:
-        content: int | str = entry.salt
+    def find(self, entry: Entry) -> list[Block]:
+        begin = (entry.salt, entry.tokens[: self.size])
+        if len(begin[1]) == self.size and any(begin == (s.salt, s.tokens[: self.size]) for s in self.starting):
+            self.settle()
         blocks: list[Block] = []
+        entry.content = entry.salt
         for start in range(0, len(entry.tokens) - self.size, self.size):  # never the last token
-            block = self.names.get((content, tuple(entry.tokens[start : start + self.size])))
-            if block is None or block.name is None:
+            block = self.names.get((entry.content, tuple(entry.tokens[start : start + self.size])))
+            if block is None:
                 break
             blocks.append(block)
-            content = block.name
-        return blocks, content
+            entry.content = block.name
+        return blocks
 
-    def name(self, entry: Entry, count: int) -> None:
-        for index in range(entry.named, count if self.caching else 0):
-            key = (entry.content, tuple(entry.tokens[index * self.size : (index + 1) * self.size]))
-            owner = self.names.setdefault(key, entry.blocks[index])
-            if owner.name is None:
-                self.num_names += 1
-                owner.name, owner.key = self.num_names, key
-            entry.content, entry.named = owner.name, index + 1
+    def name(self, rows: list[Entry]) -> None:
+        """What they compute in this step is found from now on. Those of one block go first."""
+        full = {r: min(r.computed + r.n, len(r.tokens)) // self.size for r in rows if self.caching}
+        for r in sorted(full, key=lambda r: full[r] - r.named > 1):
+            for index in range(r.named, full[r]):
+                key = (r.content, tuple(r.tokens[index * self.size : (index + 1) * self.size]))
+                owner = self.names.setdefault(key, r.blocks[index])
+                if not owner.name:
+                    self.num_names += 1
+                    owner.name = self.num_names
+                r.content, r.named = owner.name, index + 1
 
     def forget(self) -> None:
         for block in self.names.values():
-            block.name = block.key = None
+            block.name = 0
         self.names = {}
         self.blank += len(self.cached)
         self.cached = []

@@ -13,37 +13,50 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from core.decisions import Verdict
 from core.plan import SchedulerOutput
+from ipc.config import EngineConfig
 from ipc.messages import FinishReason, PauseMode
 from tests.core.driving import EOS, ByHand, add_message, small_config
-from tests.core.gold_blocks import Entry
+from tests.core.gold_entry import Entry
+from tests.core.gold_options import GoldWithOptions
 from tests.core.gold_scheduler import Gold
 
 MS = 1_000_000  # ns
 
-configs = st.fixed_dictionaries(
-    {
-        "depth": st.sampled_from([1, 2]),
-        "num_blocks": st.sampled_from([12, 8, 5, 20, 60]),
-        "block_size": st.sampled_from([4, 2, 1]),
-        "max_num_seqs": st.integers(1, 6),
-        "budget": st.sampled_from([40, 9, 5, 2, 1]),
-        "prefix_caching": st.sampled_from([True, True, False]),
-        "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
-        "priority_aging_seconds": st.sampled_from([0.0, 0.0, 0.003]),
-        "fair_quantum": st.sampled_from([4, 0, 40]),
-        "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
-        "num_swap_blocks": st.sampled_from([12, 3, 0]),
-        "swap_ns_per_block": st.sampled_from([1, 3]),
-        "recompute_ns_per_token": st.sampled_from([1, 2]),
-        "watermark": st.sampled_from([0.0, 0.0, 0.1]),
-        "admission_lookahead": st.sampled_from([8, 0, 1, 3]),
-        "reserve_full_length": st.sampled_from([False, False, False, True]),
-        "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
-        "max_num_partial_prefills": st.sampled_from([0, 0, 1, 2]),
-        "enable_chunked_prefill": st.sampled_from([True, True, True, False]),
-        "scheduler_delay_factor": st.sampled_from([0.0, 0.0, 1.5]),
-    }
-)
+#: All that Gold knows.
+PLAIN: dict[str, st.SearchStrategy[Any]] = {
+    "depth": st.sampled_from([1, 2]),
+    "num_blocks": st.sampled_from([12, 8, 5, 20, 60]),
+    "block_size": st.sampled_from([4, 2, 1]),
+    "max_num_seqs": st.integers(1, 6),
+    "budget": st.sampled_from([40, 9, 5, 2, 1]),
+    "prefix_caching": st.sampled_from([True, True, False]),
+    "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
+    "priority_aging_seconds": st.sampled_from([0.0, 0.012, 0.003]),
+    "fair_quantum": st.sampled_from([4, 0, 40]),
+    "watermark": st.just(0.0),
+    "admission_lookahead": st.just(0),
+}
+ALL = PLAIN | {
+    "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
+    "num_swap_blocks": st.sampled_from([12, 3, 0]),
+    "swap_ns_per_block": st.sampled_from([1, 3]),
+    "recompute_ns_per_token": st.sampled_from([1, 2]),
+    "watermark": st.sampled_from([0.0, 0.0, 0.1]),
+    "admission_lookahead": st.sampled_from([8, 0, 1, 3]),
+    "reserve_full_length": st.sampled_from([False, False, False, True]),
+    "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
+    "max_num_partial_prefills": st.sampled_from([0, 0, 1, 2]),
+    "enable_chunked_prefill": st.sampled_from([True, True, True, False]),
+    "scheduler_delay_factor": st.sampled_from([0.0, 0.0, 1.5]),
+}
+
+
+def config_of(options: dict[str, Any]) -> EngineConfig:
+    if options.get("preemption_mode") == "recompute":
+        options["num_swap_blocks"] = 0
+    if not options.get("enable_chunked_prefill", True):
+        options["long_prefill_token_threshold"] = 0
+    return small_config(**options)
 
 
 def sampled(number: int, position: int) -> int:
@@ -52,15 +65,25 @@ def sampled(number: int, position: int) -> int:
     return EOS if value < 4 else 3 + value % 3
 
 
+def decided_by(gold: Gold) -> dict[str, Any]:
+    """In the last step; see GoldMachine.decided()."""
+    copied, slots = (gold.copied, gold.slots) if isinstance(gold, GoldWithOptions) else (dict[Entry, int](), 0)
+    counts = (gold.budget(), gold.b.free, len(gold.b.fenced), slots)
+    return {
+        "batch": [(r.number, r.n) for r in gold.running if r.n],
+        "started": [(q.number, q.computed - q.n) for q in gold.starts],
+        "preempted": [(r.number, cause, copied.get(r, 0)) for r, cause in gold.preempted.items()],
+        "refused": [(q.number, refusal) for q, refusal in gold.refused.items()],
+        "left": (*counts, len(gold.waiting), gold.skipped),
+    }
+
+
 class GoldMachine(RuleBasedStateMachine):
-    @initialize(config=configs)
-    def start(self, config: dict[str, Any]) -> None:
-        if config["preemption_mode"] == "recompute":
-            config["num_swap_blocks"] = 0
-        if not config["enable_chunked_prefill"]:
-            config["long_prefill_token_threshold"] = 0
-        self.config = small_config(**config)
-        self.hand, self.gold = ByHand(self.config), Gold(self.config)
+    gold_class: type[Gold]
+
+    def begin(self, config: EngineConfig) -> None:
+        self.config = config
+        self.hand, self.gold = ByHand(config), self.gold_class(config)
         self.scheduler = self.hand.scheduler
         self.flight: deque[SchedulerOutput] = deque()
         self.now = 0
@@ -92,6 +115,8 @@ class GoldMachine(RuleBasedStateMachine):
             assert self.gold.add(entry) == (received.failed is None)
             if received.failed is None:
                 self.live[number] = entry
+                entry.preemptions = rng.choice([0, 0, 0, 0, 7, 8])  # by chance so many take long to come about
+                self.scheduler.find(client, number)[0].num_preemptions = entry.preemptions
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -99,7 +124,7 @@ class GoldMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.live)))
         entry = self.live.pop(number)
         self.scheduler.finish_requests(entry.client, [number])
-        self.gold.end(entry)
+        self.gold.leave(entry)
 
     @rule(
         kind=st.sampled_from(["pause new", "pause all", "resume", "forget", "weigh", "weigh"]), client=st.integers(0, 2)
@@ -119,7 +144,7 @@ class GoldMachine(RuleBasedStateMachine):
                 self.gold.b.forget()
             case _:
                 self.scheduler.policy.set_weight(client, 1 + 1.5 * client)
-                self.gold.weights[client] = 1 + 1.5 * client
+                self.gold.policy.weights[client] = 1 + 1.5 * client
 
     def resume(self) -> None:
         self.scheduler.resume()
@@ -133,8 +158,8 @@ class GoldMachine(RuleBasedStateMachine):
 
     def step(self) -> None:
         plan = self.hand.schedule(self.now)
-        expected, got = self.gold.schedule(self.now), self.decided(plan)
-        assert got == expected
+        self.gold.schedule(self.now)
+        assert self.decided(plan) == decided_by(self.gold)
         self.check_bounds()
         if not plan.is_empty:
             self.flight.append(plan)
@@ -163,7 +188,7 @@ class GoldMachine(RuleBasedStateMachine):
 
     def check_bounds(self) -> None:
         """Of its own level nobody is preempted more than 8 times: then it starts with all that it can need."""
-        for entry, cause, _ in self.gold.preempted:
+        for entry, cause in self.gold.preempted.items():
             others = {live.priority for live in self.gold.running + self.gold.waiting}
             assert entry.preemptions <= 8 or cause == 2 or others != {entry.priority}
 
@@ -191,9 +216,25 @@ class GoldMachine(RuleBasedStateMachine):
                 assert len(entry.tokens) == entry.max_total
 
 
-def run(max_examples: int, derandomize: bool) -> None:
+class PlainMachine(GoldMachine):
+    gold_class = Gold
+
+    @initialize(options=st.fixed_dictionaries(PLAIN))
+    def start(self, options: dict[str, Any]) -> None:
+        self.begin(config_of(options))
+
+
+class OptionsMachine(GoldMachine):
+    gold_class = GoldWithOptions
+
+    @initialize(options=st.fixed_dictionaries(ALL))
+    def start(self, options: dict[str, Any]) -> None:
+        self.begin(config_of(options))
+
+
+def run(machine: type[GoldMachine], max_examples: int, derandomize: bool) -> None:
     run_state_machine_as_test(
-        GoldMachine,
+        machine,
         settings=settings(
             phases=[Phase.generate],  # shrinking takes minutes, and its end says little more
             report_multiple_bugs=False,
@@ -207,11 +248,18 @@ def run(max_examples: int, derandomize: bool) -> None:
 
 
 def test_decisions_equal_the_gold_models() -> None:
-    run(800, True)
+    run(PlainMachine, 300, True)
+
+
+def test_decisions_under_all_options_equal_the_gold_models() -> None:
+    run(OptionsMachine, 500, True)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_soak_decisions_equal_the_gold_models() -> None:
-    """100,000 examples; SCHEDULER_EXAMPLES=n runs that many."""
-    run(int(os.environ.get("SCHEDULER_EXAMPLES", "100000")), False)
+@pytest.mark.parametrize(
+    ("machine", "share"), [(PlainMachine, 1 / 3), (OptionsMachine, 2 / 3)], ids=["plain", "options"]
+)
+def test_soak_decisions_equal_the_gold_models(machine: type[GoldMachine], share: float) -> None:
+    """100,000 examples in all; SCHEDULER_EXAMPLES=n runs that many."""
+    run(machine, round(share * int(os.environ.get("SCHEDULER_EXAMPLES", "100000"))), False)
