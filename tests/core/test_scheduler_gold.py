@@ -196,7 +196,7 @@ class GoldMachine(RuleBasedStateMachine):
         if not hasattr(self, "hand"):
             return
         self.resume()
-        bound = 50 + 10 * sum(entry.max_total for entry in self.live.values())
+        bound = 50 + 50 * sum(entry.max_total for entry in self.live.values())  # a token may cost all before it again
         for _ in range(bound):
             if not self.scheduler.has_unfinished_requests and not self.flight:
                 break
