@@ -67,13 +67,13 @@ class CpuAttention:
     def prepare(self, arguments: AttentionArguments, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
         """Everything but q, layer, out and scale. Good until this is asked again, and as long as the plan lives."""
         self._reserve(cache, plan, num_heads)
-        arguments.block_tables, arguments.table_width = plan.block_tables.ctypes.data, plan.block_tables.shape[1]
-        arguments.items, arguments.num_items = plan.items.ctypes.data, len(plan.items)
-        arguments.members = plan.members.ctypes.data
-        arguments.merges, arguments.num_merges = plan.merges.ctypes.data, len(plan.merges)
+        work = plan.arguments
+        arguments.block_tables, arguments.table_width = work.block_tables, work.table_width
+        arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members
+        arguments.merges, arguments.num_merges = work.merges, work.num_merges
         arguments.partials, arguments.scratch = self._places
         arguments.shape, arguments.num_heads = cache.shape, num_heads
-        arguments.max_item_tokens, arguments.window = plan.max_item_tokens, plan.window or 0
+        arguments.max_item_tokens, arguments.window = work.max_item_tokens, work.window
 
     def _reserve(self, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
         """Room for the plan's partial results, and for each thread."""

@@ -112,7 +112,7 @@ static void put_shared(AttentionPlan *plan, Places *places) {
 static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
     int64_t token = 0;
     plan->num_items = plan->num_merges = plan->num_partials = plan->max_item_tokens = 0;
-    plan->num_members = plan->num_tile_users = 0;
+    plan->num_members = plan->num_tile_users = plan->longest = 0;
     for (int64_t request = 0; request < plan->num_requests; request++) {
         const int64_t count = plan->num_tokens[request], start = plan->context_lens[request] - count;
         for (int64_t offset = 0; offset < count; offset += piece_tokens) {
@@ -131,7 +131,9 @@ static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
             put_piece(plan, places, piece);
         }
         token += count;
+        plan->longest = greatest(plan->longest, plan->context_lens[request]);
     }
+    plan->num_rows = token;
     if (places->knows_users) put_shared(plan, places);
 }
 

@@ -27,6 +27,7 @@ typedef struct {
     int64_t num_items, num_merges; /* out; with num_items > max_items nothing was written */
     int64_t num_members, num_partials; /* out; the latter rows of partial results */
     int64_t num_tile_users;            /* of tiles that a token on its own sees whole */
+    int64_t num_rows, longest;         /* out: the sum of num_tokens; the largest of context_lens */
 } AttentionPlan;
 
 void attention_plan(AttentionPlan *plan);
