@@ -55,7 +55,10 @@ class _DecoderArguments(ctypes.Structure):
 class _KindArguments(ctypes.Structure):
     """struct DecoderKind."""
 
-    _fields_ = (("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("attention", AttentionArguments))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "plan")),
+        ("attention", AttentionArguments),
+    )
 
 
 _BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gated", "added", "normed", "last_hidden")
@@ -120,8 +123,10 @@ class CpuDecoder:
         self._widths |= {"gated": first.down.in_features}
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
         kinds = sorted({int(parts.slides) for parts in layers})
-        self._attention = [(kind, CpuAttention(library)) for kind in kinds]  # each with room of its own
         self._kinds = (_KindArguments * _NUM_KINDS)()
+        # Each with room of its own.
+        self._attention = [(kind, CpuAttention(library), self._kinds[kind].attention) for kind in kinds]
+        self._plans: tuple[AttentionPlan, ...] = ()
         self._step = _StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
@@ -151,12 +156,12 @@ class CpuDecoder:
         columns = (token_ids, positions, slots, logits_rows)
         if self._results is None or not all(map(is_, columns, self._columns)):
             self._results = self._take(*(column.contiguous() for column in columns))
-        if cache is not self._cache:
-            self._use_cache(cache)
-        if plans[0].longest > self._num_positions:
-            self._reach(plans[0].longest)
-        for index, attention in self._attention:
-            attention.prepare(self._kinds[index].attention, cache, plans[-index], self._num_heads)
+        if cache is not self._cache or not self._plans or not all(map(is_, plans, self._plans)):
+            self._use(cache, plans)
+        if (longest := plans[0].arguments.longest) > self._num_positions:
+            self._reach(longest)
+        for index, attention, arguments in self._attention:
+            attention.reserve(arguments, cache, plans[-index], self._num_heads)
         self._run(self._step)
         return self._results
 
@@ -186,8 +191,11 @@ class CpuDecoder:
         step.num_tokens, step.num_logits = num_tokens, num_logits
         return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
 
-    def _use_cache(self, cache: CpuKVCache) -> None:
-        self._cache = cache
+    def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
+        self._cache, self._plans = cache, tuple(plans)
+        for index, _, arguments in self._attention:
+            self._kinds[index].plan = ctypes.addressof(plans[-index].arguments)
+            arguments.shape, arguments.num_heads = cache.shape, self._num_heads
         pointers = (tensor.data_ptr() for tensor in cache.layers)
         self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
         self._step.cache = ctypes.addressof(self._cache_layers)
@@ -198,7 +206,7 @@ class CpuDecoder:
             table.reach(num_positions)
         self._rotations = [(table.cos, table.sin) for table in self._tables]  # whoever else reaches on makes others
         self._num_positions = min(len(cos) for cos, _ in self._rotations)
-        for index, _ in self._attention:
+        for index, *_ in self._attention:
             cos, sin = self._rotations[-index]
             self._kinds[index].cos, self._kinds[index].sin = cos.data_ptr(), sin.data_ptr()
 

@@ -155,3 +155,11 @@ EXPORT void attention_plan(AttentionPlan *plan) {
     places.writes = places.knows_users = 1;
     put_all(plan, &places, piece_tokens);
 }
+
+void use_plan(Attention *args, const AttentionPlan *plan) {
+    args->block_tables = plan->tables.blocks, args->table_width = plan->tables.width;
+    args->items = plan->items, args->num_items = (int32_t)plan->num_items;
+    args->merges = plan->merges, args->num_merges = (int32_t)plan->num_merges;
+    args->members = plan->members;
+    args->max_item_tokens = plan->max_item_tokens, args->window = plan->window;
+}

@@ -32,4 +32,7 @@ typedef struct {
 
 void attention_plan(AttentionPlan *plan);
 
+/* What a plan says of the attention's work. */
+void use_plan(Attention *args, const AttentionPlan *plan);
+
 #endif

@@ -77,7 +77,9 @@ static void rotate(const Share *share, const DecoderLayer *layer, void *cache) {
 }
 
 static void attend(const Share *share, const DecoderLayer *layer, void *cache) {
-    Attention args = share->step->kinds[layer->kind].attention;
+    const DecoderKind *kind = &share->step->kinds[layer->kind];
+    Attention args = kind->attention;
+    use_plan(&args, kind->plan);
     args.q = share->step->q, args.layer = cache, args.out = share->step->attended;
     args.scale = layer->scale;
     attention_part(&args, share->thread, share->num_threads);

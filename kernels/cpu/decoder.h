@@ -7,7 +7,7 @@
 #ifndef DECODER_H
 #define DECODER_H
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "gemm.h"
 
 /* Of a model; made once. Of the Gemms: weights, bias, sizes and dtypes. */
@@ -34,7 +34,8 @@ typedef struct {
 /* What a step has for the layers of one kind. */
 typedef struct {
     const float *cos, *sin; /* see rope.h */
-    Attention attention;    /* all but q, layer, out and scale */
+    const AttentionPlan *plan;
+    Attention attention;    /* partials, scratch, shape and num_heads */
 } DecoderKind;
 
 /* Of one step, T tokens of which S have logits; the buffers are overwritten. */
