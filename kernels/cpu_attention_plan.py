@@ -26,12 +26,12 @@ MAX_SPLIT_ROWS = 64
 MAX_SHARED_ROWS = 24
 
 #: Numbers, int32, that a plan has room for, for each item.
-_ROOM = {"items": 9, "merges": 5, "members": 2, "tile_users": 9, "places": 2}
+_ROOM = {"items": 9, "merges": 5, "members": 2, "tile_users": 9, "places": 2, "wanted_items": 9, "wanted_merges": 5}
 
 Int32s = NDArray[np.int32]
 
 
-_POINTERS = ("num_tokens", "context_lens", "items", "merges", "members", "tile_users", "places", "block_tables")
+_POINTERS = ("num_tokens", "context_lens", *_ROOM, "block_tables")
 
 
 class PlanArguments(ctypes.Structure):
@@ -48,6 +48,7 @@ class PlanArguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("num_items", "num_merges", "num_members", "num_partials")),
         *((name, ctypes.c_int64) for name in ("num_tile_users", "num_rows", "longest")),
+        *((name, ctypes.c_int64) for name in ("num_wanted_items", "num_wanted_merges")),
     )
     num_rows: int
     longest: int

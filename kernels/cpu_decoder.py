@@ -71,7 +71,7 @@ class _StepArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("decoder", "kinds", "cache")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "logits_rows")),
         *((name, ctypes.c_void_p) for name in (*_BUFFERS, "logits")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits", "is_narrow")),
     )
 
 

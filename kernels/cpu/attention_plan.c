@@ -156,10 +156,33 @@ EXPORT void attention_plan(AttentionPlan *plan) {
     put_all(plan, &places, piece_tokens);
 }
 
-void use_plan(Attention *args, const AttentionPlan *plan) {
+static int has_any(int32_t token, int32_t num_tokens, const int64_t *rows, int64_t num_rows) {
+    if (num_tokens == 1) return 1;
+    for (int64_t i = 0; i < num_rows; i++)
+        if (rows[i] >= token && rows[i] < (int64_t)token + num_tokens) return 1;
+    return 0;
+}
+
+void narrow_plan(AttentionPlan *plan, const int64_t *rows, int64_t num_rows) {
+    plan->num_wanted_items = plan->num_wanted_merges = 0;
+    for (int64_t i = 0; i < plan->num_items; i++) {
+        const AttentionItem *item = &plan->items[i];
+        if (item->members >= 0 || has_any(item->token, item->num_tokens, rows, num_rows))
+            plan->wanted_items[plan->num_wanted_items++] = *item;
+    }
+    for (int64_t i = 0; i < plan->num_merges; i++) {
+        const AttentionMerge *merge = &plan->merges[i];
+        if (has_any(merge->token, merge->num_tokens, rows, num_rows))
+            plan->wanted_merges[plan->num_wanted_merges++] = *merge;
+    }
+}
+
+void use_plan(Attention *args, const AttentionPlan *plan, int is_narrow) {
     args->block_tables = plan->tables.blocks, args->table_width = plan->tables.width;
-    args->items = plan->items, args->num_items = (int32_t)plan->num_items;
-    args->merges = plan->merges, args->num_merges = (int32_t)plan->num_merges;
+    args->items = is_narrow ? plan->wanted_items : plan->items;
+    args->num_items = (int32_t)(is_narrow ? plan->num_wanted_items : plan->num_items);
+    args->merges = is_narrow ? plan->wanted_merges : plan->merges;
+    args->num_merges = (int32_t)(is_narrow ? plan->num_wanted_merges : plan->num_merges);
     args->members = plan->members;
     args->max_item_tokens = plan->max_item_tokens, args->window = plan->window;
 }
