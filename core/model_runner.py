@@ -60,8 +60,8 @@ class ModelRunner:
         self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[TokenLogprobs]
     ) -> Int32s:
         """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
-        everywhere = inputs.num_samples == len(plan.rows)
-        rows = plan.rows if everywhere else plan.rows[inputs.samples]
+        everywhere = inputs.num_samples == len(inputs.rows)
+        rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
         told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
         sampled = self.sample(rows, logits)
@@ -69,16 +69,17 @@ class ModelRunner:
             if self._tells_processed:
                 told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
             logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
-        token_ids, finite = sampled, sampled >= 0
+        token_ids, is_finite = sampled, min(sampled.tolist()) >= 0
         if not everywhere:
             token_ids = _no_tokens(plan)
             token_ids[inputs.samples] = sampled
-        if np.count_nonzero(finite) < len(rows):
+        if everywhere and is_finite:
+            self._inputs.append(rows, sampled)
+        else:
+            finite = sampled >= 0
             token_ids[np.flatnonzero(inputs.samples)[~finite]] = FAILED_TOKEN
             rows, sampled = rows[finite], sampled[finite]
-        elif everywhere:
-            self._inputs.note_sampled(sampled)
-        self.table.append_tokens(rows, sampled)
+            self.table.append_tokens(rows, sampled)
         self.sampling.append_tokens(rows, sampled)
         return token_ids
 
@@ -88,6 +89,7 @@ class ModelRunner:
         count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
         positions = np.arange(count)
         inputs = StepInputs(
+            rows=np.zeros(1, np.int64),
             token_ids=torch.from_numpy(positions % self.model.vocab_size),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(positions + size),  # from block 1 on

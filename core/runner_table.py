@@ -63,7 +63,7 @@ class RunnerTable:
         samples: npt.NDArray[np.bool_] = ends == known
         return samples
 
-    def block_tables(self, rows: Int32s, width: int) -> Int32s:
+    def block_tables(self, rows: Ints, width: int) -> Int32s:
         """The first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
         columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
         return self.blocks.get(rows[:, None], columns)

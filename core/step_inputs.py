@@ -5,6 +5,7 @@ of made again: a step's weights push all else out of the CPU's caches, so that e
 costs microseconds.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from core.plan import SchedulerOutput
-from core.runner_table import RunnerTable
+from core.runner_table import TOKENS_PER_PAGE, RunnerTable
 from ipc.paged_rows import Int32s, Ints
 
 #: Columns of block tables are made in multiples of so many, at least one more than there are blocks: room to move on.
@@ -23,6 +24,7 @@ class StepInputs(NamedTuple):
     """One step's tokens, packed request after request. T tokens of R rows, of which S sample. Good until the next
     step's are made."""
 
+    rows: Ints  # [R] the plan's, int64: as an index NumPy takes no other type as fast
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64 block * block_size + offset
@@ -34,15 +36,20 @@ class StepInputs(NamedTuple):
     logits_rows: torch.Tensor  # [S] int64 index of each sampling row's last token
 
 
-class _Decoding(NamedTuple):
-    """Inputs of a step in which each row had one token and got another, and the arrays behind their tensors, [R]."""
+@dataclass(slots=True)
+class _Decoding:
+    """Inputs of a step in which each of R rows had one token and got another, and the arrays behind them."""
 
     inputs: StepInputs
-    rows: bytes  # the plan's
-    token_ids: Ints
+    plan: tuple[bytes, bytes]  # its rows and their tokens
+    num_steps: int  # that can be moved on before some row's next token begins a block, or a page of the table's
+    token_ids: Ints  # [R]
+    places: Ints  # [5, R] what grows by one with each token: the columns below, which are views of it
     positions: Ints
     slots: Ints
-    places: Ints  # [3, R]: positions, slots and context_lens, which are views of it
+    context_lens: Ints
+    next_tokens: Ints  # where in the table the next token goes; only if num_steps > 0
+    next_lengths: Ints  # tokens of the rows with it
 
 
 class InputMaker:
@@ -51,6 +58,7 @@ class InputMaker:
     def __init__(self, table: RunnerTable, block_size: int) -> None:
         self._table, self._block_size = table, block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1  # block sizes are powers of two
+        self._run_mask = min(block_size, TOKENS_PER_PAGE) - 1
         self._decoding: _Decoding | None = None  # what the last step left to move on
         self._sampled: Int32s | None = None  # its tokens
 
@@ -58,16 +66,25 @@ class InputMaker:
         """Column operations only: no Python per request. The plan's changes are in the table already."""
         decoding, sampled = self._decoding, self._sampled
         self._sampled = None
-        if decoding is None or sampled is None or not _goes_on(plan, decoding):
+        if decoding is None or sampled is None or not _goes_on(plan, decoding) or not self._move_on(decoding):
             return self._make(plan)
-        return decoding.inputs if self._move_on(decoding, plan.rows, sampled) else self._make(plan)
+        decoding.token_ids[:] = sampled
+        self._table.num_computed_tokens[decoding.inputs.rows] = decoding.context_lens
+        return decoding.inputs
 
-    def note_sampled(self, tokens: Int32s) -> None:
-        """Each row of the last plan got its token [R], and the table has it. Not told where one did not."""
+    def append(self, rows: Ints, tokens: Int32s) -> None:
+        """The rows of the last plan, all of them, got these tokens [R]: into the table. Not for steps in which some row
+        got none."""
+        table, decoding = self._table, self._decoding
         self._sampled = tokens
+        if decoding is None or not decoding.num_steps:
+            table.append_tokens(rows, tokens)
+        else:
+            table.tokens.put(decoding.next_tokens, tokens)
+            table.num_tokens[rows] = decoding.next_lengths
 
     def _make(self, plan: SchedulerOutput) -> StepInputs:
-        table, rows, counts = self._table, plan.rows, plan.num_scheduled_tokens.astype(np.int64)
+        table, rows, counts = self._table, plan.rows.astype(np.int64), plan.num_scheduled_tokens.astype(np.int64)
         samples = table.advance(plan)
         num_samples = int(np.count_nonzero(samples))
         ends = table.num_computed_tokens[rows]
@@ -77,15 +94,17 @@ class InputMaker:
             last = np.cumsum(counts) - 1
             token_rows = np.repeat(rows, counts)
             positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
-        places = np.empty((3, len(positions)), np.int64)
+        places = np.empty((5, len(positions)), np.int64)
         places[0] = positions
-        places[1] = table.blocks.get(token_rows, positions >> self._shift) * np.int64(self._block_size)
-        places[1] += positions & self._mask
+        places[1] = self._slots(table.blocks.get(token_rows, positions >> self._shift), positions)
+        tokens = table.tokens.slots(token_rows, positions)
         if not is_mixed:
             places[2], ends = ends, places[2]
-        token_ids = table.tokens.get(token_rows, positions).astype(np.int64)
+            places[3], places[4] = tokens + 1, ends + 1
+        token_ids = table.tokens.take(tokens).astype(np.int64)
         num_columns = (int(ends.max()) >> self._shift) // _TABLE_COLUMNS * _TABLE_COLUMNS + _TABLE_COLUMNS
         inputs = StepInputs(
+            rows=rows,
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(places[0]),
             slots=torch.from_numpy(places[1]),
@@ -96,29 +115,40 @@ class InputMaker:
             num_samples=num_samples,
             logits_rows=torch.from_numpy(last[samples]),
         )
-        is_decoding = not is_mixed and num_samples == len(rows)
-        columns = (token_ids, places[0], places[1], places)
-        self._decoding = _Decoding(inputs, rows.tobytes(), *columns) if is_decoding else None
+        self._decoding = None
+        if not is_mixed and num_samples == len(rows):
+            self._decoding = _Decoding(inputs, _bytes(plan), self._num_steps(positions), token_ids, places, *places)
         return inputs
 
-    def _move_on(self, decoding: _Decoding, rows: Int32s, sampled: Int32s) -> bool:
+    def _slots(self, blocks: Int32s, positions: Ints) -> Ints:
+        """Of the cache."""
+        slots: Ints = blocks * np.int64(self._block_size) + (positions & self._mask)
+        return slots
+
+    def _num_steps(self, positions: Ints) -> int:
+        return self._run_mask - int((positions & self._run_mask).max())
+
+    def _move_on(self, decoding: _Decoding) -> bool:
         """By one token; False, and nothing is done, where the block tables have no room."""
-        starts = (decoding.positions & self._mask) == self._mask  # rows whose next token is the first of a block
-        entering = starts.nonzero()[0] if np.count_nonzero(starts) else None
-        if entering is not None and not self._enter_blocks(decoding, rows, entering):
+        if decoding.num_steps:
+            decoding.num_steps -= 1
+            np.add(decoding.places, 1, out=decoding.places)
+            return True
+        table, inputs, positions = self._table, decoding.inputs, decoding.positions
+        entering = np.flatnonzero((positions & self._run_mask) == self._run_mask)
+        if not self._enter_blocks(inputs, entering, (positions[entering] + 1) >> self._shift):
             return False
-        decoding.token_ids[:] = sampled
         np.add(decoding.places, 1, out=decoding.places)
-        if entering is not None:
-            places = decoding.positions[entering] >> self._shift
-            decoding.slots[entering] = decoding.inputs.block_tables[entering, places] * np.int64(self._block_size)
-        self._table.num_computed_tokens[rows] = decoding.inputs.context_lens
+        entered = positions[entering]
+        decoding.slots[entering] = self._slots(inputs.block_tables[entering, entered >> self._shift], entered)
+        decoding.next_tokens[entering] = table.tokens.slots(inputs.rows[entering], entered) + 1
+        decoding.num_steps = self._num_steps(positions)
         return True
 
-    def _enter_blocks(self, decoding: _Decoding, rows: Int32s, entering: Ints) -> bool:
-        """The block tables get the blocks that these rows [n] of the batch enter; False where there is no room."""
-        table, block_tables = self._table, decoding.inputs.block_tables
-        rows, places = rows[entering], (decoding.positions[entering] + 1) >> self._shift
+    def _enter_blocks(self, inputs: StepInputs, entering: Ints, places: Ints) -> bool:
+        """The block tables get the blocks that these rows [n] of the batch enter, at these places of theirs; False
+        where there is no room."""
+        table, rows, block_tables = self._table, inputs.rows[entering], inputs.block_tables
         if int(places.max()) >= block_tables.shape[1]:
             return False
         num_blocks = table.num_blocks[rows]
@@ -130,9 +160,8 @@ class InputMaker:
 def _goes_on(plan: SchedulerOutput, decoding: _Decoding) -> bool:
     """Whether the plan gives the rows of these inputs, in their order, one token more each, and they are the same
     requests' still."""
-    return (
-        not plan.added
-        and not len(plan.removed_rows)
-        and len(plan.rows) == len(decoding.positions) == np.add.reduce(plan.num_scheduled_tokens)
-        and plan.rows.tobytes() == decoding.rows
-    )
+    return not plan.added and not len(plan.removed_rows) and _bytes(plan) == decoding.plan
+
+
+def _bytes(plan: SchedulerOutput) -> tuple[bytes, bytes]:
+    return plan.rows.tobytes(), plan.num_scheduled_tokens.tobytes()

@@ -62,17 +62,28 @@ class PagedRows:
         del self._free[-len(rows) :]
         self._num_pages[rows] = need
 
+    def slots(self, rows: Ints, positions: Ints) -> Ints:
+        """Where values are, for take() and put(), until their rows are cleared. Those of a page follow each other."""
+        slots: Ints = self._index[rows, positions >> self._shift] + (positions & self._mask)
+        return slots
+
+    def take(self, slots: Ints) -> Int32s:
+        return self._flat[slots]
+
+    def put(self, slots: Ints, values: Ints) -> None:
+        self._flat[slots] = values
+
     def set(self, rows: Ints, positions: Ints, values: Ints) -> None:
-        self._flat[self._slots(rows, positions)] = values
+        self._flat[self.slots(rows, positions)] = values
 
     def get(self, rows: Ints, positions: Ints) -> Int32s:
         """values[i] = row rows[i] at positions[i]."""
-        return self._flat[self._slots(rows, positions)]
+        return self._flat[self.slots(rows, positions)]
 
     def get_runs(self, rows: Ints, starts: Ints, length: int) -> Int32s:
         """[n, length] values: of each row from starts[i] on. A run lies in one page: length divides the page size and
         each start."""
-        runs: Int32s = self._flat.reshape(-1, length).take(self._slots(rows, starts) // length, axis=0)
+        runs: Int32s = self._flat.reshape(-1, length).take(self.slots(rows, starts) // length, axis=0)
         return runs
 
     def extend(self, row: int, length: int, values: Ints) -> None:
@@ -117,10 +128,6 @@ class PagedRows:
         count = int(self._num_pages[row])
         self._free.extend(self._index[row, :count].tolist()[::-1])
         self._num_pages[row] = 0
-
-    def _slots(self, rows: Ints, positions: Ints) -> Ints:
-        slots: Ints = self._index[rows, positions >> self._shift] + (positions & self._mask)
-        return slots
 
     def _slots_of_row(self, row: int, positions: Ints) -> Ints:
         slots: Ints = self._index[row][positions >> self._shift] + (positions & self._mask)

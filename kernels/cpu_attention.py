@@ -40,7 +40,7 @@ class CpuAttention:
         self._partial_floats = library.function("attention_partial_floats", ctypes.c_int32, result=ctypes.c_int64)
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
         self._scratch = Scratch()
-        self._reserved: tuple[int, ...] = ()  # what the room is for
+        self._reserved: tuple[object, ...] = ()  # what the room is for
         self._max_partials = 0
         self._places = (0, 0)  # of partials and scratch
 
@@ -60,31 +60,26 @@ class CpuAttention:
             out=out.data_ptr(),
             scale=scale * math.log2(math.e),
         )
-        self.prepare(arguments, cache, plan, num_heads)
+        work = plan.arguments
+        arguments.block_tables, arguments.table_width = work.block_tables, work.table_width
+        arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members
+        arguments.merges, arguments.num_merges = work.merges, work.num_merges
+        arguments.max_item_tokens, arguments.window = work.max_item_tokens, work.window
+        arguments.shape, arguments.num_heads = cache.shape, num_heads
+        self.reserve(arguments, cache, plan, num_heads)
         self._run(arguments)
         return out
 
-    def prepare(self, arguments: AttentionArguments, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
-        """Everything but q, layer, out and scale. Good until this is asked again, and as long as the plan lives."""
-        self._reserve(cache, plan, num_heads)
-        arguments.block_tables, arguments.table_width = plan.block_tables.ctypes.data, plan.block_tables.shape[1]
-        arguments.items, arguments.num_items = plan.items.ctypes.data, len(plan.items)
-        arguments.members = plan.members.ctypes.data
-        arguments.merges, arguments.num_merges = plan.merges.ctypes.data, len(plan.merges)
+    def reserve(self, arguments: AttentionArguments, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
+        """Partials and scratch: room for the plan's partial results, and for each thread. Good until this is asked
+        again."""
+        num_threads, most = self._num_threads(), plan.arguments.max_item_tokens
+        wanted = (num_threads, num_heads, cache.num_kv_heads, cache.head_dim, cache.dtype, most)
+        if wanted != self._reserved or plan.arguments.num_partials > self._max_partials:
+            self._reserved, self._max_partials = wanted, plan.num_partials
+            scratch_bytes = self._scratch_bytes(cache.shape, num_heads, most) + 64
+            scratch = self._scratch.get("scratch", (scratch_bytes * num_threads + 64,), torch.uint8)
+            num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
+            partials = self._scratch.get("partials", (num_floats,), torch.float32)
+            self._places = partials.data_ptr(), -(-scratch.data_ptr() // 64) * 64
         arguments.partials, arguments.scratch = self._places
-        arguments.shape, arguments.num_heads = cache.shape, num_heads
-        arguments.max_item_tokens, arguments.window = plan.max_item_tokens, plan.window or 0
-
-    def _reserve(self, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
-        """Room for the plan's partial results, and for each thread."""
-        shape = cache.shape
-        num_threads = self._num_threads()
-        wanted = (num_threads, num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, plan.max_item_tokens)
-        if wanted == self._reserved and plan.num_partials <= self._max_partials:
-            return
-        self._reserved, self._max_partials = wanted, plan.num_partials
-        scratch_bytes = self._scratch_bytes(shape, num_heads, plan.max_item_tokens) + 64
-        scratch = self._scratch.get("scratch", (scratch_bytes * num_threads + 64,), torch.uint8)
-        num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
-        partials = self._scratch.get("partials", (num_floats,), torch.float32)
-        self._places = partials.data_ptr(), -(-scratch.data_ptr() // 64) * 64

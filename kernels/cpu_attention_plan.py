@@ -5,7 +5,6 @@ How the work is cut changes no bit of any result (kernels/cpu/attention.h), so s
 """
 
 import ctypes
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,36 +25,16 @@ MAX_SPLIT_ROWS = 64
 #: have a like share of them.
 MAX_SHARED_ROWS = 24
 
-_ITEM_FIELDS, _MERGE_FIELDS, _MEMBER_FIELDS, _USER_FIELDS = 9, 5, 2, 9  # int32 each
-_PLACES = 2  # int32 for each item
+#: Numbers, int32, that a plan has room for, for each item.
+_ROOM = {"items": 9, "merges": 5, "members": 2, "tile_users": 9, "places": 2, "wanted_items": 9, "wanted_merges": 5}
 
 Int32s = NDArray[np.int32]
 
 
-class AttentionPlan(NamedTuple):
-    """One step's attention for the layers of one window."""
-
-    num_tokens: Ints  # [R]
-    context_lens: Ints  # [R]
-    block_tables: Int32s  # [R, P]
-    num_rows: int  # rows of q and of the output
-    longest: int  # of context_lens
-    window: int | None  # tokens that a row sees, itself included; None = all before it
-    items: Int32s  # [I, 9] struct AttentionItem, the longest first, as far as an eighth
-    merges: Int32s  # [M, 5] struct AttentionMerge
-    members: Int32s  # [N, 2] struct AttentionMember
-    num_partials: int  # rows of partial results
-    max_item_tokens: int
-
-    def first_seen(self, position: int) -> int:
-        """The first position that the row at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+_POINTERS = ("num_tokens", "context_lens", *_ROOM, "block_tables")
 
 
-_POINTERS = ("num_tokens", "context_lens", "items", "merges", "members", "tile_users", "places", "block_tables")
-
-
-class _PlanArguments(ctypes.Structure):
+class PlanArguments(ctypes.Structure):
     """struct AttentionPlan."""
 
     _fields_ = (
@@ -68,8 +47,91 @@ class _PlanArguments(ctypes.Structure):
             for name in ("num_kv_heads", "group", "window", "max_item_tokens", "max_split_rows", "max_members")
         ),
         *((name, ctypes.c_int64) for name in ("num_items", "num_merges", "num_members", "num_partials")),
-        ("num_tile_users", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_tile_users", "num_rows", "longest")),
+        *((name, ctypes.c_int64) for name in ("num_wanted_items", "num_wanted_merges")),
     )
+    num_rows: int
+    longest: int
+    num_partials: int
+    max_item_tokens: int
+
+
+class AttentionPlan:
+    """One step's attention for the layers of one window. Its arrays stay where they are from step to step, so that
+    little is touched in a step: weights push all else out of the CPU's caches."""
+
+    def __init__(self, num_kv_heads: int, group: int, window: int | None) -> None:
+        self.window = window  # tokens that a row sees, itself included; None = all before it
+        self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
+        self.context_lens: Ints = self.num_tokens  # [R]
+        self.block_tables: Int32s = np.zeros((0, 0), np.int32)  # [R, P]
+        self.arguments = PlanArguments(
+            num_kv_heads=num_kv_heads,
+            group=group,
+            window=window or 0,
+            max_split_rows=MAX_SPLIT_ROWS,
+            max_members=max(1, MAX_SHARED_ROWS // group),
+        )
+        self.reserve(64)
+
+    @property
+    def num_rows(self) -> int:
+        """Of q and of the output."""
+        return self.arguments.num_rows
+
+    @property
+    def longest(self) -> int:
+        """Of context_lens."""
+        return self.arguments.longest
+
+    @property
+    def items(self) -> Int32s:
+        """[I, 9] struct AttentionItem, the longest first, as far as an eighth."""
+        return self._room[0][: self.arguments.num_items]
+
+    @property
+    def merges(self) -> Int32s:
+        """[M, 5] struct AttentionMerge."""
+        return self._room[1][: self.arguments.num_merges]
+
+    @property
+    def members(self) -> Int32s:
+        """[N, 2] struct AttentionMember."""
+        return self._room[2][: self.arguments.num_members]
+
+    @property
+    def num_partials(self) -> int:
+        """Rows of partial results."""
+        return self.arguments.num_partials
+
+    @property
+    def max_item_tokens(self) -> int:
+        return self.arguments.max_item_tokens
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the row at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts) -> None:
+        """Point to these. Arrays that are given again, with other numbers in them, are not looked at again."""
+        if (
+            num_tokens is self.num_tokens and context_lens is self.context_lens and block_tables is self.block_tables
+        ):  # never of those that had to be copied
+            return
+        self.num_tokens = np.ascontiguousarray(num_tokens, np.int64)
+        self.context_lens = np.ascontiguousarray(context_lens, np.int64)
+        self.block_tables = np.ascontiguousarray(block_tables, np.int32)
+        arguments = self.arguments
+        arguments.num_tokens, arguments.context_lens = self.num_tokens.ctypes.data, self.context_lens.ctypes.data
+        arguments.block_tables, arguments.table_width = self.block_tables.ctypes.data, self.block_tables.shape[1]
+        arguments.num_requests = len(self.num_tokens)
+
+    def reserve(self, max_items: int) -> None:
+        """Room for so many items, a power of two."""
+        self._room = [np.empty((max_items, num_fields), np.int32) for num_fields in _ROOM.values()]
+        self.arguments.max_items = max_items
+        for name, array in zip(_ROOM, self._room, strict=True):
+            setattr(self.arguments, name, array.ctypes.data)
 
 
 class AttentionPlanner:
@@ -77,8 +139,8 @@ class AttentionPlanner:
 
     def __init__(self, library: CpuLibrary, num_heads: int, num_kv_heads: int) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
-        self._run = library.function("attention_plan", ctypes.POINTER(_PlanArguments))
-        self._reserve(64)
+        self._run = library.function("attention_plan", ctypes.POINTER(PlanArguments))
+        self._plans: dict[int | None, AttentionPlan] = {}  # by window
 
     def __call__(
         self,
@@ -88,56 +150,18 @@ class AttentionPlanner:
         block_size: int,
         window: int | None = None,
     ) -> AttentionPlan:
-        """The work of a batch whose tokens are packed request after request; arguments as attention_metadata's."""
-        counts = np.ascontiguousarray(num_tokens, np.int64)
-        lengths = np.ascontiguousarray(context_lens, np.int64)
-        tables = np.ascontiguousarray(block_tables, np.int32)
-        plan = _PlanArguments(
-            num_tokens=counts.ctypes.data,
-            context_lens=lengths.ctypes.data,
-            block_tables=tables.ctypes.data,
-            table_width=tables.shape[1],
-            block_size=block_size,
-            num_requests=len(counts),
-            num_kv_heads=self._num_kv_heads,
-            group=self._group,
-            window=window or 0,
-            max_split_rows=MAX_SPLIT_ROWS,
-            max_members=max(1, MAX_SHARED_ROWS // self._group),
-        )
-        items, merges, members = self._fill(plan)
-        if len(items) < plan.num_items:
-            self._reserve(1 << (plan.num_items - 1).bit_length())
-            items, merges, members = self._fill(plan)
-        return AttentionPlan(
-            counts,
-            lengths,
-            tables,
-            int(counts.sum()),
-            int(lengths.max(initial=0)),
-            window,
-            items[: plan.num_items],
-            merges[: plan.num_merges],
-            members[: plan.num_members],
-            plan.num_partials,
-            plan.max_item_tokens,
-        )
-
-    def _reserve(self, max_items: int) -> None:
-        """Room for plans of so many items, a power of two."""
-        self._max_items = max_items
-        self._room = np.empty((_USER_FIELDS + _PLACES) * max_items, np.int32)
-        self._tile_users = self._room.ctypes.data
-        self._places = self._tile_users + _USER_FIELDS * max_items * self._room.itemsize
-
-    def _fill(self, plan: _PlanArguments) -> tuple[Int32s, Int32s, Int32s]:
-        """Items, merges and members, each with room for max_items, filled if that is enough."""
-        items = np.empty((self._max_items, _ITEM_FIELDS), np.int32)
-        merges = np.empty((self._max_items, _MERGE_FIELDS), np.int32)
-        members = np.empty((self._max_items, _MEMBER_FIELDS), np.int32)
-        plan.items, plan.merges, plan.max_items = items.ctypes.data, merges.ctypes.data, self._max_items
-        plan.members = members.ctypes.data
-        plan.tile_users, plan.places = self._tile_users, self._places
-        plan.max_item_tokens = max(1, MAX_ITEM_ROWS // self._group)
-        self._run(plan)
-        return items, merges, members
+        """The work of a batch whose tokens are packed request after request; arguments as attention_metadata's. Good
+        until the next plan for this window is made."""
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = AttentionPlan(self._num_kv_heads, self._group, window)
+        plan.take(num_tokens, context_lens, block_tables)
+        arguments = plan.arguments
+        arguments.block_size = block_size
+        arguments.max_item_tokens = most = max(1, MAX_ITEM_ROWS // self._group)
+        self._run(arguments)
+        if arguments.num_items > arguments.max_items:
+            plan.reserve(1 << (arguments.num_items - 1).bit_length())
+            arguments.max_item_tokens = most
+            self._run(arguments)
+        return plan

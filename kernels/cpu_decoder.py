@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from operator import is_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,10 @@ class _DecoderArguments(ctypes.Structure):
 class _KindArguments(ctypes.Structure):
     """struct DecoderKind."""
 
-    _fields_ = (("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("attention", AttentionArguments))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "plan")),
+        ("attention", AttentionArguments),
+    )
 
 
 _BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gated", "added", "normed", "last_hidden")
@@ -67,7 +71,7 @@ class _StepArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("decoder", "kinds", "cache")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "logits_rows")),
         *((name, ctypes.c_void_p) for name in (*_BUFFERS, "logits")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits", "is_narrow")),
     )
 
 
@@ -97,10 +101,11 @@ class CpuDecoder:
         embedding: CpuEmbedding,
         norm: CpuNorm,
         head: PackedMatrix,
+        tables: Sequence[RotaryTable],
         *,
         num_heads: int,
     ) -> None:
-        """head gives float32."""
+        """head gives float32; tables: for each kind of layer, or one for both."""
         assert head.out_dtype == torch.float32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # what the pointers point to
         self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
@@ -118,15 +123,18 @@ class CpuDecoder:
         self._widths |= {"gated": first.down.in_features}
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
         kinds = sorted({int(parts.slides) for parts in layers})
-        self._attention = [(kind, CpuAttention(library)) for kind in kinds]  # each with room of its own
         self._kinds = (_KindArguments * _NUM_KINDS)()
+        # Each with room of its own.
+        self._attention = [(kind, CpuAttention(library), self._kinds[kind].attention) for kind in kinds]
+        self._plans: tuple[AttentionPlan, ...] = ()
         self._step = _StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
+        self._tables, self._num_positions = tables, 0  # the latter: that the step's cos and sin reach
         self._cache: CpuKVCache | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._sizes = (0, 0)  # of the last step's results: tokens, rows of logits
-        self._results: tuple[torch.Tensor, torch.Tensor] | None = None  # as long as buffers and sizes stay
+        self._columns: tuple[torch.Tensor, ...] = (torch.zeros(0, dtype=torch.int64),) * 4  # of the last step
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
         self._reserve(1, 1)
         pointer = ctypes.POINTER(_StepArguments)
         self._run = library.function("decoder_step", pointer)
@@ -137,29 +145,24 @@ class CpuDecoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        tables: Sequence[RotaryTable],
         plans: Sequence[AttentionPlan],
         cache: CpuKVCache,
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
-        kind of layer, or once for both, a table that reaches all positions and a plan -> the last layer's input
-        [T, hidden], which stands for the step in logits(), and logits [S, vocab], float32."""
-        num_tokens, num_logits = len(token_ids), len(logits_rows)
-        self._reserve(num_tokens, num_logits)
-        self._use_cache(cache)
-        for index, attention in self._attention:
-            kind, table, plan = self._kinds[index], tables[-index], plans[-index]
-            kind.cos, kind.sin = table.cos.data_ptr(), table.sin.data_ptr()
-            attention.prepare(kind.attention, cache, plan, self._num_heads)
-        step = self._step
-        step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
-        step.slots, step.logits_rows = slots.data_ptr(), logits_rows.data_ptr()
-        step.num_tokens, step.num_logits = num_tokens, num_logits
-        self._run(step)
-        if self._results is None or self._sizes != (num_tokens, num_logits):
-            self._sizes = (num_tokens, num_logits)
-            self._results = self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        kind of layer, or once for both, a plan -> the last layer's input [T, hidden], which stands for the step in
+        logits(), and logits [S, vocab], float32. What is given again, with other numbers in it, is not looked at
+        again: next to the weights each object touched costs microseconds."""
+        columns = (token_ids, positions, slots, logits_rows)
+        if self._results is None or not all(map(is_, columns, self._columns)):
+            self._results = self._take(*(column.contiguous() for column in columns))
+        if cache is not self._cache or not self._plans or not all(map(is_, plans, self._plans)):
+            self._use(cache, plans)
+        if (longest := plans[0].arguments.longest) > self._num_positions:
+            self._reach(longest)
+        for index, attention, arguments in self._attention:
+            attention.reserve(arguments, cache, plans[-index], self._num_heads)
+        self._run(self._step)
         return self._results
 
     def is_of_last_step(self, hidden: torch.Tensor) -> bool:
@@ -173,17 +176,39 @@ class CpuDecoder:
         assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
         logits = torch.empty((len(rows), self._vocab_size))
         rows = rows.contiguous()
+        before = step.logits_rows, step.num_logits, step.logits
         step.logits_rows, step.num_logits, step.logits = rows.data_ptr(), len(rows), logits.data_ptr()
         self._run_logits(step)
-        step.logits = self._buffers["logits"].data_ptr()
+        step.logits_rows, step.num_logits, step.logits = before
         return logits
 
-    def _use_cache(self, cache: CpuKVCache) -> None:
-        if cache is not self._cache:
-            self._cache = cache
-            pointers = (tensor.data_ptr() for tensor in cache.layers)
-            self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
-            self._step.cache = ctypes.addressof(self._cache_layers)
+    def _take(self, *columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Point to the columns of a step; returns where its results will be."""
+        num_tokens, num_logits = len(columns[0]), len(columns[-1])
+        self._reserve(num_tokens, num_logits)
+        self._columns, step = columns, self._step
+        step.token_ids, step.positions, step.slots, step.logits_rows = (column.data_ptr() for column in columns)
+        step.num_tokens, step.num_logits = num_tokens, num_logits
+        return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+
+    def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
+        self._cache, self._plans = cache, tuple(plans)
+        for index, _, arguments in self._attention:
+            self._kinds[index].plan = ctypes.addressof(plans[-index].arguments)
+            arguments.shape, arguments.num_heads = cache.shape, self._num_heads
+        pointers = (tensor.data_ptr() for tensor in cache.layers)
+        self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
+        self._step.cache = ctypes.addressof(self._cache_layers)
+
+    def _reach(self, num_positions: int) -> None:
+        """Have cos and sin for so many."""
+        for table in self._tables:
+            table.reach(num_positions)
+        self._rotations = [(table.cos, table.sin) for table in self._tables]  # whoever else reaches on makes others
+        self._num_positions = min(len(cos) for cos, _ in self._rotations)
+        for index, *_ in self._attention:
+            cos, sin = self._rotations[-index]
+            self._kinds[index].cos, self._kinds[index].sin = cos.data_ptr(), sin.data_ptr()
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
         """Buffers for so many rows; they only grow, by powers of two."""
@@ -200,7 +225,7 @@ class CpuDecoder:
             self._keep("logits", torch.empty((rows, self._vocab_size)))
 
     def _keep(self, name: str, buffer: torch.Tensor) -> None:
-        self._buffers[name], self._results = buffer, None
+        self._buffers[name] = buffer
         setattr(self._step, name, buffer.data_ptr())
 
 

@@ -32,6 +32,7 @@ def cpu_decoder(
         embedding,
         _norm(norm),
         _matrix(head),
+        operations.tables,
         num_heads=config.num_attention_heads,
     )
 

@@ -99,7 +99,7 @@ class CpuOperations:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int,
+        num_rows: int | None,
         window: int | None,
     ) -> AttentionPlan:
         return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window)

@@ -13,6 +13,7 @@ from core.models.operations import AttentionWork, Operations, Product, choose_op
 from core.models.weight_parts import WeightParts
 from ipc.config import Numerics
 from kernels.attention_metadata import AnyInts
+from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
 from kernels.kv_cache import KVCache
 from kernels.linear import ROW_COUNTS, padded_rows
@@ -91,7 +92,7 @@ class Llama:
         cache: KVCache,
     ) -> tuple[AttentionWork, ...]:
         """As kernels.attention_metadata, with this model's heads and padding; one for each kind of layer there is."""
-        num_rows = padded_rows(int(num_tokens.sum()), self._row_counts)
+        num_rows = padded_rows(int(num_tokens.sum()), self._row_counts) if self._row_counts else None
         return tuple(
             self.operations.attention_work(num_tokens, context_lens, block_tables, cache, num_rows, window)
             for window in self.windows
@@ -114,9 +115,8 @@ class Llama:
             return hidden, self.compute_logits(hidden, logits_rows) if len(logits_rows) else hidden.new_empty(
                 0, self.vocab_size
             )
-        step = self.operations.step(positions, slots, metadata, cache)
-        inputs = (step.positions, step.slots, step.tables, step.work, step.cache)
-        return self._decoder(token_ids, *inputs, logits_rows)
+        assert isinstance(cache, CpuKVCache), type(cache)
+        return self._decoder(token_ids, positions, slots, metadata, cache, logits_rows)
 
     @torch.inference_mode()
     def hidden_states(

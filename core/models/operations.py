@@ -94,7 +94,7 @@ class Operations(Protocol):
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int,
+        num_rows: int | None,
         window: int | None,
     ) -> AttentionWork:
         """See kernels.attention_metadata."""

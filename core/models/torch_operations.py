@@ -124,7 +124,7 @@ class TorchOperations:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int,
+        num_rows: int | None,
         window: int | None,
     ) -> AttentionMetadata:
         shape = self._attention_variant.shape

@@ -95,7 +95,7 @@ class TritonOperations:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int,
+        num_rows: int | None,
         window: int | None,
     ) -> TritonWork:
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)

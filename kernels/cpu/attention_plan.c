@@ -112,7 +112,7 @@ static void put_shared(AttentionPlan *plan, Places *places) {
 static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
     int64_t token = 0;
     plan->num_items = plan->num_merges = plan->num_partials = plan->max_item_tokens = 0;
-    plan->num_members = plan->num_tile_users = 0;
+    plan->num_members = plan->num_tile_users = plan->longest = 0;
     for (int64_t request = 0; request < plan->num_requests; request++) {
         const int64_t count = plan->num_tokens[request], start = plan->context_lens[request] - count;
         for (int64_t offset = 0; offset < count; offset += piece_tokens) {
@@ -131,7 +131,9 @@ static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
             put_piece(plan, places, piece);
         }
         token += count;
+        plan->longest = greatest(plan->longest, plan->context_lens[request]);
     }
+    plan->num_rows = token;
     if (places->knows_users) put_shared(plan, places);
 }
 
@@ -152,4 +154,35 @@ EXPORT void attention_plan(AttentionPlan *plan) {
     }
     places.writes = places.knows_users = 1;
     put_all(plan, &places, piece_tokens);
+}
+
+static int has_any(int32_t token, int32_t num_tokens, const int64_t *rows, int64_t num_rows) {
+    if (num_tokens == 1) return 1;
+    for (int64_t i = 0; i < num_rows; i++)
+        if (rows[i] >= token && rows[i] < (int64_t)token + num_tokens) return 1;
+    return 0;
+}
+
+void narrow_plan(AttentionPlan *plan, const int64_t *rows, int64_t num_rows) {
+    plan->num_wanted_items = plan->num_wanted_merges = 0;
+    for (int64_t i = 0; i < plan->num_items; i++) {
+        const AttentionItem *item = &plan->items[i];
+        if (item->members >= 0 || has_any(item->token, item->num_tokens, rows, num_rows))
+            plan->wanted_items[plan->num_wanted_items++] = *item;
+    }
+    for (int64_t i = 0; i < plan->num_merges; i++) {
+        const AttentionMerge *merge = &plan->merges[i];
+        if (has_any(merge->token, merge->num_tokens, rows, num_rows))
+            plan->wanted_merges[plan->num_wanted_merges++] = *merge;
+    }
+}
+
+void use_plan(Attention *args, const AttentionPlan *plan, int is_narrow) {
+    args->block_tables = plan->tables.blocks, args->table_width = plan->tables.width;
+    args->items = is_narrow ? plan->wanted_items : plan->items;
+    args->num_items = (int32_t)(is_narrow ? plan->num_wanted_items : plan->num_items);
+    args->merges = is_narrow ? plan->wanted_merges : plan->merges;
+    args->num_merges = (int32_t)(is_narrow ? plan->num_wanted_merges : plan->num_merges);
+    args->members = plan->members;
+    args->max_item_tokens = plan->max_item_tokens, args->window = plan->window;
 }

@@ -17,6 +17,8 @@ typedef struct {
     AttentionMember *members;    /* room for max_items */
     TileUser *tile_users;        /* room for max_items; not for the caller, like the next one */
     int32_t *places;             /* room for 2 * max_items; see find_shared_tiles() */
+    AttentionItem *wanted_items; /* room for max_items; see narrow_plan() */
+    AttentionMerge *wanted_merges; /* room for max_items */
     BlockTables tables;          /* [num_requests, width] */
     int64_t num_requests, max_items; /* the latter a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
@@ -27,8 +29,16 @@ typedef struct {
     int64_t num_items, num_merges; /* out; with num_items > max_items nothing was written */
     int64_t num_members, num_partials; /* out; the latter rows of partial results */
     int64_t num_tile_users;            /* of tiles that a token on its own sees whole */
+    int64_t num_rows, longest;         /* out: the sum of num_tokens; the largest of context_lens */
+    int64_t num_wanted_items, num_wanted_merges;
 } AttentionPlan;
 
 void attention_plan(AttentionPlan *plan);
+
+/* The work without which some of these rows would lack results is wanted: other items of several tokens are not. */
+void narrow_plan(AttentionPlan *plan, const int64_t *rows, int64_t num_rows);
+
+/* What a plan says of the attention's work: of all of it or of what is wanted. */
+void use_plan(Attention *args, const AttentionPlan *plan, int is_narrow);
 
 #endif

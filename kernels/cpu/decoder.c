@@ -76,21 +76,23 @@ static void rotate(const Share *share, const DecoderLayer *layer, void *cache) {
     rope_kv_write_part(&args, share->thread, share->num_threads);
 }
 
-static void attend(const Share *share, const DecoderLayer *layer, void *cache) {
-    Attention args = share->step->kinds[layer->kind].attention;
+static void attend(const Share *share, const DecoderLayer *layer, void *cache, int is_narrow) {
+    const DecoderKind *kind = &share->step->kinds[layer->kind];
+    Attention args = kind->attention;
+    use_plan(&args, kind->plan, is_narrow);
     args.q = share->step->q, args.layer = cache, args.out = share->step->attended;
     args.scale = layer->scale;
     attention_part(&args, share->thread, share->num_threads);
 }
 
-/* K and V of all tokens, and what each attends to. */
-static void run_attention(const Share *share, const DecoderLayer *layer, void *cache) {
+/* K and V of all tokens, and what each attends to; is_narrow: or those for which the plan has been narrowed. */
+static void run_attention(const Share *share, const DecoderLayer *layer, void *cache, int is_narrow) {
     const DecoderStep *step = share->step;
     multiply(share, &layer->qkv, step->x, step->qkv, &layer->o);
     pool_barrier();
     rotate(share, layer, cache);
     pool_barrier();
-    attend(share, layer, cache);
+    attend(share, layer, cache, is_narrow);
     pool_barrier();
 }
 
@@ -110,19 +112,19 @@ static void finish_layer(const Share *share, const DecoderLayer *layer, const vo
     pool_barrier();
 }
 
-/* The rows that have logits: copies of their hidden states, and in q of what they attended to in the last layer. */
+/* The rows that have logits: copies of their hidden states, and in qkv of what they attended to in the last layer. */
 static void pick_rows(const Share *share, size_t attended_bytes) {
     const DecoderStep *step = share->step;
     const int64_t width = share->decoder->hidden_size;
     for (int64_t i = share->thread; i < step->num_logits; i += share->num_threads) {
         const int64_t row = step->logits_rows[i];
         memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
-        memcpy((char *)step->q + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
+        memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
                attended_bytes);
     }
 }
 
-/* Rows of tokens that nobody asks for end with the last layer's attention: no other row sees more of them. */
+/* Rows of tokens that nobody asks for end with the last layer's K and V: no other row sees more of them. */
 static void compute_logits(const Share *share) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
@@ -131,7 +133,7 @@ static void compute_logits(const Share *share) {
     picked.hidden = step->last_hidden, picked.num_rows = step->num_logits;
     pick_rows(share, last->o.depth * element_bytes(decoder->dtype));
     pool_barrier();
-    finish_layer(&picked, last, step->q, decoder->norm, &decoder->head);
+    finish_layer(&picked, last, step->qkv, decoder->norm, &decoder->head);
     multiply(&picked, &decoder->head, step->x, step->logits, NULL);
 }
 
@@ -143,11 +145,13 @@ static void step_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
     const Share share = share_of(step, thread, num_threads);
     const DecoderLayer *layer = step->decoder->layers, *last = layer + step->decoder->num_layers - 1;
+    if (step->is_narrow && thread == 0)
+        narrow_plan(step->kinds[last->kind].plan, step->logits_rows, step->num_logits);
     embed(&share);
     normalise_hidden(&share, layer->input_norm);
     pool_barrier();
     for (void *const *cache = step->cache;; layer++, cache++) {
-        run_attention(&share, layer, *cache);
+        run_attention(&share, layer, *cache, layer == last && step->is_narrow);
         if (layer == last) break;
         finish_layer(&share, layer, step->attended, layer[1].input_norm, &layer[1].qkv);
     }
@@ -155,10 +159,22 @@ static void step_job(void *args, int thread, int num_threads) {
 }
 
 static void logits_job(void *args, int thread, int num_threads) {
-    const Share share = share_of(args, thread, num_threads);
+    const DecoderStep *step = args;
+    const Share share = share_of(step, thread, num_threads);
+    if (step->is_narrow) {
+        const int64_t last = step->decoder->num_layers - 1;
+        attend(&share, &step->decoder->layers[last], step->cache[last], 0);
+        pool_barrier();
+    }
     compute_logits(&share);
 }
 
-EXPORT void decoder_step(const DecoderStep *args) { pool_run(step_job, (void *)args); }
+EXPORT void decoder_step(DecoderStep *args) {
+    args->is_narrow = args->num_logits < args->num_tokens;
+    pool_run(step_job, args);
+}
 
-EXPORT void decoder_logits(const DecoderStep *args) { pool_run(logits_job, (void *)args); }
+EXPORT void decoder_logits(DecoderStep *args) {
+    pool_run(logits_job, args);
+    args->is_narrow = 0;
+}

@@ -7,7 +7,7 @@
 #ifndef DECODER_H
 #define DECODER_H
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "gemm.h"
 
 /* Of a model; made once. Of the Gemms: weights, bias, sizes and dtypes. */
@@ -34,7 +34,8 @@ typedef struct {
 /* What a step has for the layers of one kind. */
 typedef struct {
     const float *cos, *sin; /* see rope.h */
-    Attention attention;    /* all but q, layer, out and scale */
+    AttentionPlan *plan;
+    Attention attention;    /* partials, scratch, shape and num_heads */
 } DecoderKind;
 
 /* Of one step, T tokens of which S have logits; the buffers are overwritten. */
@@ -52,11 +53,12 @@ typedef struct {
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
     float *logits;                      /* [S, num_columns of head] */
     int64_t num_tokens, num_logits;
+    int64_t is_narrow;                  /* out: in the last layer only rows that have logits have attended for sure */
 } DecoderStep;
 
-void decoder_step(const DecoderStep *args);
+void decoder_step(DecoderStep *args);
 
-/* Logits of other rows of the step before; of it hidden and attended are as they were. */
-void decoder_logits(const DecoderStep *args);
+/* Logits of other rows of the step before; of it hidden, q and attended are as they were. */
+void decoder_logits(DecoderStep *args);
 
 #endif

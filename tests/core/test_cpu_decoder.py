@@ -1,5 +1,6 @@
-"""A step as one C call is the C kernels called one after the other: the same bits of logits - of all tokens, asked for
-with the step or after it - and cache, for every kind of model, whatever the threads, as batches grow and shrink."""
+"""A step as one C call is the C kernels called one after the other: the same bits of logits - of all tokens or some,
+asked for with the step or after it - and cache, for every kind of model, whatever the threads, as batches grow and
+shrink."""
 
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,16 @@ class Watched:
 
     def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *inputs, logits_rows = args
-        if self._one_by_one:
-            hidden = self._model.hidden_states(*inputs)
-            logits = self._model.compute_logits(hidden, logits_rows)
-        else:
-            hidden, logits = self._model.forward(*args)
-        before, rows = logits.clone(), torch.arange(len(inputs[0])).flip(0)
-        self.all_logits += [self._model.compute_logits(hidden, part) for part in rows.split(45)]
-        assert torch.equal(logits, before)  # they are the caller's
+        rows = torch.arange(len(inputs[0])).flip(0)
+        for wanted in (rows[: len(rows) // 50], rows[5::99], logits_rows):
+            if self._one_by_one:
+                hidden = self._model.hidden_states(*inputs)
+                logits = self._model.compute_logits(hidden, wanted)
+            else:
+                hidden, logits = self._model.forward(*inputs, wanted)
+            before = logits.clone()
+            self.all_logits += [before, *(self._model.compute_logits(hidden, part) for part in rows.split(45))]
+            assert torch.equal(logits, before)  # they are the caller's
         return hidden, logits
 
 

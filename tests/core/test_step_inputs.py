@@ -9,34 +9,36 @@ from core.step_inputs import InputMaker, StepInputs
 from ipc.sampling_params import SamplingParams
 from tests.core.test_step_cost import count_calls
 
-NUM_ROWS, BLOCK_SIZE = 300, 4
+NUM_ROWS, BLOCK_SIZE = 300, 4  # the latter where a test says nothing else
 
 
 class Runner:
     """A table and a maker; fresh: one that has made nothing before, for each step."""
 
-    def __init__(self, *, fresh: bool) -> None:
-        self.table, self._fresh = RunnerTable(NUM_ROWS, BLOCK_SIZE), fresh
-        self.maker = InputMaker(self.table, BLOCK_SIZE)
+    def __init__(self, *, fresh: bool, block_size: int = BLOCK_SIZE) -> None:
+        self.table, self._fresh, self._block_size = RunnerTable(NUM_ROWS, block_size), fresh, block_size
+        self.maker = InputMaker(self.table, block_size)
 
     def step(self, plan: SchedulerOutput, failed: bool = False) -> StepInputs:
         """Tokens are made up of the step and the row; failed: the first row's logits are not finite."""
         self.table.apply(plan)
         if self._fresh:
-            self.maker = InputMaker(self.table, BLOCK_SIZE)
+            self.maker = InputMaker(self.table, self._block_size)
         inputs = self.maker(plan)
         rows = plan.rows[inputs.samples]
         tokens = (plan.step * 1000 + rows).astype(np.int32)
         if len(rows) == len(plan.rows) and not failed:
-            self.maker.note_sampled(tokens)
-        self.table.append_tokens(rows[failed:], tokens[failed:])
+            self.maker.append(rows, tokens)
+        else:
+            self.table.append_tokens(rows[failed:], tokens[failed:])
         return inputs
 
 
 class Plans:
     """What a scheduler would plan: each row gets all that is left of its tokens, and the blocks it needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self._block_size = block_size
         self._step = self._num_blocks_given = 0
         self.lengths: dict[int, list[int]] = {}  # row: known tokens, computed tokens, blocks
 
@@ -56,7 +58,7 @@ class Plans:
         for row, state in self.lengths.items():
             counts.append(min(most, state[0] - state[1]))
             state[1] += counts[-1]
-            needed = -(-state[1] // BLOCK_SIZE) - state[2]
+            needed = -(-state[1] // self._block_size) - state[2]
             block_rows += [row] * needed
             state[2] += needed
             state[0] += state[1] == state[0]
@@ -75,21 +77,24 @@ class Plans:
         return np.arange(self._num_blocks_given - count, self._num_blocks_given, dtype=np.int32) + 1
 
 
-def assert_alike(moved: StepInputs, made: StepInputs) -> None:
+def assert_alike(moved: StepInputs, made: StepInputs, block_size: int = BLOCK_SIZE) -> None:
     for name in ("token_ids", "positions", "slots", "logits_rows"):
         assert getattr(moved, name).tolist() == getattr(made, name).tolist(), name
-    for name in ("num_tokens", "context_lens", "samples"):
+    for name in ("rows", "num_tokens", "context_lens", "samples"):
         assert getattr(moved, name).tolist() == getattr(made, name).tolist(), name
     assert moved.num_samples == made.num_samples
     for row, length in enumerate(made.context_lens.tolist()):
-        used = -(-length // BLOCK_SIZE)
+        used = -(-length // block_size)
         assert moved.block_tables[row, :used].tolist() == made.block_tables[row, :used].tolist()
 
 
-def test_moved_on_or_made_the_inputs_are_the_same() -> None:
-    plans, kept, fresh = Plans(), Runner(fresh=False), Runner(fresh=True)
+@pytest.mark.parametrize("block_size", [1, 4, 512])
+def test_moved_on_or_made_the_inputs_are_the_same(block_size: int) -> None:
+    """A block may have more tokens than a page of the table's."""
+    plans = Plans(block_size)
+    kept, fresh = Runner(fresh=False, block_size=block_size), Runner(fresh=True, block_size=block_size)
     changes: dict[int, dict] = {
-        0: {"add": {5: 7, 2: 1, 9: 30}, "most": 10},  # the last in pieces
+        0: {"add": {5: 7, 2: 1, 9: 30, 7: 200}, "most": 10},  # the last ones in pieces
         1: {"most": 10},
         2: {"most": 10},
         60: {"add": {1: 3}},
@@ -100,7 +105,10 @@ def test_moved_on_or_made_the_inputs_are_the_same() -> None:
     }
     for step in range(140):
         plan = plans.plan(**changes.get(step, {}))
-        assert_alike(kept.step(plan), fresh.step(plan))
+        assert_alike(kept.step(plan), fresh.step(plan), block_size)
+    for row, (length, *_) in plans.lengths.items():
+        assert kept.table.num_tokens[row] == fresh.table.num_tokens[row] == length
+        assert kept.table.tokens.read(row, 0, length).tolist() == fresh.table.tokens.read(row, 0, length).tolist()
 
 
 def test_a_row_that_got_no_token_is_not_moved_on() -> None:
