@@ -48,7 +48,7 @@ class _DecoderArguments(ctypes.Structure):
         ("hidden_size", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_layers", "num_heads", "dtype")),
         *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
-        ("embeddings_are_packed", ctypes.c_int32),
+        ("embeddings_packing", ctypes.c_int32),
     )
 
 
@@ -254,7 +254,7 @@ def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatri
         dtype=ELEMENT_TYPES[norm.dtype],
         eps=norm.eps,
         embedding_scale=embedding.scale,
-        embeddings_are_packed=embedding.is_packed,
+        embeddings_packing=embedding.packing,
     )
 
 

@@ -7,6 +7,8 @@ import torch
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
 
+NOT_PACKED, PACKED, COMPACT = range(3)  # enum in embedding.h
+
 
 class EmbeddingArguments(ctypes.Structure):
     """struct Embedding."""
@@ -16,7 +18,7 @@ class EmbeddingArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "width")),
         ("dtype", ctypes.c_int32),
         ("scale", ctypes.c_float),
-        ("is_packed", ctypes.c_int32),
+        ("packing", ctypes.c_int32),
     )
 
 
@@ -24,12 +26,13 @@ class CpuEmbedding:
     """Rows of a table [V, d] float32 or bfloat16, contiguous, or of a product's weights; multiplied by scale."""
 
     def __init__(self, library: CpuLibrary, table: torch.Tensor | PackedMatrix, scale: float = 1.0) -> None:
-        self.is_packed = isinstance(table, PackedMatrix)
         if isinstance(table, PackedMatrix):
             self.width, self.dtype, self.table = table.in_features, table.dtype, table.packed
+            self.packing = COMPACT if table.is_compact else PACKED
         else:
             assert table.is_contiguous(), table.stride()
             self.width, self.dtype, self.table = table.shape[1], table.dtype, table
+            self.packing = NOT_PACKED
         self.scale = scale
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
@@ -44,7 +47,7 @@ class CpuEmbedding:
                 *out.shape,
                 ELEMENT_TYPES[self.dtype],
                 self.scale,
-                self.is_packed,
+                self.packing,
             )
         )
         return out

@@ -16,7 +16,7 @@ class GemmArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth", "x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype", "gate", "streams")),
+        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype", "gate", "streams", "is_compact", "reserved")),
         ("next", ctypes.c_void_p),
     )
 
@@ -28,6 +28,7 @@ class _PackArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("source", "packed")),
         *((name, ctypes.c_int64) for name in ("num_columns", "depth", "source_stride")),
         *((name, ctypes.c_int32) for name in ("source_dtype", "dtype", "is_gated", "reserved")),
+        ("plan", ctypes.c_void_p),
     )
 
 
@@ -36,6 +37,9 @@ class PackedMatrix:
 
     An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype: its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
+
+    bfloat16 takes 12 bits a weight, exactly, where the instruction set has what unpacks them at once (is_compact; see
+    kernels/cpu/compact.h).
 
     gate: weight is [2 * out, in], gates above what they let through, and y = f(gate) * up, both rounded before it.
     """
@@ -56,7 +60,7 @@ class PackedMatrix:
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
         self.bias = None if bias is None else bias.float().contiguous()
-        self.packed = _pack(library, weight, self.dtype, gate is not None)
+        self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: All but x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
@@ -67,6 +71,7 @@ class PackedMatrix:
             dtype=ELEMENT_TYPES[self.dtype],
             y_dtype=ELEMENT_TYPES[self.out_dtype],
             gate=0 if gate is None else GATES[gate],
+            is_compact=self.is_compact,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,22 +87,30 @@ class PackedMatrix:
         return y
 
 
-def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool) -> torch.Tensor:
-    """weight [out, in], any strides -> bytes [packed_bytes(...)]."""
+def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool) -> tuple[torch.Tensor, bool]:
+    """weight [out, in], any strides -> its bytes, packed, and whether these are compact."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
-    packed_bytes = library.function("packed_bytes", *sizes, result=ctypes.c_int64)
-    packed = library.allocate(packed_bytes(*weight.shape, ELEMENT_TYPES[dtype]))
+    pointer = ctypes.POINTER(_PackArguments)
+    plan_bytes = library.function("compact_plan_bytes", ctypes.c_int64, result=ctypes.c_int64)
+    plan = torch.empty(plan_bytes(weight.shape[0]), dtype=torch.uint8)
     arguments = _PackArguments(
         source=weight.data_ptr(),
-        packed=packed.data_ptr(),
         num_columns=weight.shape[0],
         depth=weight.shape[1],
         source_stride=weight.stride(0),
         source_dtype=ELEMENT_TYPES[weight.dtype],
         dtype=ELEMENT_TYPES[dtype],
         is_gated=is_gated,
+        plan=plan.data_ptr(),
     )
-    library.function("gemm_pack", ctypes.POINTER(_PackArguments))(arguments)
-    return packed
+    num_bytes = library.function("compact_bytes", pointer, result=ctypes.c_int64)(arguments)
+    is_compact = num_bytes > 0
+    if not is_compact:
+        sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+        packed_bytes = library.function("packed_bytes", *sizes, result=ctypes.c_int64)
+        num_bytes = packed_bytes(*weight.shape, ELEMENT_TYPES[dtype])
+    packed = library.allocate(num_bytes)
+    arguments.packed = packed.data_ptr()
+    library.function("compact_pack" if is_compact else "gemm_pack", pointer)(arguments)
+    return packed, is_compact

@@ -18,7 +18,7 @@ static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
     const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
                             share->step->num_tokens,  decoder->hidden_size, decoder->dtype,
-                            decoder->embedding_scale, decoder->embeddings_are_packed};
+                            decoder->embedding_scale, decoder->embeddings_packing};
     embedding_part(&args, share->thread, share->num_threads);
 }
 

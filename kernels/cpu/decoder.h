@@ -28,7 +28,7 @@ typedef struct {
     int64_t hidden_size;
     int32_t num_layers, num_heads, dtype;
     float eps, embedding_scale;
-    int32_t embeddings_are_packed;
+    int32_t embeddings_packing; /* see embedding.h */
 } Decoder;
 
 /* What a step has for the layers of one kind. */

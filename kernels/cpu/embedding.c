@@ -1,6 +1,6 @@
 #include "embedding.h"
 
-#include "gemm.h"
+#include "compact.h"
 #include "pool.h"
 #include "vector_math.h"
 
@@ -33,10 +33,34 @@ static void embed_packed_row(const Embedding *args, int64_t row) {
     }
 }
 
+/* The same of a compact table. */
+static void embed_compact_row(const Embedding *args, int64_t row) {
+    const int64_t id = args->ids[row], num_pairs = args->width / 4;
+    const int column = (int)(id % PANEL_COLUMNS), place = compact_place(column);
+    const char *table = (const char *)args->table + id / PANEL_COLUMNS * compact_panel_bytes(args->width);
+    const CompactPanel *panel = (const CompactPanel *)table;
+    const uint8_t *bytes = (const uint8_t *)(panel + 1);
+    const WholePair *whole = panel->whole;
+    int64_t whole_number = panel->first_whole;
+    float *out = args->out + row * args->width;
+    for (int64_t pair = 0; pair < num_pairs; pair++, bytes += PAIR_BYTES, out += 4) {
+        const int is_whole = pair == whole_number;
+        for (int i = 0; i < 4; i++) { /* two steps of two */
+            const int step = i / 2, at = place + i % 2, code = bytes[128 + at] >> step * 4 & 15;
+            const uint16_t weight = is_whole ? whole->weights[step][column * 2 + i % 2]
+                                             : (uint16_t)(panel->upper[code] << 8 | bytes[step * 64 + at]);
+            out[i] = float_of_bfloat16(weight) * args->scale;
+        }
+        if (is_whole) whole_number = whole++->next;
+    }
+}
+
 void embedding_part(const Embedding *args, int thread, int num_threads) {
     const int64_t begin = args->num_rows * thread / num_threads, end = args->num_rows * (thread + 1) / num_threads;
     for (int64_t row = begin; row < end; row++) {
-        if (args->is_packed)
+        if (args->packing == COMPACT_TABLE)
+            embed_compact_row(args, row);
+        else if (args->packing == PACKED)
             embed_packed_row(args, row);
         else if (args->dtype == FLOAT32)
             embed_row(args, row, FLOAT32);

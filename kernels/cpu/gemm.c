@@ -1,24 +1,8 @@
 #include "gemm.h"
 
 #include "gate.h"
+#include "gemm_block.h"
 #include "pool.h"
-
-enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
-
-/* Registers: a block of rows x vectors of y is summed in rows * vectors registers, beside one vector of weights and one
- * of x per row. It is as wide as a panel where there are registers enough, so that weights are read from the first byte
- * to the last, else NARROW. */
-enum { NARROW = 2 };
-#if VECTOR_BYTES == 64
-#define MAX_ROWS 14
-#define VECTORS_OF(rows) PANEL_VECTORS
-#elif VECTOR_BYTES == 32
-#define MAX_ROWS 4
-#define VECTORS_OF(rows) ((rows) <= 2 ? PANEL_VECTORS : NARROW)
-#else
-#define MAX_ROWS 4
-#define VECTORS_OF(rows) ((rows) == 1 ? PANEL_VECTORS : (rows) == 2 ? 4 : NARROW)
-#endif
 
 /* Bytes of x that meet all panels before the next rows do. More than a second level cache holds: reading x again from
  * the third costs less than reading the weights again for each chunk of rows. */
@@ -34,113 +18,13 @@ enum { PIECE = 4 };
 /* From so many rows for each thread on, threads split the rows and not the panels. */
 enum { ROWS_TO_SPLIT = 64 };
 
-INLINE Floats add_step(Floats sum, Words x, Words w, int dtype) {
-    if (dtype == FLOAT32) return multiply_add((Floats)x, (Floats)w, sum);
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
-#else
-    sum = multiply_add((Floats)(x << 16), (Floats)(w << 16), sum);
-    return multiply_add((Floats)(x & 0xffff0000), (Floats)(w & 0xffff0000), sum);
-#endif
-}
-
-/* `bytes` (2 or 4) of x as every lane's step. */
-INLINE Words load_step(const char *x, const int bytes) {
-    uint32_t step = 0;
-    memcpy(&step, x, bytes);
-    return all_words(step);
-}
-
-/* What a block multiplies, and what it asks memory for meanwhile: no more than asks, so addresses may lie outside. */
-typedef struct {
-    const char *x, *w;
-    const char *ahead;  /* weights that are wanted soon; what the first step asks for */
-    int64_t ahead_step; /* bytes from there to what the next step asks for */
-    int streams;        /* they are read this once */
-    int64_t x_bytes;    /* from row to row */
-    int64_t depth;
-    float *out; /* [rows][PANEL_COLUMNS], of which it writes `vectors` vectors */
-} Work;
-
-/* What is read once leaves what the caches have: memory gives it sooner, and the program finds its own again. */
-INLINE void ask_for(const char *address, const int is_read_once) {
-    if (is_read_once)
-        __builtin_prefetch(address, 0, 0);
-    else
-        __builtin_prefetch(address);
-}
-
-/* One step of a block: sums [rows][vectors]. */
-INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, const int step_bytes, const int rows,
-                       const int vectors, const int dtype) {
-    Words weights[PANEL_VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++) {
-        if (v * VECTOR_BYTES % 64 == 0) ask_for(work->ahead + v * VECTOR_BYTES, work->streams);
-        weights[v] = load_words(work->w + v * VECTOR_BYTES);
-    }
-#pragma GCC unroll 14
-    for (int row = 0; row < rows; row++) {
-        Words step = load_step(work->x + row * work->x_bytes, step_bytes);
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) sums[row][v] = add_step(sums[row][v], step, weights[v], dtype);
-    }
-}
-
-/* Rows of x times `vectors` vectors of columns. */
-INLINE void block(Work work, const int rows, const int vectors, const int dtype) {
-    Floats sums[MAX_ROWS][PANEL_VECTORS];
-#pragma GCC unroll 14
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) sums[row][v] = (Floats){0};
-    const int64_t whole_steps = dtype == FLOAT32 ? work.depth : work.depth / 2;
-    for (int64_t step = 0; step < whole_steps; step++) {
-        block_step(sums, &work, 4, rows, vectors, dtype);
-        work.x += 4, work.w += STEP_BYTES, work.ahead += work.ahead_step;
-    }
-    if (dtype != FLOAT32 && work.depth % 2) block_step(sums, &work, 2, rows, vectors, dtype);
-#pragma GCC unroll 14
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) store_floats(work.out + row * PANEL_COLUMNS + v * LANES, sums[row][v]);
-}
-
-typedef void (*Block)(const Work *work);
-
-#define DEFINE(name, rows, vectors, dtype) \
-    static void name(const Work *work) { block(*work, rows, vectors, dtype); }
-#define DEFINE_BOTH(rows)                                  \
-    DEFINE(float32_##rows, rows, VECTORS_OF(rows), FLOAT32) \
-    DEFINE(bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16)
-#define BOTH_OF(rows) {float32_##rows, bfloat16_##rows}
-
-/* BLOCKS[rows - 1][dtype] */
-DEFINE_BOTH(1)
-DEFINE_BOTH(2)
-DEFINE_BOTH(3)
-DEFINE_BOTH(4)
-#if MAX_ROWS == 14
-DEFINE_BOTH(5)
-DEFINE_BOTH(6)
-DEFINE_BOTH(7)
-DEFINE_BOTH(8)
-DEFINE_BOTH(9)
-DEFINE_BOTH(10)
-DEFINE_BOTH(11)
-DEFINE_BOTH(12)
-DEFINE_BOTH(13)
-DEFINE_BOTH(14)
-static const Block BLOCKS[MAX_ROWS][2] = {
-    BOTH_OF(1), BOTH_OF(2), BOTH_OF(3),  BOTH_OF(4),  BOTH_OF(5),  BOTH_OF(6),  BOTH_OF(7),
-    BOTH_OF(8), BOTH_OF(9), BOTH_OF(10), BOTH_OF(11), BOTH_OF(12), BOTH_OF(13), BOTH_OF(14),
-};
-#else
-static const Block BLOCKS[MAX_ROWS][2] = {BOTH_OF(1), BOTH_OF(2), BOTH_OF(3), BOTH_OF(4)};
-#endif
-
 static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
-static int64_t bytes_of_panel(const Gemm *args) { return packed_bytes(PANEL_COLUMNS, args->depth, args->dtype); }
+static int64_t bytes_of_panel(const Gemm *args) {
+    if (args->is_compact) return compact_panel_bytes(args->depth);
+    return packed_bytes(PANEL_COLUMNS, args->depth, args->dtype);
+}
+/* That a block reads at a time. */
+static int64_t bytes_of_step(const Gemm *args) { return args->is_compact ? PAIR_BYTES : STEP_BYTES; }
 
 /* Element [row, column] of y and those after it in the row: sums plus the bias, as y_dtype. */
 static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t column, int64_t num_columns) {
@@ -196,7 +80,7 @@ static void store_panel(const Gemm *args, const float *sums, int64_t row, int ro
 static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last, const char *ahead,
                            int64_t ahead_step) {
     const int64_t panel_bytes = bytes_of_panel(args);
-    const int vectors = VECTORS_OF(rows);
+    const int vectors = VECTORS_OF(rows), kind = args->is_compact ? COMPACT : args->dtype;
     _Alignas(64) float sums[MAX_ROWS * PANEL_COLUMNS];
     Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype)};
     work.x = (const char *)args->x + row * work.x_bytes;
@@ -207,7 +91,7 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
             work.w = (const char *)args->weights + panel * panel_bytes + v * VECTOR_BYTES;
             work.ahead = ahead ? ahead : work.w + PREFETCH_BYTES;
             work.out = sums + v * LANES;
-            BLOCKS[rows - 1][args->dtype](&work);
+            BLOCKS[rows - 1][kind](&work);
         }
         store_panel(args, sums, row, rows, panel);
     }
@@ -221,7 +105,7 @@ static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t
     const int64_t num_rows = end - begin, num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const int64_t panel_bytes = bytes_of_panel(args);
     if (num_blocks == 1) {
-        multiply_block(args, begin, (int)num_rows, first, last, NULL, STEP_BYTES);
+        multiply_block(args, begin, (int)num_rows, first, last, NULL, bytes_of_step(args));
         return;
     }
     for (int64_t panel = first; panel < last; panel++) {
@@ -230,7 +114,7 @@ static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t
             const int64_t row = num_rows * i / num_blocks;
             const int rows = (int)(num_rows * (i + 1) / num_blocks - row);
             multiply_block(args, begin + row, rows, panel, panel + 1, ahead + panel_bytes * i / num_blocks,
-                           STEP_BYTES / num_blocks);
+                           bytes_of_step(args) / num_blocks);
         }
     }
 }

@@ -30,6 +30,8 @@ typedef struct Gemm {
     int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
     int32_t gate;    /* NO_GATE or a function of gate.h */
     int32_t streams; /* no cache keeps the weights until they are wanted again */
+    int32_t is_compact; /* the weights: see compact.h */
+    int32_t reserved;
     const struct Gemm *next; /* the product to come, whose weights are asked for ahead; or NULL */
 } Gemm;
 
@@ -41,6 +43,7 @@ typedef struct {
     int32_t dtype;        /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
     int32_t is_gated;     /* its halves are gates and what they let through */
     int32_t reserved;
+    void *plan; /* of compact weights (compact.h) */
 } GemmPack;
 
 void gemm_part(const Gemm *args, int thread, int num_threads);
@@ -49,5 +52,8 @@ void gemm(const Gemm *args);
 int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype);
 void gemm_pack_part(const GemmPack *args, int thread, int num_threads);
 void gemm_pack(const GemmPack *args);
+
+/* Steps [first, last) of a panel, one after the other. */
+void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to);
 
 #endif

@@ -50,26 +50,28 @@ static const char *source_row(const GemmPack *args, int64_t panel, int64_t colum
     return (const char *)args->source + row * args->source_stride * element_bytes(args->source_dtype);
 }
 
-INLINE void pack_panel(const GemmPack *args, int64_t panel, const int source_dtype, const int dtype) {
-    const int64_t steps = num_steps(args->depth, dtype);
-    uint32_t *to = (uint32_t *)args->packed + panel * steps * PANEL_COLUMNS;
+INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, uint32_t *to,
+                       const int source_dtype, const int dtype) {
     const char *rows[PANEL_COLUMNS];
     for (int64_t column = 0; column < PANEL_COLUMNS; column++) rows[column] = source_row(args, panel, column);
-    for (int64_t step = 0; step < steps; step++, to += PANEL_COLUMNS)
+    for (int64_t step = first; step < last; step++, to += PANEL_COLUMNS)
         for (int64_t column = 0; column < PANEL_COLUMNS; column++)
             to[column] = rows[column] ? step_at(rows[column], step, args->depth, source_dtype, dtype) : 0;
 }
 
+void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
+    const int source_dtype = args->source_dtype, dtype = args->dtype;
+    if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* compiled for these constants: the usual case */
+        pack_steps(args, panel, first, last, to, BFLOAT16, BFLOAT16);
+    else
+        pack_steps(args, panel, first, last, to, source_dtype, dtype);
+}
+
 void gemm_pack_part(const GemmPack *args, int thread, int num_threads) {
-    int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-    int64_t last = num_panels * (thread + 1) / num_threads;
-    int source_dtype = args->source_dtype, dtype = args->dtype;
-    for (int64_t panel = num_panels * thread / num_threads; panel < last; panel++) {
-        if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* compiled for these constants: the usual case */
-            pack_panel(args, panel, BFLOAT16, BFLOAT16);
-        else
-            pack_panel(args, panel, source_dtype, dtype);
-    }
+    const int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    const int64_t steps = num_steps(args->depth, args->dtype), last = num_panels * (thread + 1) / num_threads;
+    for (int64_t panel = num_panels * thread / num_threads; panel < last; panel++)
+        gemm_pack_steps(args, panel, 0, steps, (uint32_t *)args->packed + panel * steps * PANEL_COLUMNS);
 }
 
 static void gemm_pack_job(void *args, int thread, int num_threads) { gemm_pack_part(args, thread, num_threads); }

@@ -1,0 +1,236 @@
+/* Some rows of x times a panel of weights, with all sums in registers: gemm.c cuts a product into such blocks, and includes
+ * this file alone.
+ */
+#ifndef GEMM_BLOCK_H
+#define GEMM_BLOCK_H
+
+#include "compact.h"
+#include "vector_math.h"
+
+enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
+
+/* Registers: a block of rows x vectors of y is summed in rows * vectors registers, beside one vector of weights and one
+ * of x per row. It is as wide as a panel where there are registers enough, so that weights are read from the first byte
+ * to the last, else NARROW. */
+enum { NARROW = 2 };
+#if VECTOR_BYTES == 64
+#define MAX_ROWS 14
+#define VECTORS_OF(rows) PANEL_VECTORS
+#elif VECTOR_BYTES == 32
+#define MAX_ROWS 4
+#define VECTORS_OF(rows) ((rows) <= 2 ? PANEL_VECTORS : NARROW)
+#else
+#define MAX_ROWS 4
+#define VECTORS_OF(rows) ((rows) == 1 ? PANEL_VECTORS : (rows) == 2 ? 4 : NARROW)
+#endif
+
+INLINE Floats add_step(Floats sum, Words x, Words w, int dtype) {
+    if (dtype == FLOAT32) return multiply_add((Floats)x, (Floats)w, sum);
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
+#else
+    sum = multiply_add((Floats)(x << 16), (Floats)(w << 16), sum);
+    return multiply_add((Floats)(x & 0xffff0000), (Floats)(w & 0xffff0000), sum);
+#endif
+}
+
+/* `bytes` (2 or 4) of x as every lane's step. */
+INLINE Words load_step(const char *x, const int bytes) {
+    uint32_t step = 0;
+    memcpy(&step, x, bytes);
+    return all_words(step);
+}
+
+/* What a block multiplies, and what it asks memory for meanwhile: no more than asks, so addresses may lie outside. */
+typedef struct {
+    const char *x, *w;
+    const char *ahead;  /* weights that are wanted soon; what the first step (or pair) asks for */
+    int64_t ahead_step; /* bytes from there to what the next one asks for */
+    int streams;        /* they are read this once */
+    int64_t x_bytes;    /* from row to row */
+    int64_t depth;
+    float *out; /* [rows][PANEL_COLUMNS], of which it writes `vectors` vectors */
+} Work;
+
+/* Cache lines that cover `bytes`. What is read once leaves what the caches have: memory gives it sooner, and the program
+ * finds its own again. */
+INLINE void ask_for(const Work *work, const int bytes) {
+#pragma GCC unroll 4
+    for (int line = 0; line < bytes; line += 64) {
+        if (work->streams)
+            __builtin_prefetch(work->ahead + line, 0, 0);
+        else
+            __builtin_prefetch(work->ahead + line);
+    }
+}
+
+INLINE void clear(Floats sums[MAX_ROWS][PANEL_VECTORS], const int rows, const int vectors) {
+#pragma GCC unroll 14
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sums[row][v] = (Floats){0};
+}
+
+INLINE void store(const Work *work, Floats sums[MAX_ROWS][PANEL_VECTORS], const int rows, const int vectors) {
+#pragma GCC unroll 14
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) store_floats(work->out + row * PANEL_COLUMNS + v * LANES, sums[row][v]);
+}
+
+/* Where the rows of x are: multiples of their distance, those from the seventh on from a base of their own. So few
+ * registers are enough for all; compilers would have one for each row, and too few for the rest of the loop. */
+typedef struct {
+    const char *x, *seventh;
+    int64_t once, thrice, five_times;
+} Rows;
+
+INLINE Rows rows_of(const Work *work) {
+    const int64_t once = work->x_bytes;
+    return (Rows){work->x, work->x + 7 * once, once, 3 * once, 5 * once};
+}
+
+INLINE const char *address_of(const Rows *x, const int row) {
+    const char *base = row < 7 ? x->x : x->seventh;
+    switch (row % 7) {
+        case 0: return base;
+        case 1: return base + x->once;
+        case 2: return base + x->once * 2;
+        case 3: return base + x->thrice;
+        case 4: return base + x->once * 4;
+        case 5: return base + x->five_times;
+        default: return base + x->thrice * 2;
+    }
+}
+
+/* One step of all rows joins their sums. */
+INLINE void multiply_step(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, const Words *weights, const int step_bytes,
+                          const int rows, const int vectors, const int dtype) {
+    __asm__("" : "+r"(x->once), "+r"(x->thrice), "+r"(x->five_times)); /* or compilers see through it */
+#pragma GCC unroll 14
+    for (int row = 0; row < rows; row++) {
+        Words step = load_step(address_of(x, row), step_bytes);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sums[row][v] = add_step(sums[row][v], step, weights[v], dtype);
+    }
+    x->x += step_bytes, x->seventh += step_bytes;
+}
+
+INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, Rows *x, const int step_bytes, const int rows,
+                       const int vectors, const int dtype) {
+    Words weights[PANEL_VECTORS];
+    ask_for(work, vectors * VECTOR_BYTES);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) weights[v] = load_words(work->w + v * VECTOR_BYTES);
+    multiply_step(sums, x, weights, step_bytes, rows, vectors, dtype);
+}
+
+/* Rows of x times `vectors` vectors of columns. */
+INLINE void block(Work work, const int rows, const int vectors, const int dtype) {
+    Floats sums[MAX_ROWS][PANEL_VECTORS];
+    Rows x = rows_of(&work);
+    clear(sums, rows, vectors);
+    const int64_t whole_steps = dtype == FLOAT32 ? work.depth : work.depth / 2;
+    for (int64_t step = 0; step < whole_steps; step++) {
+        block_step(sums, &work, &x, 4, rows, vectors, dtype);
+        work.w += STEP_BYTES, work.ahead += work.ahead_step;
+    }
+    if (dtype != FLOAT32 && work.depth % 2) block_step(sums, &work, &x, 2, rows, vectors, dtype);
+    store(&work, sums, rows, vectors);
+}
+
+#if defined(__AVX512BW__)
+/* Half of a pair of steps, that of the lower bytes from `offset` on: the weights as they were packed. */
+INLINE void unpack_step(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, __m512i table) {
+    __m512i codes = _mm512_loadu_si512(pair + 128);
+    if (offset) codes = _mm512_srli_epi16(codes, 4);
+    const __m512i upper = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+    const __m512i lower = _mm512_loadu_si512(pair + offset);
+    weights[0] = (Words)_mm512_unpacklo_epi8(lower, upper);
+    weights[1] = (Words)_mm512_unpackhi_epi8(lower, upper);
+}
+
+INLINE void ask_for_pair(const WholePair *pair) {
+    for (size_t line = 0; line < sizeof *pair; line += 64) __builtin_prefetch((const char *)pair + line);
+}
+
+/* Rows of x times a compact panel. What unpacking takes fits between the products. */
+INLINE void compact_block(Work work, const int rows) {
+    Floats sums[MAX_ROWS][PANEL_VECTORS];
+    Rows x = rows_of(&work);
+    clear(sums, rows, PANEL_VECTORS);
+    const CompactPanel *panel = (const CompactPanel *)work.w;
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
+    const char *begin = work.w + sizeof *panel, *end = begin + work.depth / 4 * PAIR_BYTES;
+    const WholePair *whole = panel->whole;
+    const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* before them all where there is none */
+    ask_for_pair(whole);
+    ask_for(&work, sizeof *panel);
+    work.ahead += sizeof *panel;
+    for (work.w = begin; work.w != end; work.w += PAIR_BYTES, work.ahead += work.ahead_step) {
+        ask_for(&work, PAIR_BYTES);
+        for (int64_t offset = 0; offset < 128; offset += 64) {
+            Words weights[PANEL_VECTORS];
+            /* Not to be unrolled: compilers then move all sums from register to register. */
+            __asm__("" : "+r"(offset), "+r"(work.w));
+            if (__builtin_expect(work.w == whole_at, 0)) {
+                const uint16_t *step = whole->weights[offset / 64];
+                for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = load_words(step + v * 2 * LANES);
+                if (offset) {
+                    whole_at = begin + (int64_t)whole->next * PAIR_BYTES;
+                    ask_for_pair(++whole);
+                }
+            } else {
+                unpack_step(weights, work.w, offset, table);
+            }
+            multiply_step(sums, &x, weights, 4, rows, PANEL_VECTORS, BFLOAT16);
+        }
+    }
+    store(&work, sums, rows, PANEL_VECTORS);
+}
+#endif
+
+typedef void (*Block)(const Work *work);
+
+#define DEFINE(name, rows, vectors, dtype) \
+    static void name(const Work *work) { block(*work, rows, vectors, dtype); }
+#if defined(__AVX512BW__)
+#define DEFINE_COMPACT(rows) \
+    static void compact_##rows(const Work *work) { compact_block(*work, rows); }
+#define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, compact_##rows}
+#else
+#define DEFINE_COMPACT(rows)
+#define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, NULL}
+#endif
+#define DEFINE_KINDS(rows)                                  \
+    DEFINE(float32_##rows, rows, VECTORS_OF(rows), FLOAT32)   \
+    DEFINE(bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16) \
+    DEFINE_COMPACT(rows)
+
+enum { COMPACT = 2 }; /* beside FLOAT32 and BFLOAT16 */
+
+/* BLOCKS[rows - 1][kind of weights] */
+DEFINE_KINDS(1)
+DEFINE_KINDS(2)
+DEFINE_KINDS(3)
+DEFINE_KINDS(4)
+#if MAX_ROWS == 14
+DEFINE_KINDS(5)
+DEFINE_KINDS(6)
+DEFINE_KINDS(7)
+DEFINE_KINDS(8)
+DEFINE_KINDS(9)
+DEFINE_KINDS(10)
+DEFINE_KINDS(11)
+DEFINE_KINDS(12)
+DEFINE_KINDS(13)
+DEFINE_KINDS(14)
+static const Block BLOCKS[MAX_ROWS][3] = {
+    KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),  KINDS_OF(4),  KINDS_OF(5),  KINDS_OF(6),  KINDS_OF(7),
+    KINDS_OF(8), KINDS_OF(9), KINDS_OF(10), KINDS_OF(11), KINDS_OF(12), KINDS_OF(13), KINDS_OF(14),
+};
+#else
+static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3), KINDS_OF(4)};
+#endif
+
+#endif
