@@ -86,10 +86,10 @@ INLINE Floats load_bfloat16(const uint16_t *from) {
 /* In the lower halves. */
 INLINE Words bfloat16_words(Floats values) {
     Words words = (Words)values;
-    Words is_nan = (Words)((words & 0x7fffffff) > 0x7f800000);
-    Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    Words quiet = (words >> 16) | 0x40;
-    return (rounded & ~is_nan) | (quiet & is_nan);
+    Words is_nan = (Words)(values != values);
+    Words rounded = words + 0x7fff + ((words >> 16) & 1);
+    Words quiet = words | 0x400000;
+    return ((rounded & ~is_nan) | (quiet & is_nan)) >> 16;
 }
 
 INLINE void store_bfloat16(uint16_t *to, Floats values) {
