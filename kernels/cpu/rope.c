@@ -34,8 +34,7 @@ INLINE void rotate(const void *x, const int x_dtype, const float *cos, const flo
     store_tail(out, half, half, b * cos_b + a * sin_b, dtype);
 }
 
-/* One head of Q or K: x [head_dim] of dtype -> out, the same dtype. */
-INLINE void rotate_head(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
+INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
     const int head_dim = args->shape.head_dim;
     const float *cos = args->cos + (args->cos ? args->positions[token] * head_dim : 0);
     const float *sin = args->sin + (args->cos ? args->positions[token] * head_dim : 0);
@@ -56,8 +55,16 @@ INLINE void rotate_head(const RopeKvWrite *args, int token, int head, const void
     rotate(normed, FLOAT32, cos, sin, head_dim / 2, out, dtype);
 }
 
-INLINE int is_finite_row(const char *x, int width, const int dtype) {
-    const int bytes = width * (int)element_bytes(dtype);
+/* One head of Q or K: x [head_dim] -> out, elsewhere; both of the cache's dtype. */
+static __attribute__((noinline)) void rotate_head(const RopeKvWrite *args, int token, int head, const void *x,
+                                                  void *out) {
+    if (args->shape.dtype == FLOAT32)
+        rotate_numbers(args, token, head, x, out, FLOAT32);
+    else
+        rotate_numbers(args, token, head, x, out, BFLOAT16);
+}
+
+INLINE int is_finite_row(const char *x, int bytes, const int dtype) {
     Words finite = all_words(0xffffffff), tail = {0};
     int i = 0;
     for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) finite &= finite_numbers(load_words(x + i), dtype);
@@ -65,36 +72,41 @@ INLINE int is_finite_row(const char *x, int width, const int dtype) {
     return !is_any_set(~(finite & finite_numbers(tail, dtype)));
 }
 
+static int is_finite_head(const CacheShape *shape, const char *x) {
+    const int bytes = shape->head_dim * number_bytes(shape);
+    return shape->dtype == FLOAT32 ? is_finite_row(x, bytes, FLOAT32) : is_finite_row(x, bytes, BFLOAT16);
+}
+
 /* Q, K or V of a token: a head of all that it has. */
-INLINE const char *head_of(const RopeKvWrite *args, int token, int head, const int dtype) {
+static const char *head_of(const RopeKvWrite *args, int token, int head) {
     const size_t num_heads = args->num_heads + 2 * args->shape.num_kv_heads;
-    return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * element_bytes(dtype);
+    return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * number_bytes(&args->shape);
 }
 
 /* A token's K, turned, for the cache. */
-INLINE void make_key(const RopeKvWrite *args, int token, int kv_head, char *key, const int dtype) {
-    const int head = args->num_heads + kv_head, head_dim = args->shape.head_dim;
-    rotate_head(args, token, head, head_of(args, token, head, dtype), key, dtype);
-    const char *value = head_of(args, token, head + args->shape.num_kv_heads, dtype);
-    if (!is_finite_row(key, head_dim, dtype) || !is_finite_row(value, head_dim, dtype)) memset(key, 0xff, 4);
+static void make_key(const RopeKvWrite *args, int token, int kv_head, char *key) {
+    const int head = args->num_heads + kv_head;
+    rotate_head(args, token, head, head_of(args, token, head), key);
+    const char *value = head_of(args, token, head + args->shape.num_kv_heads);
+    if (!is_finite_head(&args->shape, key) || !is_finite_head(&args->shape, value)) memset(key, 0xff, 4);
 }
 
-INLINE void write_q(const RopeKvWrite *args, int token, const int dtype) {
-    const size_t head_bytes = args->shape.head_dim * element_bytes(dtype);
+static void write_q(const RopeKvWrite *args, int token) {
+    const size_t head_bytes = args->shape.head_dim * number_bytes(&args->shape);
     char *q = (char *)args->q + (size_t)token * args->num_heads * head_bytes;
     for (int head = 0; head < args->num_heads; head++)
-        rotate_head(args, token, head, head_of(args, token, head, dtype), q + head * head_bytes, dtype);
+        rotate_head(args, token, head, head_of(args, token, head), q + head * head_bytes);
 }
 
 /* K and V of a token. */
-INLINE void write_kv(const RopeKvWrite *args, int token, const int dtype) {
+static void write_kv(const RopeKvWrite *args, int token) {
     const CacheShape *shape = &args->shape;
     const int64_t slot = args->slots[token];
     if (slot < 0) return;
     for (int head = 0; head < shape->num_kv_heads; head++) {
         char key[MAX_HEAD_DIM * 4] __attribute__((aligned(64)));
-        make_key(args, token, head, key, dtype);
-        const char *value = head_of(args, token, args->num_heads + shape->num_kv_heads + head, dtype);
+        make_key(args, token, head, key);
+        const char *value = head_of(args, token, args->num_heads + shape->num_kv_heads + head);
         const int64_t block = slot / shape->block_size;
         const int offset = (int)(slot % shape->block_size);
         put_in_cache(shape, args->layer, block, offset, 0, head, key);
@@ -113,15 +125,15 @@ static int is_chunk(const RopeKvWrite *args, int token, int end) {
 }
 
 /* What is written whole is read first; it comes from memory while the rows that go there are made. */
-INLINE void fetch_chunk(const char *chunk, size_t bytes) {
+static void fetch_chunk(const char *chunk, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(chunk + i, 1);
 }
 
 /* K and V of all tokens of a chunk. */
-INLINE void write_chunk(const RopeKvWrite *args, int token, const int dtype) {
+static void write_chunk(const RopeKvWrite *args, int token) {
     const CacheShape *shape = &args->shape;
     const int num_heads = args->num_heads + 2 * shape->num_kv_heads, block_size = shape->block_size;
-    const size_t head_bytes = shape->head_dim * element_bytes(dtype), bytes = chunk_bytes(shape);
+    const size_t head_bytes = shape->head_dim * number_bytes(shape), bytes = chunk_bytes(shape);
     const int64_t block = args->slots[token] / block_size;
     char *place = (char *)args->layer + args->slots[token] % block_size / CHUNK * bytes;
     for (int head = 0; head < shape->num_kv_heads; head++) {
@@ -129,20 +141,20 @@ INLINE void write_chunk(const RopeKvWrite *args, int token, const int dtype) {
         char *keys = place + head_offset(shape, block, 0, head), *values = place + head_offset(shape, block, 1, head);
         fetch_chunk(keys, bytes);
         fetch_chunk(values, bytes);
-        for (int i = 0; i < CHUNK; i++) make_key(args, token + i, head, rows + i * head_bytes, dtype);
+        for (int i = 0; i < CHUNK; i++) make_key(args, token + i, head, rows + i * head_bytes);
         put_keys(keys, shape, rows, head_bytes);
-        const char *value_rows = head_of(args, token, args->num_heads + shape->num_kv_heads + head, dtype);
+        const char *value_rows = head_of(args, token, args->num_heads + shape->num_kv_heads + head);
         put_values(values, shape, value_rows, num_heads * head_bytes);
     }
 }
 
-INLINE void write_tokens(const RopeKvWrite *args, int token, int end, const int dtype) {
+static void write_tokens(const RopeKvWrite *args, int token, int end) {
     while (token < end) {
         const int is_whole = is_chunk(args, token, end);
-        if (is_whole) write_chunk(args, token, dtype);
+        if (is_whole) write_chunk(args, token);
         for (const int after = token + (is_whole ? CHUNK : 1); token < after; token++) {
-            write_q(args, token, dtype);
-            if (!is_whole) write_kv(args, token, dtype);
+            write_q(args, token);
+            if (!is_whole) write_kv(args, token);
         }
     }
 }
@@ -150,10 +162,7 @@ INLINE void write_tokens(const RopeKvWrite *args, int token, int end, const int 
 void rope_kv_write_part(const RopeKvWrite *args, int thread, int num_threads) {
     const int64_t count = args->num_tokens;
     const int begin = (int)(count * thread / num_threads), end = (int)(count * (thread + 1) / num_threads);
-    if (args->shape.dtype == FLOAT32)
-        write_tokens(args, begin, end, FLOAT32);
-    else
-        write_tokens(args, begin, end, BFLOAT16);
+    write_tokens(args, begin, end);
 }
 
 static void rope_kv_write_job(void *args, int thread, int num_threads) {
