@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "attention.h"
+#include "cache_layout.h"
 #include "vector_math.h"
 
 #define TILE_CHUNKS (TILE / CHUNK)

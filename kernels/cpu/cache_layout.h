@@ -8,18 +8,10 @@
 #ifndef CACHE_LAYOUT_H
 #define CACHE_LAYOUT_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
+#include "cache_shape.h"
 #include "vector_math.h"
 
 #define CHUNK 16 /* tokens */
-
-typedef struct {
-    int32_t num_kv_heads, head_dim, block_size;
-    int32_t dtype; /* BFLOAT16 or FLOAT32 */
-} CacheShape;
 
 INLINE int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 

@@ -1,5 +1,6 @@
 #include "rope.h"
 
+#include "cache_layout.h"
 #include "pool.h"
 #include "row_math.h"
 
