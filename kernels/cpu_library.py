@@ -12,7 +12,7 @@ import torch
 from kernels.cpu_build import CpuLibraryError
 from kernels.cpu_library_file import find_library
 
-#: enum in vectors.h.
+#: enum in elements.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _CHUNK_BYTES = 32 << 20

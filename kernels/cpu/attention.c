@@ -11,15 +11,9 @@ enum { FETCHED_CHUNKS = 4 };
  * shows to the rows that see it: its K is no number either (rope.h). */
 static const char *clean_values(const CacheShape *shape, const char *chunk, char *room) {
     size_t bytes = chunk_bytes(shape);
-    uint32_t exponent = 0x7f800000;
     for (size_t i = 0; i < bytes; i += VECTOR_BYTES) {
         Words x = load_words(chunk + i);
-        Words is_finite = (Words)((x & exponent) != exponent);
-        if (shape->dtype == BFLOAT16) {
-            is_finite &= 0xffff0000;
-            is_finite |= (Words)((x & (exponent >> 16)) != exponent >> 16) & 0xffff;
-        }
-        x &= is_finite;
+        x &= finite_numbers(x, shape->dtype);
         memcpy(room + i, &x, sizeof x);
     }
     return room;

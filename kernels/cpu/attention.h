@@ -12,7 +12,7 @@
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
-#include "cache_layout.h"
+#include "cache_shape.h"
 
 enum { TILE = 512 }; /* tokens: a larger one has fewer sums to join, a smaller one lies in a nearer cache */
 

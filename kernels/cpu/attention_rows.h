@@ -32,28 +32,29 @@ typedef struct {
     const char *after_keys[TILE_CHUNKS], *after_values[TILE_CHUNKS]; /* chunks that are read a little later */
 } Tile;
 
-/* sums[row][v] += a[row, step] * b[v][step], steps ascending. If not NULL, `later` stands as b does, and is fetched. */
-INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int a_stride, const char *const *b,
-                     const char *const *later, int b_stride, int steps, const int rows, const int vectors,
-                     const int dtype) {
-    for (int step = 0; step < steps; step++) {
-        Words right[MAX_VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) right[v] = load_words(b[v] + (size_t)step * b_stride);
-        if (later)
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) __builtin_prefetch(later[v] + (size_t)step * b_stride);
+/* sums[row][v] += a[row] * b[v], one unit of a each. */
+INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int a_stride,
+                     const Words b[MAX_VECTORS], const int rows, const int vectors, const int dtype) {
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; row++) {
-            Words left = all_words(a[row * a_stride + step]);
+    for (int row = 0; row < rows; row++) {
+        Words left = all_words(a[row * a_stride]);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[row][v] = add_unit(sums[row][v], left, right[v], dtype);
-        }
+        for (int v = 0; v < vectors; v++) sums[row][v] = add_unit(sums[row][v], left, b[v], dtype);
     }
 }
 
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
+
+/* Scores become minus infinity where the row does not see the token, and join its highest. */
+static __attribute__((noinline)) void hide_scores(Block *block, int vector, int rows, int vectors) {
+    for (int row = 0; row < rows; row++)
+        for (int i = vector * LANES; i < (vector + vectors) * LANES; i += LANES) {
+            const Floats scores = hide(load_floats(&block->scores[row][i]), block->seen[row], i);
+            store_floats(&block->scores[row][i], scores);
+            block->highest[row] = larger(scores, block->highest[row]);
+        }
+}
 
 /* Scores of `vectors` vectors of tokens, from `vector` on. */
 INLINE void score_vectors(const Work *work, const Tile *tile, const uint32_t *q, Block *block, int vector,
@@ -65,20 +66,27 @@ INLINE void score_vectors(const Work *work, const Tile *tile, const uint32_t *q,
         later[v] = tile->after_keys[chunk] + offset;
     }
     Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
-    multiply(sums, q, work->units, keys, block->fetches ? later : NULL, CHUNK * 4, work->units, rows,
-             vectors, dtype);
+    for (int unit = 0, offset = 0; unit < work->units; unit++, offset += CHUNK * 4) {
+        Words right[MAX_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) right[v] = load_words(keys[v] + offset);
+        if (block->fetches)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) __builtin_prefetch(later[v] + offset);
+        multiply(sums, q + unit, work->units, right, rows, vectors, dtype);
+    }
+    const int is_whole = vector >= block->whole_begin && vector + vectors <= block->whole_end;
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++) {
         Floats highest = block->highest[row];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            Floats scores = sums[row][v];
-            if (!block->is_whole) scores = hide(scores, block->seen[row], (vector + v) * LANES);
-            store_floats(&block->scores[row][(vector + v) * LANES], scores);
-            highest = larger(scores, highest);
+            store_floats(&block->scores[row][(vector + v) * LANES], sums[row][v]);
+            highest = larger(sums[row][v], highest);
         }
-        block->highest[row] = highest;
+        if (is_whole) block->highest[row] = highest;
     }
+    if (!is_whole) hide_scores(block, vector, rows, vectors);
 }
 
 INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *block, const int rows,
@@ -94,17 +102,20 @@ INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *
 /* weights[row] * V joins sums[row], for some vectors of dimensions. */
 INLINE void add_values(const Work *work, const Tile *tile, float *state, const Block *block, int dim, const int rows,
                        const int vectors, const int dtype) {
-    const int stride = LANES + work->width, units = CHUNK * (dtype == FLOAT32 ? 4 : 2) / 4;
+    const int stride = LANES + work->width;
+    const unsigned units = CHUNK * (dtype == FLOAT32 ? 4 : 2) / 4, width = work->width;
     Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
-    for (int chunk = block->begin; chunk < block->end; chunk++) {
-        const char *right[MAX_VECTORS], *later[MAX_VECTORS];
-        for (int v = 0; v < vectors; v++) {
-            const size_t offset = (dim + v * LANES) * 4;
-            right[v] = tile->values[chunk] + offset;
-            later[v] = tile->after_values[chunk] + offset;
-        }
-        multiply(sums, &block->weights[0][chunk * units], TILE, right, block->fetches ? later : NULL, work->width * 4,
-                 units, rows, vectors, dtype);
+    for (unsigned unit = block->begin * units; unit < block->end * units; unit++) {
+        const size_t offset = ((size_t)(unit % units) * width + dim) * 4;
+        const char *values = tile->values[unit / units] + offset;
+        Words right[MAX_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) right[v] = load_words(values + v * VECTOR_BYTES);
+        if (block->fetches)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                __builtin_prefetch(tile->after_values[unit / units] + offset + v * VECTOR_BYTES);
+        multiply(sums, &block->weights[0][unit], TILE, right, rows, vectors, dtype);
     }
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++)
@@ -121,15 +132,15 @@ static int window_of(const Attention *args, const AttentionItem *item) { return 
 /* What of a tile these rows see; returns whether it is anything. */
 INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
     const int window = window_of(work->args, work->item), position = work->item->position - tile->first;
-    const int last = position + (row + rows - 1) / work->group, first = position + row / work->group - window + 1;
-    block->begin = window && first > 0 ? max(tile->begin, first / CHUNK) : tile->begin;
-    block->end = last < 0 ? 0 : min(tile->end, last / CHUNK + 1);
-    block->is_whole = 1;
     for (int r = 0; r < rows; r++) {
-        const int last = position + (row + r) / work->group, first = window ? last - window + 1 : -1;
-        block->seen[r] = (Seen){(float)first, (float)last};
-        block->is_whole &= first <= block->begin * CHUNK && last >= block->end * CHUNK - 1;
+        const int last = position + (row + r) / work->group;
+        block->seen[r] = (Seen){window ? last - window + 1 : -1, last};
     }
+    const Seen first_row = block->seen[0], last_row = block->seen[rows - 1];
+    block->begin = max(tile->begin, first_row.first / CHUNK);
+    block->end = last_row.last < 0 ? 0 : min(tile->end, last_row.last / CHUNK + 1);
+    block->whole_begin = last_row.first > 0 ? (last_row.first + LANES - 1) / LANES : 0;
+    block->whole_end = (first_row.last + 1) / LANES;
     return block->begin < block->end;
 }
 

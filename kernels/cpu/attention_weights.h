@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "attention.h"
+#include "cache_layout.h"
 #include "vector_math.h"
 
 #define TILE_CHUNKS (TILE / CHUNK)
@@ -20,7 +21,7 @@
 
 /* Tokens of a tile that a row sees. */
 typedef struct {
-    float first, last; /* from the tile's first token on; the latter may lie beyond it */
+    int first, last; /* from the tile's first token on; either may lie beyond it */
 } Seen;
 
 /* Some rows' scores of a tile, then their weights. */
@@ -31,16 +32,15 @@ typedef struct {
     float maximum[LANES];     /* of each row's; 0 where it sees nothing */
     float kept[LANES], added[LANES]; /* factors of each row's sums of the tiles before, and of this one */
     Seen seen[MAX_ROWS];
-    int begin, end; /* chunks of the tile that some of the rows see, */
-    int is_whole;   /* and whether every row sees every token of them */
-    int fetches;    /* what is read later is fetched meanwhile */
+    int begin, end; /* chunks of the tile that some of the rows see */
+    int whole_begin, whole_end; /* vectors of tokens that each row sees every lane of */
+    int fetches; /* what is read later is fetched meanwhile */
 } Block;
 
 /* The scores of the tokens from `token` on, minus infinity for those that the row does not see. */
 INLINE Floats hide(Floats scores, Seen seen, int token) {
-    Floats tokens;
-    for (int i = 0; i < LANES; i++) tokens[i] = (float)i;
-    tokens += (float)token;
+    Signed tokens;
+    for (int i = 0; i < LANES; i++) tokens[i] = token + i;
     return choose((tokens <= seen.last) & (tokens >= seen.first), scores, all_floats(-INFINITY));
 }
 

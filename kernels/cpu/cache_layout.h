@@ -8,18 +8,10 @@
 #ifndef CACHE_LAYOUT_H
 #define CACHE_LAYOUT_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "vectors.h"
+#include "cache_shape.h"
+#include "vector_math.h"
 
 #define CHUNK 16 /* tokens */
-
-typedef struct {
-    int32_t num_kv_heads, head_dim, block_size;
-    int32_t dtype; /* BFLOAT16 or FLOAT32 */
-} CacheShape;
 
 INLINE int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
@@ -46,6 +38,44 @@ INLINE void put_in_chunk(const CacheShape *shape, void *chunk, int is_value, int
     } else {
         uint16_t *pairs = (uint16_t *)chunk + token / 2 * width * 2;
         store_in_pairs(pairs, token % 2, row, shape->head_dim);
+    }
+}
+
+/* K of all tokens of a chunk, rows so many bytes apart. */
+INLINE void put_keys(void *chunk, const CacheShape *shape, const char *rows, size_t stride) {
+    const int units = shape->head_dim * number_bytes(shape) / 4;
+    int unit = 0;
+    for (; unit + LANES <= units; unit += LANES)
+        for (int token = 0; token < CHUNK; token += LANES) {
+            Floats square[LANES]; /* units as they are */
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) square[i] = load_floats(rows + (token + i) * stride + unit * 4);
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) store_floats((float *)chunk + (unit + i) * CHUNK + token, square[i]);
+        }
+    for (; unit < units; unit++)
+        for (int token = 0; token < CHUNK; token++)
+            memcpy((float *)chunk + unit * CHUNK + token, rows + token * stride + unit * 4, 4);
+}
+
+/* V likewise. */
+INLINE void put_values(void *chunk, const CacheShape *shape, const char *rows, size_t stride) {
+    const int head_dim = shape->head_dim, width = padded_dim(head_dim);
+    if (shape->dtype == FLOAT32) {
+        for (int token = 0; token < CHUNK; token++)
+            memcpy((float *)chunk + token * width, rows + token * stride, head_dim * sizeof(float));
+        return;
+    }
+    for (int token = 0; token < CHUNK; token += 2, rows += 2 * stride) {
+        const uint16_t *first = (const uint16_t *)rows, *second = (const uint16_t *)(rows + stride);
+        uint32_t *units = (uint32_t *)chunk + token / 2 * width;
+        int dim = 0;
+        for (; dim + LANES <= head_dim; dim += LANES) {
+            const Words low = (Words)load_bfloat16(first + dim) >> 16, high = (Words)load_bfloat16(second + dim);
+            store_floats(units + dim, (Floats)(low | high));
+        }
+        for (; dim < head_dim; dim++) units[dim] = first[dim] | (uint32_t)second[dim] << 16;
     }
 }
 

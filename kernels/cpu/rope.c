@@ -1,61 +1,113 @@
 #include "rope.h"
 
+#include "cache_layout.h"
 #include "pool.h"
 #include "row_math.h"
 
-enum { MAX_HEAD_DIM = 4096 }; /* a head is rotated on the stack */
+enum {
+    MAX_HEAD_DIM = 4096,  /* a head is rotated on the stack; */
+    CHUNK_HEAD_DIM = 256, /* up to this one a whole chunk's */
+};
 
-/* One head of Q or K: x [head_dim] of dtype -> out, the same dtype. */
-INLINE void rotate_head(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
-    const int head_dim = args->shape.head_dim, half = head_dim / 2;
-    float numbers[MAX_HEAD_DIM + LANES], rotated[MAX_HEAD_DIM + LANES];
-    if (args->head_norms) {
-        normalise(x, dtype, args->head_norms + (size_t)head * head_dim, args->eps, head_dim, numbers, FLOAT32);
-    } else {
-        int i = 0;
-        for (; i + LANES <= head_dim; i += LANES) store_floats(numbers + i, load_numbers(x, i, dtype));
-        if (i < head_dim) store_floats(numbers + i, load_tail(x, i, head_dim - i, dtype));
-    }
-    const float *result = numbers;
-    if (args->cos) {
-        const float *cos = args->cos + args->positions[token] * head_dim;
-        const float *sin = args->sin + args->positions[token] * head_dim;
-        for (int i = 0; i < half; i++) rotated[i] = numbers[i] * cos[i] + numbers[i + half] * sin[i];
-        for (int i = half; i < head_dim; i++) rotated[i] = numbers[i] * cos[i] + numbers[i - half] * sin[i];
-        result = rotated;
-    }
+/* A vector of each half, from `index` on, turned by their angles. */
+INLINE void rotate_vectors(const void *x, const int x_dtype, const float *cos, const float *sin, int half, int index,
+                           void *out, const int dtype) {
+    const int other = index + half;
+    const Floats a = load_numbers(x, index, x_dtype), b = load_numbers(x, other, x_dtype);
+    store_numbers(out, index, a * load_floats(cos + index) + b * load_floats(sin + index), dtype);
+    store_numbers(out, other, b * load_floats(cos + other) + a * load_floats(sin + other), dtype);
+}
+
+/* x [2 * half] of x_dtype -> out of dtype, elsewhere. */
+INLINE void rotate(const void *x, const int x_dtype, const float *cos, const float *sin, int half, void *out,
+                   const int dtype) {
     int i = 0;
-    for (; i + LANES <= head_dim; i += LANES) store_numbers(out, i, load_floats(result + i), dtype);
-    if (i < head_dim) store_tail(out, i, head_dim - i, load_tail(result, i, head_dim - i, FLOAT32), dtype);
-}
-
-INLINE int is_finite_row(const void *x, int width, const int dtype) {
-    uint32_t found = 0;
-    for (int i = 0; i < width; i++) {
-        if (dtype == FLOAT32)
-            found |= (((const uint32_t *)x)[i] & 0x7f800000) == 0x7f800000;
-        else
-            found |= (((const uint16_t *)x)[i] & 0x7f80) == 0x7f80;
+    for (; i + LANES <= half; i += LANES) rotate_vectors(x, x_dtype, cos, sin, half, i, out, dtype);
+    if (i == half) return;
+    if (half >= LANES) { /* some numbers twice, to the same effect */
+        rotate_vectors(x, x_dtype, cos, sin, half, half - LANES, out, dtype);
+        return;
     }
-    return !found;
+    const Floats a = load_tail(x, 0, half, x_dtype), b = load_tail(x, half, half, x_dtype);
+    const Floats cos_a = load_tail(cos, 0, half, FLOAT32), cos_b = load_tail(cos, half, half, FLOAT32);
+    const Floats sin_a = load_tail(sin, 0, half, FLOAT32), sin_b = load_tail(sin, half, half, FLOAT32);
+    store_tail(out, 0, half, a * cos_a + b * sin_a, dtype);
+    store_tail(out, half, half, b * cos_b + a * sin_b, dtype);
 }
 
-INLINE void write_token(const RopeKvWrite *args, int token, const int dtype) {
+INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
+    const int head_dim = args->shape.head_dim;
+    const float *cos = args->cos + (args->cos ? args->positions[token] * head_dim : 0);
+    const float *sin = args->sin + (args->cos ? args->positions[token] * head_dim : 0);
+    if (!args->head_norms) {
+        if (args->cos)
+            rotate(x, dtype, cos, sin, head_dim / 2, out, dtype);
+        else
+            memcpy(out, x, head_dim * element_bytes(dtype));
+        return;
+    }
+    const float *weight = args->head_norms + (size_t)head * head_dim;
+    if (!args->cos) {
+        normalise(x, dtype, weight, args->eps, head_dim, out, dtype);
+        return;
+    }
+    float normed[MAX_HEAD_DIM];
+    normalise(x, dtype, weight, args->eps, head_dim, normed, FLOAT32);
+    rotate(normed, FLOAT32, cos, sin, head_dim / 2, out, dtype);
+}
+
+/* One head of Q or K: x [head_dim] -> out, elsewhere; both of the cache's dtype. */
+static __attribute__((noinline)) void rotate_head(const RopeKvWrite *args, int token, int head, const void *x,
+                                                  void *out) {
+    if (args->shape.dtype == FLOAT32)
+        rotate_numbers(args, token, head, x, out, FLOAT32);
+    else
+        rotate_numbers(args, token, head, x, out, BFLOAT16);
+}
+
+INLINE int is_finite_row(const char *x, int bytes, const int dtype) {
+    Words finite = all_words(0xffffffff), tail = {0};
+    int i = 0;
+    for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) finite &= finite_numbers(load_words(x + i), dtype);
+    if (i < bytes) memcpy(&tail, x + i, bytes - i);
+    return !is_any_set(~(finite & finite_numbers(tail, dtype)));
+}
+
+static int is_finite_head(const CacheShape *shape, const char *x) {
+    const int bytes = shape->head_dim * number_bytes(shape);
+    return shape->dtype == FLOAT32 ? is_finite_row(x, bytes, FLOAT32) : is_finite_row(x, bytes, BFLOAT16);
+}
+
+/* Q, K or V of a token: a head of all that it has. */
+static const char *head_of(const RopeKvWrite *args, int token, int head) {
+    const size_t num_heads = args->num_heads + 2 * args->shape.num_kv_heads;
+    return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * number_bytes(&args->shape);
+}
+
+/* A token's K, turned, for the cache. */
+static void make_key(const RopeKvWrite *args, int token, int kv_head, char *key) {
+    const int head = args->num_heads + kv_head;
+    rotate_head(args, token, head, head_of(args, token, head), key);
+    const char *value = head_of(args, token, head + args->shape.num_kv_heads);
+    if (!is_finite_head(&args->shape, key) || !is_finite_head(&args->shape, value)) memset(key, 0xff, 4);
+}
+
+static void write_q(const RopeKvWrite *args, int token) {
+    const size_t head_bytes = args->shape.head_dim * number_bytes(&args->shape);
+    char *q = (char *)args->q + (size_t)token * args->num_heads * head_bytes;
+    for (int head = 0; head < args->num_heads; head++)
+        rotate_head(args, token, head, head_of(args, token, head), q + head * head_bytes);
+}
+
+/* K and V of a token. */
+static void write_kv(const RopeKvWrite *args, int token) {
     const CacheShape *shape = &args->shape;
-    const int num_heads = args->num_heads, num_kv_heads = shape->num_kv_heads;
-    const size_t head_bytes = shape->head_dim * element_bytes(dtype);
-    const char *x = (const char *)args->qkv + (size_t)token * (num_heads + 2 * num_kv_heads) * head_bytes;
-    char *q = (char *)args->q + (size_t)token * num_heads * head_bytes;
-    for (int head = 0; head < num_heads; head++)
-        rotate_head(args, token, head, x + head * head_bytes, q + head * head_bytes, dtype);
     const int64_t slot = args->slots[token];
     if (slot < 0) return;
-    for (int head = 0; head < num_kv_heads; head++) {
-        float key[MAX_HEAD_DIM]; /* of dtype */
-        const char *value = x + (num_heads + num_kv_heads + head) * head_bytes;
-        rotate_head(args, token, num_heads + head, x + (num_heads + head) * head_bytes, key, dtype);
-        if (!is_finite_row(key, shape->head_dim, dtype) || !is_finite_row(value, shape->head_dim, dtype))
-            memset(key, 0xff, 4);
+    for (int head = 0; head < shape->num_kv_heads; head++) {
+        char key[MAX_HEAD_DIM * 4] __attribute__((aligned(64)));
+        make_key(args, token, head, key);
+        const char *value = head_of(args, token, args->num_heads + shape->num_kv_heads + head);
         const int64_t block = slot / shape->block_size;
         const int offset = (int)(slot % shape->block_size);
         put_in_cache(shape, args->layer, block, offset, 0, head, key);
@@ -63,15 +115,55 @@ INLINE void write_token(const RopeKvWrite *args, int token, const int dtype) {
     }
 }
 
+/* Whether the tokens from this one on are those of a chunk. */
+static int is_chunk(const RopeKvWrite *args, int token, int end) {
+    const int64_t *slots = args->slots + token;
+    if (end - token < CHUNK || args->shape.block_size < CHUNK || args->shape.head_dim > CHUNK_HEAD_DIM) return 0;
+    if (slots[0] < 0 || slots[0] % CHUNK) return 0;
+    for (int i = 1; i < CHUNK; i++)
+        if (slots[i] != slots[0] + i) return 0;
+    return 1;
+}
+
+/* What is written whole is read first; it comes from memory while the rows that go there are made. */
+static void fetch_chunk(const char *chunk, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(chunk + i, 1);
+}
+
+/* K and V of all tokens of a chunk. */
+static void write_chunk(const RopeKvWrite *args, int token) {
+    const CacheShape *shape = &args->shape;
+    const int num_heads = args->num_heads + 2 * shape->num_kv_heads, block_size = shape->block_size;
+    const size_t head_bytes = shape->head_dim * number_bytes(shape), bytes = chunk_bytes(shape);
+    const int64_t block = args->slots[token] / block_size;
+    char *place = (char *)args->layer + args->slots[token] % block_size / CHUNK * bytes;
+    for (int head = 0; head < shape->num_kv_heads; head++) {
+        char rows[CHUNK * CHUNK_HEAD_DIM * 4] __attribute__((aligned(64)));
+        char *keys = place + head_offset(shape, block, 0, head), *values = place + head_offset(shape, block, 1, head);
+        fetch_chunk(keys, bytes);
+        fetch_chunk(values, bytes);
+        for (int i = 0; i < CHUNK; i++) make_key(args, token + i, head, rows + i * head_bytes);
+        put_keys(keys, shape, rows, head_bytes);
+        const char *value_rows = head_of(args, token, args->num_heads + shape->num_kv_heads + head);
+        put_values(values, shape, value_rows, num_heads * head_bytes);
+    }
+}
+
+static void write_tokens(const RopeKvWrite *args, int token, int end) {
+    while (token < end) {
+        const int is_whole = is_chunk(args, token, end);
+        if (is_whole) write_chunk(args, token);
+        for (const int after = token + (is_whole ? CHUNK : 1); token < after; token++) {
+            write_q(args, token);
+            if (!is_whole) write_kv(args, token);
+        }
+    }
+}
+
 void rope_kv_write_part(const RopeKvWrite *args, int thread, int num_threads) {
     const int64_t count = args->num_tokens;
-    const int end = (int)(count * (thread + 1) / num_threads);
-    for (int token = (int)(count * thread / num_threads); token < end; token++) {
-        if (args->shape.dtype == FLOAT32)
-            write_token(args, token, FLOAT32);
-        else
-            write_token(args, token, BFLOAT16);
-    }
+    const int begin = (int)(count * thread / num_threads), end = (int)(count * (thread + 1) / num_threads);
+    write_tokens(args, begin, end);
 }
 
 static void rope_kv_write_job(void *args, int thread, int num_threads) {

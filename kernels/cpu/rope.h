@@ -8,7 +8,7 @@
 #ifndef ROPE_H
 #define ROPE_H
 
-#include "cache_layout.h"
+#include "cache_shape.h"
 
 typedef struct {
     const void *qkv;         /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of dtype: Q, K, V */

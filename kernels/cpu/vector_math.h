@@ -27,6 +27,25 @@ INLINE Floats larger(Floats x, Floats than) {
 #endif
 }
 
+/* All bits of each number that is one and no infinity. */
+INLINE Words finite_numbers(Words x, const int dtype) {
+    if (dtype == FLOAT32) return (Words)((x & 0x7f800000) != 0x7f800000);
+    typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES)));
+    return (Words)(((Shorts)x & 0x7f80) != 0x7f80);
+}
+
+INLINE int is_any_set(Words bits) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)bits, (__m512i)bits) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)bits, (__m256i)bits);
+#else
+    uint32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= bits[i];
+    return found != 0;
+#endif
+}
+
 /* Lane i becomes lane i ^ n. */
 #if defined(__clang__)
 #define PERMUTED(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
@@ -42,6 +61,30 @@ INLINE Floats larger(Floats x, Floats than) {
 #else
 #define SWAPPED(x, n) PERMUTED(x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n)
 #endif
+
+/* In every square of n x n lanes, those above the diagonal change places with those below it. */
+#define EXCHANGE(rows, n)                                                                                              \
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                                                         \
+        if (i & n) continue;                                                                                           \
+        const Signed stays = (lanes & n) == 0;                                                                         \
+        const Floats low = rows[i], high = rows[i | n];                                                                \
+        rows[i] = choose(stays, low, SWAPPED(high, n));                                                                \
+        rows[i | n] = choose(stays, SWAPPED(low, n), high);                                                            \
+    }
+
+/* Lane j of row i becomes lane i of row j. */
+INLINE void transpose(Floats rows[LANES]) {
+    Signed lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    EXCHANGE(rows, 1)
+    EXCHANGE(rows, 2)
+#if LANES >= 8
+    EXCHANGE(rows, 4)
+#endif
+#if LANES == 16
+    EXCHANGE(rows, 8)
+#endif
+}
 
 /* The sum of all lanes: halves are added to each other, then quarters, and so on. */
 INLINE float sum_of(Floats x) {

@@ -6,8 +6,7 @@
 #ifndef VECTORS_H
 #define VECTORS_H
 
-#include <stdint.h>
-#include <string.h>
+#include "elements.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -24,14 +23,6 @@
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
-
-/* Element types as Python passes them. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-INLINE int64_t element_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 /* No alignment is needed to load and store. */
 INLINE Floats load_floats(const void *from) {
@@ -86,10 +77,10 @@ INLINE Floats load_bfloat16(const uint16_t *from) {
 /* In the lower halves. */
 INLINE Words bfloat16_words(Floats values) {
     Words words = (Words)values;
-    Words is_nan = (Words)((words & 0x7fffffff) > 0x7f800000);
-    Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    Words quiet = (words >> 16) | 0x40;
-    return (rounded & ~is_nan) | (quiet & is_nan);
+    Words is_nan = (Words)(values != values);
+    Words rounded = words + 0x7fff + ((words >> 16) & 1);
+    Words quiet = words | 0x400000;
+    return ((rounded & ~is_nan) | (quiet & is_nan)) >> 16;
 }
 
 INLINE void store_bfloat16(uint16_t *to, Floats values) {

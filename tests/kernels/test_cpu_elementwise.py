@@ -158,6 +158,33 @@ def test_cache_write_stores_what_it_should_where_it_should(block_size, dtype, li
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 12, 24, 64, 80, 288])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_a_chunk_written_at_once_is_that_of_its_tokens(block_size, head_dim, dtype, library):
+    """Chunks 1 and 2 of slots, parts of those beside them, then one whose tokens do not follow each other."""
+    caches = [CpuKVCache(1, 128 // block_size, block_size, 2, head_dim, dtype) for _ in range(3)]
+    for cache in caches:
+        cache.layers[0].fill_(-7.0)
+    slots = torch.tensor([*range(11, 52), *range(64, 72), *range(73, 80), 72])
+    qkv = torch.randn(len(slots), 8 * head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    qkv[20, 5 * head_dim + 1] = torch.inf
+    qkv[30, 7 * head_dim - 1] = torch.nan
+    rope, table, positions = CpuRope(library, 4), table_of(head_dim, 100.0), torch.arange(len(slots))
+    rope(qkv, table, positions, caches[0], 0, slots)
+    for i in range(len(slots)):
+        rope(qkv[i : i + 1].clone(), table, positions[i : i + 1], caches[1], 0, slots[i : i + 1])
+    assert torch.equal(caches[0].layers[0].view(torch.uint8), caches[1].layers[0].view(torch.uint8))
+    heads = qkv.view(len(slots), 8, head_dim)[:, 4:6]
+    keys = rotate(heads, *rotary_tables(positions, rotary_frequencies(head_dim, 100.0))).to(dtype)
+    caches[2].write(0, slots, torch.cat((keys.flatten(1), qkv[:, 6 * head_dim :]), 1))
+    is_good = torch.tensor([i not in (20, 30) for i in range(len(slots))])
+    for mine, expected in zip(
+        (caches[0].keys(0), caches[0].values(0)), (caches[2].keys(0), caches[2].values(0)), strict=True
+    ):
+        assert torch.equal(mine.flatten(0, 1)[slots[is_good]], expected.flatten(0, 1)[slots[is_good]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("head", [5, 7])  # the second of K, and of V
 def test_a_key_or_value_that_is_not_finite_shows_as_nan_in_the_key(head, bad, dtype, library):
