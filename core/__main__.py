@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     if started is None:
         return EXIT_START_FAILED
     try:
-        return run(started.engine, started.io)
+        return run(started.engine, started.io, started.executor.prepare_ahead)
     finally:
         started.close_capture()
         started.executor.close()

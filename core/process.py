@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from core import log
@@ -30,11 +30,11 @@ class Engine(Protocol):
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, EngineReply]]: ...
 
 
-def run(engine: Engine, io: IOThread) -> int:
+def run(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> int:
     """Serve until drained; returns the exit code of the process. An exception in a step ends the engine: its state can
-    no longer be trusted, and every client is told."""
+    no longer be trusted, and every client is told. prepare_ahead: the executor's."""
     try:
-        _loop(engine, io)
+        _loop(engine, io, prepare_ahead)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.say(traceback.format_exc())
@@ -46,10 +46,11 @@ def run(engine: Engine, io: IOThread) -> int:
     return EXIT_OK
 
 
-def _loop(engine: Engine, io: IOThread) -> None:
+def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> None:
     inbox = io.inbox
     while engine.has_unfinished or not inbox.has_ended:
-        messages = inbox.drain(0 if engine.has_work else _HELD_S if engine.has_unfinished else None)
+        is_busy = engine.has_work or prepare_ahead()
+        messages = inbox.drain(0 if is_busy else _HELD_S if engine.has_unfinished else None)
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
             inbox.settle(*engine.count_waiting())  # before clients know: then what they see is accounted for

@@ -131,6 +131,9 @@ class FakeExecutor:
                     parts.append(fake_logprobs(tokens, at, *args))
         return concat_logprobs(sorted(parts, key=lambda part: int(part.positions[0])))
 
+    def prepare_ahead(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -65,6 +65,9 @@ class Executor(Protocol):
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Begin a step; plan is not empty."""
 
+    def prepare_ahead(self) -> bool:
+        """There is nothing to run: use some milliseconds for steps to come. Whether more could be of use."""
+
     def close(self) -> None: ...
 
 

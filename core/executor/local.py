@@ -14,6 +14,7 @@ from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
 from ipc.hub import hub_name
 from ipc.model_files import resolve_model
+from kernels.blocks_ahead import BlocksAhead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,6 +24,7 @@ class LocalExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(num_threads(config))
+        self._ahead: BlocksAhead | None = None  # of a cache in the machine's memory
         path = resolve_model(config.model)
         dtype = self.choose_dtype(config)
         self._model, fingerprint, label = load_model(path, dtype, config)
@@ -65,11 +67,20 @@ class LocalExecutor:
                 f"{error}; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes"
             ) from error
 
+        self._ahead = BlocksAhead(self.runner.cache)
+
     def measure_costs(self) -> Costs:
         return self.runner.measure_costs()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
+        if self._ahead is not None:
+            self._ahead.use(plan.block_ids)
+            for new in plan.added:
+                self._ahead.use(new.block_ids)
         return FinishedStep(self.runner.execute(plan))
+
+    def prepare_ahead(self) -> bool:
+        return self._ahead is not None and self._ahead.take()
 
     def close(self) -> None:
         """Memory goes with the process."""

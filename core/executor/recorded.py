@@ -48,6 +48,9 @@ class RecordedExecutor:
             raise NotRecordedError(f"the capture has no tokens for the {len(plan.rows)} rows of plan {plan.step}")
         return ModelRunnerOutput(plan.step, np.frombuffer(step.tokens, "<i4").astype(np.int32, copy=False))
 
+    def prepare_ahead(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing is held."""
 
