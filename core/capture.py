@@ -116,6 +116,7 @@ class _Tap:
         self.cache_memory_bytes = executor.cache_memory_bytes
         self.initialize_cache = executor.initialize_cache
         self.measure_costs = executor.measure_costs
+        self.prepare_ahead = executor.prepare_ahead
         self.close = executor.close
         self._execute = executor.execute
         self._on_plan = on_plan

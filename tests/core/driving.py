@@ -193,6 +193,9 @@ class PagedExecutor:
     def initialize_cache(self, config: EngineConfig) -> None:
         raise AssertionError("the config of these tests is resolved")
 
+    def prepare_ahead(self) -> bool:
+        raise AssertionError("nobody is idle here")
+
     def close(self) -> None:
         """Nothing is held."""
 

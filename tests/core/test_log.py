@@ -74,7 +74,7 @@ class Io:
     def finish(text, timeout): os.write(1, text.encode())
 from core import log
 for _ in range(3000): log.say("y" * 100)
-code = process.run(Broken(), Io)
+code = process.run(Broken(), Io, lambda: False)
 os._exit(code)
 """
     read, write = os.pipe()

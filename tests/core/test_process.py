@@ -268,11 +268,17 @@ class Broken:
         raise RuntimeError("matrix is singular\nsecond line")
 
 
+@pytest.mark.parametrize("has_preparations", [False, True])
 def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
-    harness: Harness, capfd: pytest.CaptureFixture[str]
+    harness: Harness, capfd: pytest.CaptureFixture[str], has_preparations: bool
 ) -> None:
+    """An engine without work takes in messages though there is always more to prepare."""
     codes: list[int] = []
-    engine = threading.Thread(target=lambda: codes.append(process.run(Broken(), harness.io)))  # type: ignore[arg-type]
+
+    def run() -> None:
+        codes.append(process.run(Broken(), harness.io, lambda: has_preparations))  # type: ignore[arg-type]
+
+    engine = threading.Thread(target=run)
     engine.start()
     with RawClient(harness.address) as client, RawClient(harness.address) as other:
         client.add(1, [1])

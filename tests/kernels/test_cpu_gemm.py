@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.cpu_build import usable_variants
+from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import load_cpu_library
 from kernels.linear import probe_inputs
@@ -174,3 +175,66 @@ def test_allocations_are_aligned_zero_and_apart(c_library):
     for value, block in enumerate(blocks, 1):
         block.fill_(value)
     assert [int(block.min()) for block in blocks] == [int(block.max()) for block in blocks] == [1, 2, 3, 4, 5]
+
+
+def compact(variant, weight, **options):
+    """Weights in 12 bits; skips where the instruction set has nothing for them."""
+    matrix = PackedMatrix(variant, weight, **options)
+    if variant.variant not in ("avx512", "avx512bf16"):
+        assert not matrix.is_compact
+        pytest.skip("only AVX-512 unpacks compact weights")
+    assert matrix.is_compact
+    return matrix
+
+
+def all_patterns():
+    """[1024, 512]: each panel has 2,048 of all numbers in an eighth of its pairs, 16 upper bytes else."""
+    values = torch.randint(0, 256, (1024, 512), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    upper = torch.randint(0, 16, (1024, 512), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    bits = values | (0x38 + upper % 8 + upper // 8 * 0x80) << 8
+    bits.view(32, 32, 8, 64)[:, :, 2] = torch.arange(2**16, dtype=torch.int32).view(32, 32, 64)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (33, 64), (1, 4), (320, 8), (576, 1536)], ids=str)
+def test_compact_weights_give_the_bits_of_whole_ones(variant, shape):
+    """Which those with two more columns of zeros are: their depth is not a multiple of four."""
+    weight = numbers(*shape, dtype=torch.bfloat16)
+    weight.view(-1)[:: max(1021, shape[1] * 7)] = 1e-20  # its upper byte is in no table
+    matrix = compact(variant, weight, out_dtype=torch.float32)
+    whole = PackedMatrix(variant, torch.nn.functional.pad(weight, (0, 2)), out_dtype=torch.float32)
+    assert not whole.is_compact
+    for num_rows in (*range(1, 33), 100, 700):
+        x = numbers(num_rows, shape[1], dtype=torch.bfloat16, seed=num_rows)
+        assert torch.equal(matrix(x), whole(torch.nn.functional.pad(x, (0, 2)))), num_rows
+
+
+def test_compact_weights_are_exact(variant):
+    """Every number there is, seen through the rows of an embedding table and through a product."""
+    weight = all_patterns()
+    matrix = compact(variant, weight, out_dtype=torch.float32)
+    found = CpuEmbedding(variant, matrix)(torch.arange(1024))
+    is_nan = weight.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found.view(torch.int32)[~is_nan], weight.float().view(torch.int32)[~is_nan])
+    whole = PackedMatrix(variant, torch.nn.functional.pad(weight, (0, 2)), out_dtype=torch.float32)
+    x = numbers(20, 512, dtype=torch.bfloat16)
+    got, expected = matrix(x), whole(torch.nn.functional.pad(x, (0, 2)))
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[~got.isnan()], expected[~expected.isnan()])
+
+
+def test_weights_are_compact_where_that_is_smaller(variant):
+    weight = numbers(320, 576, dtype=torch.bfloat16) * 0.05
+    assert compact(variant, weight).packed.nbytes < 0.8 * weight.nbytes
+    assert not PackedMatrix(variant, weight.float()).is_compact
+    bits = torch.randint(-(2**15), 2**15, (320, 576), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
+    assert not PackedMatrix(variant, bits.view(torch.bfloat16)).is_compact
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])
+def test_compact_weights_with_a_gate(variant, function):
+    weight, x = numbers(200, 64, dtype=torch.bfloat16), numbers(9, 64, dtype=torch.bfloat16, seed=1)
+    got = compact(variant, weight, gate=function)(x)
+    whole = PackedMatrix(variant, torch.nn.functional.pad(weight, (0, 2)), gate=function)
+    assert torch.equal(got, whole(torch.nn.functional.pad(x, (0, 2))))

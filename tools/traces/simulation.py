@@ -76,6 +76,9 @@ class _TimedExecutor:
         self.duration_ns = self._step_time.of(plan, context)
         return self._inner.execute(plan)
 
+    def prepare_ahead(self) -> bool:
+        return self._inner.prepare_ahead()
+
     def close(self) -> None:
         self._inner.close()
 
