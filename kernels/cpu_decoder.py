@@ -114,7 +114,7 @@ class CpuDecoder:
         self._decoder = _decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
-        streams = int(_weight_bytes(layers, head) > _largest_cache_bytes())
+        streams = exceed_caches(_weight_bytes(layers, head))
         self._decoder.head.streams = streams
         for layer in self._layers:
             layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
@@ -235,13 +235,13 @@ def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix) -> int:
     return sum(matrix.packed.nbytes for matrix in matrices)
 
 
-def _largest_cache_bytes() -> int:
-    """What the CPU's caches can keep from a step to the next one at most."""
+def exceed_caches(num_bytes: int) -> bool:
+    """Whether the CPU's caches cannot keep so much from a step to the next one."""
     try:
         sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
     except (OSError, ValueError):  # another system says it in another way
         sizes = []
-    return max(sizes, default=_USUAL_CACHE_BYTES)
+    return num_bytes > max(sizes, default=_USUAL_CACHE_BYTES)
 
 
 def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> _DecoderArguments:
