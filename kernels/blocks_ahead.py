@@ -28,7 +28,8 @@ class BlocksAhead:
         self._piece = max(1, _PIECE_BYTES // self._block_bytes)
         self._highest = 0  # block that has been in use
         self._num_taken = 0  # blocks that have memory in every layer,
-        self._layer = 0  # and the layers before this one for a piece more
+        self._end = 0  # and so many in the layers before this one
+        self._layer = 0
 
     def use(self, block_ids: NDArray[np.int32]) -> None:
         """These blocks are in use now."""
@@ -37,11 +38,14 @@ class BlocksAhead:
 
     def take(self) -> bool:
         """Take a piece; whether it was not the last for now."""
-        if self._num_taken >= min(self._num_blocks, self._highest + self._ahead):
+        if self._layer == 0:  # all layers take as many
+            wanted = min(self._num_blocks, self._highest + self._ahead)
+            self._end = min(wanted, self._num_taken + self._piece)
+        begin, end = self._num_taken, self._end
+        if begin >= end:
             return False
-        begin, end = self._num_taken, min(self._num_blocks, self._num_taken + self._piece)
         if not take_pages(self._layers[self._layer], begin * self._block_bytes, end * self._block_bytes):
-            self._num_blocks = 0  # of no use here: pages come when they are written
+            self._num_blocks = self._layer = 0  # of no use here: pages come when they are written
             return False
         self._layer += 1
         if self._layer == len(self._layers):

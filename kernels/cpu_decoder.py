@@ -156,7 +156,7 @@ class CpuDecoder:
         columns = (token_ids, positions, slots, logits_rows)
         if self._results is None or not all(map(is_, columns, self._columns)):
             self._results = self._take(*(column.contiguous() for column in columns))
-        if cache is not self._cache or not self._plans or not all(map(is_, plans, self._plans)):
+        if cache is not self._cache or len(plans) != len(self._plans) or not all(map(is_, plans, self._plans)):
             self._use(cache, plans)
         if (longest := plans[0].arguments.longest) > self._num_positions:
             self._reach(longest)
@@ -171,7 +171,8 @@ class CpuDecoder:
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Of other tokens of the last step: rows [S] int64, of which there are no more than tokens -> [S, vocab]
-        float32, the caller's. The last layer is finished for them now."""
+        float32, the caller's. The last layer is finished for them now, by the step's plans: none may have been made
+        since."""
         step = self._step
         assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
         logits = torch.empty((len(rows), self._vocab_size))

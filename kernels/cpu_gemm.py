@@ -39,7 +39,7 @@ class PackedMatrix:
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
     bfloat16 takes 12 bits a weight, exactly, where the instruction set has what unpacks them at once (is_compact; see
-    kernels/cpu/compact.h).
+    kernels/cpu/compact.h); such `packed` holds addresses in itself and must not be moved.
 
     gate: weight is [2 * out, in], gates above what they let through, and y = f(gate) * up, both rounded before it.
     """

@@ -20,9 +20,10 @@ def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layer
 
 
 class KVCache:
-    """The blocks of all layers. Memory is reserved at once but not touched: pages never written cost nothing, though
-    they are huge where the system has such, and unwritten slots hold arbitrary bits, NaN included (but for the null
-    block). device: None = the CPU's memory; pinned: which a GPU reads and writes by itself.
+    """The blocks of all layers. Memory is reserved at once but not touched: pages cost nothing until they are written,
+    or taken ahead (kernels/blocks_ahead.py), though they are huge where the system has such, and unwritten slots hold
+    arbitrary bits, NaN included (but for the null block). device: None = the CPU's memory; pinned: which a GPU reads
+    and writes by itself.
 
     Errors: MemoryError with the sizes when it cannot be reserved.
     """

@@ -63,5 +63,5 @@ class Model(Protocol):
         """token_ids, positions, slots [T] int64 -> the last layer's output [>= T, hidden]."""
 
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden as hidden_states() or the last forward() gave it; rows [S] int64, different indices of its tokens ->
-        logits [S, vocab] float32."""
+        """hidden as hidden_states() or the last forward() gave it, before metadata for another step is made; rows [S]
+        int64, different indices of its tokens -> logits [S, vocab] float32."""

@@ -144,8 +144,8 @@ class Llama:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden as hidden_states() or the last forward() gave it; rows [S] int64, different indices of its tokens ->
-        logits [S, vocab] float32."""
+        """hidden as hidden_states() or the last forward() gave it, before metadata for another step is made; rows [S]
+        int64, different indices of its tokens -> logits [S, vocab] float32."""
         if self._decoder is not None and self._decoder.is_of_last_step(hidden):
             return self._decoder.logits(rows)
         return self._head(self._norm(hidden.index_select(0, rows.to(hidden.device))))

@@ -12,8 +12,6 @@ typedef struct {
     int64_t num_before; /* of whole pairs in the panels before */
 } PanelPlan;
 
-static PanelPlan *plan_of(const GemmPack *args, int64_t panel) { return (PanelPlan *)args->plan + panel; }
-
 EXPORT int64_t compact_plan_bytes(int64_t num_columns) { return num_panels(num_columns) * (int64_t)sizeof(PanelPlan); }
 
 #if defined(__AVX512BW__)
@@ -28,6 +26,7 @@ typedef struct {
     int count;
 } Slice;
 
+static PanelPlan *plan_of(const GemmPack *args, int64_t panel) { return (PanelPlan *)args->plan + panel; }
 static int64_t num_pairs(const GemmPack *args) { return args->depth / 4; }
 
 /* The panel's pairs from `first` on, as packed. */

@@ -40,12 +40,12 @@ INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int 
     return low | high << 16;
 }
 
-/* The row of the source that is a panel's column; NULL: there is none. */
+/* The row of the source that is a panel's column; where there is none, the first column's, for sums that nobody stores. */
 static const char *source_row(const GemmPack *args, int64_t panel, int64_t column) {
     const int64_t parts = args->is_gated ? 2 : 1;
     const int64_t in_panel = PANEL_COLUMNS / parts, in_source = args->num_columns / parts;
-    const int64_t index = panel * in_panel + column % in_panel;
-    if (index >= in_source) return NULL;
+    int64_t index = panel * in_panel + column % in_panel;
+    if (index >= in_source) index = panel * in_panel, column = 0;
     const int64_t row = column / in_panel * in_source + index;
     return (const char *)args->source + row * args->source_stride * element_bytes(args->source_dtype);
 }
@@ -56,7 +56,7 @@ INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64
     for (int64_t column = 0; column < PANEL_COLUMNS; column++) rows[column] = source_row(args, panel, column);
     for (int64_t step = first; step < last; step++, to += PANEL_COLUMNS)
         for (int64_t column = 0; column < PANEL_COLUMNS; column++)
-            to[column] = rows[column] ? step_at(rows[column], step, args->depth, source_dtype, dtype) : 0;
+            to[column] = step_at(rows[column], step, args->depth, source_dtype, dtype);
 }
 
 void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {

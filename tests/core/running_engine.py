@@ -61,7 +61,7 @@ class Running:
         executor.initialize_cache(CONFIG)
         self.engine = EngineCore(CONFIG, executor)
         self.io.start()
-        self._loop = threading.Thread(target=process.run, args=(self.engine, self.io))
+        self._loop = threading.Thread(target=process.run, args=(self.engine, self.io, executor.prepare_ahead))
         self._loop.start()
 
     def close(self) -> None:
