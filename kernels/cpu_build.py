@@ -23,7 +23,7 @@ BUILD_S = 120.0  # that a build may take; two free cores need 2
 BUILD_FOLDER_PREFIX = "build-"
 
 _FLAGS = (
-    *("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    *("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread"),
     *("-Wall", "-Wextra", "-Wno-psabi"),
 )
 
