@@ -19,7 +19,7 @@ EXPORT int64_t compact_plan_bytes(int64_t num_columns) { return num_panels(num_c
 /* More whole pairs than one of so many would take back what the others save. */
 enum { LEAST_PAIRS_PER_WHOLE = 8 };
 
-enum { SLICE_PAIRS = 16, SAMPLED = 3 }; /* pairs packed at a time; a table is chosen from one of so many slices */
+enum { SLICE_PAIRS = 16 }; /* packed at a time */
 
 typedef struct {
     uint16_t weights[SLICE_PAIRS][2][PANEL_COLUMNS * 2] __attribute__((aligned(64)));
@@ -36,11 +36,11 @@ static void pack_slice(const GemmPack *args, int64_t panel, int64_t first, Slice
     gemm_pack_steps(args, panel, first * 2, (first + slice->count) * 2, slice->weights);
 }
 
-/* The most frequent upper bytes of a sample. */
+/* The most frequent upper bytes: of all, for a sample misses the rare ones that make pairs whole. */
 static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16]) {
     uint32_t counts[4][256] = {0}; /* four, for the same value comes again at once */
     Slice slice;
-    for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS * SAMPLED) {
+    for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS) {
         pack_slice(args, panel, first, &slice);
         const uint16_t *weights = slice.weights[0][0];
         for (int i = 0; i < slice.count * 4 * PANEL_COLUMNS; i += 4)
