@@ -46,7 +46,8 @@ static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16])
         for (int i = 0; i < slice.count * 4 * PANEL_COLUMNS; i += 4)
             for (int j = 0; j < 4; j++) counts[j][weights[i + j] >> 8]++;
     }
-    for (int value = 0; value < 256; value++) counts[0][value] += counts[1][value] + counts[2][value] + counts[3][value];
+    for (int value = 0; value < 256; value++)
+        counts[0][value] += counts[1][value] + counts[2][value] + counts[3][value];
     for (int code = 0; code < 16; code++) {
         int best = 0;
         for (int value = 1; value < 256; value++)

@@ -32,7 +32,9 @@ typedef struct {
     char padding[36];
 } CompactPanel;
 
-static inline int64_t compact_panel_bytes(int64_t depth) { return (int64_t)sizeof(CompactPanel) + depth / 4 * PAIR_BYTES; }
+static inline int64_t compact_panel_bytes(int64_t depth) {
+    return (int64_t)sizeof(CompactPanel) + depth / 4 * PAIR_BYTES;
+}
 
 /* Where a step has the byte of the first of a column's two weights; the second's is next to it. */
 static inline int compact_place(int column) {
@@ -43,8 +45,8 @@ static inline int compact_place(int column) {
 /* First: how many bytes of room a plan takes, which `plan` points to from then on. */
 int64_t compact_plan_bytes(int64_t num_columns);
 
-/* Second: choose the tables, and say how many bytes the weights will take; 0 if they cannot be compact here, or would not be
- * much smaller. */
+/* Second: choose the tables, and say how many bytes the weights will take; 0 if they cannot be compact here, or would
+ * not be much smaller. */
 int64_t compact_bytes(const GemmPack *args);
 
 /* Third: fill these bytes, which `packed` points to, 64-byte aligned. They stay where they are. */

@@ -3,7 +3,8 @@
  * A packed matrix [num_columns, depth] (num_columns of y, as nn.Linear stores it) consists of panels of PANEL_COLUMNS
  * columns, each panel of steps along the depth, each step of 4 bytes per column: two neighbouring bfloat16, or one
  * float32. So a panel is read from its first byte to its last, and one load has a step of as many columns as a vector
- * has lanes. Columns that the matrix does not have are the panel's first once more; a step's half that it does not have is zero.
+ * has lanes. Columns that the matrix does not have are the panel's first once more; half a step that it
+ * does not have is zero.
  *
  * Each element of y is one running float32 sum over the steps in ascending order, whatever the number of rows, the
  * row's place among them and the number of threads. Within a step of two bfloat16: the dpbf16 instruction where there

@@ -1,5 +1,5 @@
-/* Some rows of x times a panel of weights, with all sums in registers: gemm.c cuts a product into such blocks, and includes
- * this file alone.
+/* Some rows of x times a panel of weights, with all sums in registers: gemm.c, which alone includes this, cuts a product
+ * into such blocks.
  */
 #ifndef GEMM_BLOCK_H
 #define GEMM_BLOCK_H
@@ -116,8 +116,8 @@ INLINE void multiply_step(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, const W
     x->x += step_bytes, x->seventh += step_bytes;
 }
 
-INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, Rows *x, const int step_bytes, const int rows,
-                       const int vectors, const int dtype) {
+INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, Rows *x, const int step_bytes,
+                       const int rows, const int vectors, const int dtype) {
     Words weights[PANEL_VECTORS];
     ask_for(work, vectors * VECTOR_BYTES);
 #pragma GCC unroll 8

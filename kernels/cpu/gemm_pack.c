@@ -40,7 +40,7 @@ INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int 
     return low | high << 16;
 }
 
-/* The row of the source that is a panel's column; where there is none, the first column's, for sums that nobody stores. */
+/* The row of the source that is a panel's column; where there is none the first column's, for sums that nobody has. */
 static const char *source_row(const GemmPack *args, int64_t panel, int64_t column) {
     const int64_t parts = args->is_gated ? 2 : 1;
     const int64_t in_panel = PANEL_COLUMNS / parts, in_source = args->num_columns / parts;
