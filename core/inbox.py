@@ -1,6 +1,6 @@
 """Inbox: messages on their way from the IO thread to the engine thread, and the bounds of what waits on both sides."""
 
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from core.engine import EngineInput
 from ipc.messages import Abort, AddRequest
@@ -44,6 +44,10 @@ class Inbox:
         """Nothing of a client should be put in."""
         return self._queue.qsize() >= MAX_MESSAGES or self._bytes_put - self._bytes_taken >= MAX_BYTES
 
+    @property
+    def is_empty(self) -> bool:
+        return self._queue.empty()
+
     def put(self, client: int, message: EngineInput) -> None:
         self._bytes_put += _num_bytes(message)
         if isinstance(message, AddRequest):
@@ -60,20 +64,17 @@ class Inbox:
         """The end was drained; for the consumer."""
         return self._ended
 
-    def drain(self, timeout: float | None) -> list[tuple[int, EngineInput]]:
-        """Everything put so far, in order; waits up to `timeout` seconds, None = for ever, for the first."""
+    def drain(self) -> list[tuple[int, EngineInput]]:
+        """Everything put so far, in order."""
         items: list[tuple[int, EngineInput]] = []
-        try:
-            item = self._queue.get_nowait() if timeout == 0 else self._queue.get(timeout=timeout)
-            while True:
-                if item is None:
-                    self._ended = True
-                else:
-                    self._take(item[1])
-                    items.append(item)
-                item = self._queue.get_nowait()
-        except Empty:
-            return items
+        for _ in range(self._queue.qsize()):
+            item = self._queue.get_nowait()
+            if item is None:
+                self._ended = True
+            else:
+                self._take(item[1])
+                items.append(item)
+        return items
 
     def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
         """Of the requests taken so far, these still wait to begin."""

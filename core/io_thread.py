@@ -1,22 +1,28 @@
-"""The IO thread: owns the engine's socket and its sessions; the engine thread never touches them.
+"""The IO thread: serves the engine's socket and its sessions.
 
 In: frames are handed to the reception (core/reception.py), which answers them or puts them into the inbox. Out: the
-messages of each step are taken from the outbox, encoded and sent. Its death is the process's death, because an engine
+messages of each step are taken from the outbox, encoded and sent. If this fails the process ends, because an engine
 that cannot be reached looks alive.
+
+To wake a thread costs up to 65 microseconds here, with Python's lock handed over. So an engine thread that has nothing
+to run receives for itself, and it sends what goes to few clients itself: a request that finds the engine idle meets no
+second thread. Socket and sessions belong to whoever holds the lock; both threads sleep without it, on file descriptors.
 """
 
 import os
+import select
 import threading
 import time
 import traceback
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
+from typing import NoReturn
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core import log
-from core.engine import EndPause
+from core.engine import EndPause, EngineInput
 from core.inbox import Inbox
 from core.lease_clock import LeaseClock
 from core.reception import Reception, Served
@@ -27,8 +33,9 @@ from ipc.sockets import BoundRouter, Context
 MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MESSAGES_PER_ROUND = 256  # received before results are sent again
 _STEPS_PER_ROUND = 4  # sent before messages are received again
+_MAX_SENT_BY_ENGINE = 2  # messages of a step that cost its thread less than to wake this one
 _FULL_S = 0.001  # between looks at an outbox that is full
-_MIN_RETRY_MS, _MAX_RETRY_MS = 10, 160  # between attempts to send to clients whose queues are full
+_MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _FLUSH_S = 0.5  # given to slow clients when the engine stops
 _TICKS_PER_LEASE = 8
 _LOG_S = 0.5  # for the last lines on standard error
@@ -44,13 +51,26 @@ class IOThread:
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self.inbox = Inbox()
         self.sessions = Sessions(router.socket, self.inbox, served.client_weights)
-        self._outbox: SimpleQueue[Sequence[Addressed] | EngineStopping] = SimpleQueue()
+        self._outbox: SimpleQueue[Sequence[Addressed]] = SimpleQueue()
+        self._stopping: EngineStopping | None = None  # to be said when the outbox is empty
         self._is_asleep = False  # or about to be: it has to be woken for what is put into the outbox
+        self._sleep_s: float | None = None  # how long at most; None = until it is woken
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
+        self._engine_is_asleep = False  # it has to be woken for what is put into the inbox
+        self._wake_engine = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = context
         self._router = router
         self._socket = router.socket
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._using = threading.Lock()  # socket, monitor, sessions and reception; the last to use them keeps it
+        self._socket_fd = int(self._socket.get(zmq.FD))  # readable when something may have come
+        self._sources = select.epoll()
+        for fd in (self._socket_fd, int(self._monitor.get(zmq.FD)), self._wake):
+            self._sources.register(fd, select.EPOLLIN)
+        self._engine_sources = select.poll()
+        for fd in (self._socket_fd, self._wake_engine):
+            self._engine_sources.register(fd, select.POLLIN)
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, time.monotonic())
         self.reception = Reception(
@@ -63,7 +83,7 @@ class IOThread:
             on_shutdown=self._shut_down,
         )
         self._next_look = 0.0  # for silent clients, on the lease clock
-        self._retry_ms = _MIN_RETRY_MS
+        self._retry_s = _MIN_RETRY_S
         self._drain_asked = False
         self._shutdown_asked = False
 
@@ -76,9 +96,18 @@ class IOThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def take(self, timeout: float | None) -> list[tuple[int, EngineInput]]:
+        """What has come for the engine thread, which calls this; waits up to `timeout` seconds, None = for ever."""
+        if timeout != 0 and self.inbox.is_empty:
+            try:
+                self._receive_for_engine(timeout)
+            except BaseException:
+                self._fail()
+        return self.inbox.drain()
+
     def put(self, messages: Sequence[Addressed]) -> None:
-        """What a step produced. Waits while MAX_OUTBOX_STEPS are unsent."""
-        if not messages:
+        """What a step produced; the engine thread calls this. Waits while MAX_OUTBOX_STEPS are unsent."""
+        if not messages or (len(messages) <= _MAX_SENT_BY_ENGINE and self._send_for_engine(messages)):
             return
         while self._outbox.qsize() >= MAX_OUTBOX_STEPS:
             time.sleep(_FULL_S)
@@ -93,7 +122,7 @@ class IOThread:
 
     def finish(self, error: str, timeout: float) -> None:
         """Send what is in the outbox, then EngineStopping(error) to every session, and end. May be called again."""
-        self._outbox.put(EngineStopping(error))
+        self._stopping = self._stopping or EngineStopping(error)
         self._wake_up()
         self._thread.join(timeout)
 
@@ -102,60 +131,107 @@ class IOThread:
             if self._wake >= 0:  # else the thread has ended
                 os.eventfd_write(self._wake, 1)
 
+    # --- the engine thread, in this one's place ---
+
+    def _receive_for_engine(self, timeout: float | None) -> None:
+        """Sleep until the inbox has something or `timeout` is over; the IO thread is not woken for messages."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._sources.modify(self._socket_fd, 0)
+        self._engine_is_asleep = True  # before the look at the inbox: what is put in after it finds this
+        while True:
+            with self._using:
+                has_read = self._receive(time.monotonic())
+                due_s = self._due_s(may_receive=has_read)
+            if due_s is not None and (self._sleep_s is None or due_s < self._sleep_s):
+                self._wake_up()
+            left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
+            if not self.inbox.is_empty or (left_ms is not None and left_ms <= 0):
+                break
+            if (self._wake_engine, select.POLLIN) in self._engine_sources.poll(left_ms):
+                os.eventfd_read(self._wake_engine)
+        self._engine_is_asleep = False
+        self._sources.modify(self._socket_fd, select.EPOLLIN)
+
+    def _send_for_engine(self, messages: Sequence[Addressed]) -> bool:
+        """False: they are to be put behind others."""
+        if not self._using.acquire(blocking=False):
+            return False
+        try:
+            if not self._outbox.empty():
+                return False
+            self._send(messages, time.monotonic())
+            if self.sessions.has_unsent or self._has_unread:
+                self._wake_up()
+        except BaseException:
+            self._fail()
+        finally:
+            self._using.release()
+        return True
+
     # --- the thread ---
 
     def _run(self) -> None:
         try:
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._serve()
         except BaseException:
-            self._router.remove_files()
-            log.say(traceback.format_exc())
-            log.say("engine-core: the IO thread failed; the engine process ends")
-            log.flush(_LOG_S)
-            os._exit(1)
+            self._fail()
         if self._shutdown_asked:
             log.flush(_LOG_S)
             os._exit(0)
 
+    def _fail(self) -> NoReturn:
+        self._router.remove_files()
+        log.say(traceback.format_exc())
+        log.say("engine-core: the socket could not be served; the engine process ends")
+        log.flush(_LOG_S)
+        os._exit(1)
+
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._wake):
-            poller.register(source, zmq.POLLIN)
         while True:
-            may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
-            poller.modify(self._socket, zmq.POLLIN if may_receive else 0)
-            self._is_asleep = True  # before the look at the outbox: what is put in after it finds this
-            ready = dict(poller.poll(0 if self._outbox.qsize() else self._poll_ms(may_receive)))
-            self._is_asleep = False
-            now = time.monotonic()
-            if self._monitor in ready:
-                self._close_disconnected()
-            has_read = self._receive(now) if self._socket in ready else may_receive
-            self._end_silent(now, has_read=has_read)
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-                if self._drain_asked and not self.reception.is_draining:
-                    self.reception.is_draining = True
-                    self.inbox.put(_NOBODY, EndPause())
-                    self.inbox.put_end()
-            if (stopping := self._send_outbox(now)) is not None:
-                self._stop(stopping)
-                return
+            self._using.acquire()
+            due_s = self._round(time.monotonic())
             if self._shutdown_asked:
                 self._stop(EngineStopping("its owner has shut it down"))
                 return
-            progress = self.sessions.flush(now)
-            self._retry_ms = _MIN_RETRY_MS if progress else min(2 * self._retry_ms, _MAX_RETRY_MS)
+            if self._stopping is not None and self._outbox.empty():
+                self._stop(self._stopping)
+                return
+            self._using.release()
+            if self._engine_is_asleep and not self.inbox.is_empty:
+                os.eventfd_write(self._wake_engine, 1)
+            self._sleep_s = due_s
+            self._is_asleep = True  # before the look at the outbox: what is put in after it finds this
+            for fd, _ in self._sources.poll(due_s if self._outbox.empty() else 0):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+            self._is_asleep = False
 
-    def _poll_ms(self, may_receive: bool) -> int | None:
-        """None = sleep until something happens."""
+    def _round(self, now: float) -> float | None:
+        """See to all there is; seconds until there may be more to do, None = when something happens."""
+        self._close_disconnected()
+        may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
+        has_read = may_receive and self._receive(now)
+        self._end_silent(now, has_read=has_read)
+        if self._drain_asked and not self.reception.is_draining:
+            self.reception.is_draining = True
+            self.inbox.put(_NOBODY, EndPause())
+            self.inbox.put_end()
+        self._send_outbox(now)
+        progress = self.sessions.flush(now)
+        self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
+        return 0 if may_receive and self._has_unread else self._due_s(may_receive=may_receive)
+
+    def _due_s(self, *, may_receive: bool) -> float | None:
         if not may_receive:
-            return _MIN_RETRY_MS
+            return _MIN_RETRY_S
         if self.sessions.has_unsent:
-            return self._retry_ms
-        has_leases = any(session.has_lease for session in self.sessions.all)
-        return int(self._clock.tick * 1000) + 1 if has_leases else None
+            return self._retry_s
+        return self._clock.tick if any(session.has_lease for session in self.sessions.all) else None
+
+    @property
+    def _has_unread(self) -> bool:
+        """To be asked after sending, which may have taken the signal of what came from the file descriptor."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def _receive(self, now: float) -> bool:
         """Whether everything that had arrived was read."""
@@ -163,32 +239,29 @@ class IOThread:
             if self.inbox.is_overfull:
                 return False
             try:
-                identity = last = self._socket.recv(zmq.NOBLOCK, copy=False)
+                identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            frame, num_frames = zmq.Frame(), 0
-            while last.more:
-                last = self._socket.recv(copy=False)  # only the first is kept: a peer may send any number
-                frame, num_frames = (last, 1) if num_frames == 0 else (frame, num_frames + 1)
-            self.reception.receive(identity.bytes, frame, num_frames, now)
+            frame = last = self._socket.recv(copy=False)
+            num_frames = 1
+            while last.more:  # only the first is kept: a peer may send any number
+                last = self._socket.recv(copy=False)
+                num_frames += 1
+            self.reception.receive(identity, frame, num_frames, now)
         return False
 
-    def _send_outbox(self, now: float) -> EngineStopping | None:
+    def _send_outbox(self, now: float) -> None:
         """Some of it: an engine that is faster than this thread does not keep it from its clients."""
-        for _ in range(_STEPS_PER_ROUND):
-            try:
-                messages = self._outbox.get_nowait()
-            except Empty:
-                return None
-            if isinstance(messages, EngineStopping):
-                return messages
-            for client, message in messages:
-                session = self.sessions.of_client(client)
-                if session is not None:
-                    session.requests.note(message)
-                    session.num_calls -= isinstance(message, CallResult)
-                    self.sessions.send(session, message, now)
-        return None
+        for _ in range(min(_STEPS_PER_ROUND, self._outbox.qsize())):
+            self._send(self._outbox.get_nowait(), now)
+
+    def _send(self, messages: Sequence[Addressed], now: float) -> None:
+        for client, message in messages:
+            session = self.sessions.of_client(client)
+            if session is not None:
+                session.requests.note(message)
+                session.num_calls -= isinstance(message, CallResult)
+                self.sessions.send(session, message, now)
 
     def _stop(self, stopping: EngineStopping) -> None:
         now = time.monotonic()
@@ -197,7 +270,7 @@ class IOThread:
         deadline = now + _FLUSH_S
         while self.sessions.has_unsent and (now := time.monotonic()) < deadline:
             if not self.sessions.flush(now):
-                time.sleep(_MIN_RETRY_MS / 1000)
+                time.sleep(_MIN_RETRY_S)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._router.close()

@@ -50,7 +50,7 @@ def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> No
     inbox = io.inbox
     while engine.has_unfinished or not inbox.has_ended:
         waits = not engine.has_work and not prepare_ahead()
-        messages = inbox.drain(0 if not waits else _HELD_S if engine.has_unfinished else None)
+        messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else None)
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
             inbox.settle(*engine.count_waiting())  # before clients know: then what they see is accounted for

@@ -64,7 +64,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Reception:
-    """Used by the IO thread alone. now: monotonic seconds.
+    """Used by the thread that holds the socket's lock. now: monotonic seconds.
 
     on_connect: close the sessions of connections that have ended; on_drain: refuse requests from now on, finish the
     running ones; on_shutdown: end the process.
@@ -93,7 +93,7 @@ class Reception:
         self._on_shutdown = on_shutdown
 
     def receive(self, identity: bytes, frame: zmq.Frame, num_frames: int, now: float) -> None:
-        """One message; frame: its first one after the identity, empty where there is none."""
+        """One message; frame: its first one after the identity, which a ROUTER's messages always have."""
         session = self._sessions.of_identity(identity)
         if session is not None:
             session.seen = self._clock.time

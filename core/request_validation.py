@@ -65,6 +65,8 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
     """What SamplingParams cannot check itself: it knows no vocabulary."""
+    if not (params.bad_words or params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids):
+        return
     if params.bad_words and not params.bad_words_token_ids:
         raise InvalidRequestError("bad_words are text and the engine knows token ids only: send bad_words_token_ids")
     for name, ids in (
@@ -103,7 +105,7 @@ def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:
     if len(data) % 4:
         raise InvalidRequestError(f"{name} has {len(data)} bytes, which is no whole number of int32 token ids")
     ids = np.frombuffer(data, "<i4")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+    if len(ids) and int(ids.view("<u4").max()) >= vocab_size:  # a negative one is a large one
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise InvalidRequestError(
             f"token {int(ids[at])} at index {at} of {name} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"

@@ -54,7 +54,7 @@ class Session(msgspec.Struct, eq=False):
 
 
 class Sessions:
-    """Owned by the IO thread, like the socket. weights: the share of clients of these names under policy fair."""
+    """For who holds the socket's lock (core/io_thread.py). weights: shares of clients by name, for policy fair."""
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
@@ -216,7 +216,8 @@ class Sessions:
     def _try_send(self, identity: bytes, payload: bytes) -> bool:
         """False when the peer's queue is full."""
         try:
-            self._socket.send_multipart((identity, payload), zmq.NOBLOCK)
+            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

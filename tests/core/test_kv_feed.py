@@ -128,10 +128,10 @@ def test_who_does_not_read_loses_kv_events_only() -> None:
         sessions.send(session, outputs[step], 0.0)
     assert session.backlog.num_bytes < 200
     assert sessions.flush(0.0) is False
-    assert inbox.drain(0) == []
+    assert inbox.drain() == []
     socket.is_full = False
     sessions.flush(0.0)
-    assert inbox.drain(0) == [(session.client, RenewKVEvents())]
+    assert inbox.drain() == [(session.client, RenewKVEvents())]
     assert socket.sent[:2] == [KVEvents(0, 0, 0, [stored]), KVEvents(0, 0, 1, [KVBlocksCleared()], True)]
     (merged,) = socket.sent[2:]
     assert isinstance(merged, Outputs)

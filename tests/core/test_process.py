@@ -1,19 +1,13 @@
 """The engine process seen through its socket, and the parts of it that need a failure made to order."""
 
 import socket as sockets
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import pytest
-import zmq
 
-from core import inbox, process, sessions
-from core.engine import HoldClient, ReleaseClient
 from core.executor.fake import fake_tokens
-from core.io_thread import IOThread
-from core.reception import Served
 from frontend.engine_process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -21,25 +15,19 @@ from ipc.messages import (
     PROTOCOL_MINOR,
     Abort,
     CallDone,
-    EngineStopping,
     ErrorCode,
     FinishReason,
     GetTokenizer,
     Goodbye,
     Hello,
-    Limits,
-    ModelInformation,
     Outputs,
     Refused,
     RequestFailed,
     ResetPrefixCache,
-    ServerMessage,
     TokenizerFiles,
     Welcome,
-    decode_server_message,
     encode,
 )
-from ipc.sockets import Context, bind_router, connect_dealer, private_ipc_address, remove_private_address
 from tests.raw_client import PATIENCE_S, RawClient, request
 
 VOCAB = 1000
@@ -225,121 +213,6 @@ def test_bytes_that_are_no_zeromq(engine: EngineProcess, client: RawClient) -> N
             raw.connect(path)
             raw.sendall(data)
     check_still_right(client)
-
-
-# --- the threads, one by one -------------------------------------------------------------------------------------
-
-
-LIMITS = Limits(1000, 8, 8 << 20, 2**16, 2**26, 2**28, 20_000, 60_000)
-WELCOME = Welcome(PROTOCOL_MAJOR, 0, "test", "id", 0, b"", "none", "00", "", "L2", VOCAB, LIMITS)
-MODEL = ModelInformation(0, "none", "00", "L2", "fake", "float32", VOCAB, [2], 1000, 8, 512, 100, 16, True)
-OWNER_TOKEN = b"o" * 16
-
-
-class Harness:
-    """The IO thread and the loop in this process, around an engine made to order."""
-
-    def __init__(self) -> None:
-        self.address = private_ipc_address()
-        context: Context = zmq.Context()
-        served = Served(WELCOME, TokenizerFiles(0, "", {}), MODEL, OWNER_TOKEN)
-        self.io = IOThread(context, bind_router(context, self.address), served)
-        self.io.start()
-
-    def close(self) -> None:
-        self.io.finish("", PATIENCE_S)
-        assert not self.io.is_alive
-        remove_private_address(self.address)
-
-
-@pytest.fixture
-def harness() -> Iterator[Harness]:
-    harness = Harness()
-    yield harness
-    harness.close()
-
-
-class Broken:
-    """Fails in its first step."""
-
-    has_work = has_unfinished = False
-
-    def step(self, inbox: Sequence[tuple[int, object]], now_ns: int) -> list[tuple[int, ServerMessage]]:
-        raise RuntimeError("matrix is singular\nsecond line")
-
-
-@pytest.mark.parametrize("has_preparations", [False, True])
-def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
-    harness: Harness, capfd: pytest.CaptureFixture[str], has_preparations: bool
-) -> None:
-    """An engine without work takes in messages though there is always more to prepare."""
-    codes: list[int] = []
-
-    def run() -> None:
-        codes.append(process.run(Broken(), harness.io, lambda: has_preparations))  # type: ignore[arg-type]
-
-    engine = threading.Thread(target=run)
-    engine.start()
-    with RawClient(harness.address) as client, RawClient(harness.address) as other:
-        client.add(1, [1])
-        for one in (client, other):
-            assert one.receive(EngineStopping) == EngineStopping("RuntimeError: matrix is singular")
-    engine.join(PATIENCE_S)
-    assert codes == [process.EXIT_FAILED]
-    error_text = capfd.readouterr().err
-    assert "Traceback" in error_text
-    assert "a step failed, the engine ends: RuntimeError: matrix is singular" in error_text
-
-
-def test_overfull_inbox_is_not_filled_further(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "MAX_MESSAGES", 200)
-    with RawClient(harness.address) as client:
-        requests = [request(number, [1]) for number in range(500)]
-        client.send(*requests)
-        client.send(GetTokenizer(1))
-        assert not client.socket.poll(100)  # its messages stay where they are ...
-        received: list[object] = []
-        while len(received) < 500:
-            received += [message for _, message in harness.io.inbox.drain(PATIENCE_S)]
-        assert received == requests  # ... and none is lost
-        client.receive(TokenizerFiles)
-
-
-def test_client_that_never_reads_is_dropped_and_others_are_not(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "HOLD_BYTES", 50_000)
-    monkeypatch.setattr(sessions, "RELEASE_BYTES", 10_000)
-    monkeypatch.setattr(sessions, "MAX_BACKLOG_BYTES", 100_000)
-    context: Context = zmq.Context()
-    stalled = connect_dealer(context, harness.address)
-    stalled.rcvtimeo = int(PATIENCE_S * 1000)
-    stalled.send(encode(Hello(PROTOCOL_MAJOR, 0, "stalled")))
-    assert stalled.poll(int(PATIENCE_S * 1000))  # it has session 1, and reads no more
-    with RawClient(harness.address) as witness:
-        text = RequestFailed(1, ErrorCode.INTERNAL, "x" * 1000)
-        for number in range(5000):
-            harness.io.put([(1, text), (2, RequestFailed(number, ErrorCode.INTERNAL, ""))])
-            assert witness.receive(RequestFailed).number == number
-        assert harness.io.sessions.num_dropped == 1
-        *before, last = harness.io.inbox.drain(0)
-        assert last == (1, Goodbye())
-        pacing = [(1, HoldClient()), (1, ReleaseClient())]  # more than once where its queues filled up slowly
-        assert before == [pacing[index % 2] for index in range(len(before))]
-        assert before
-        messages = []
-        while not isinstance(messages[-1:] and messages[-1], Refused):  # it finds out when it reads again
-            messages.append(decode_server_message(stalled.recv()))
-        assert messages[-1].code == ErrorCode.RESOURCE_EXHAUSTED
-        assert "waited for this client, which did not read" in messages[-1].message
-    context.destroy(linger=0)
-
-
-def test_a_slow_client_gets_everything_in_order(harness: Harness) -> None:
-    with RawClient(harness.address) as slow:
-        for number in range(5000):  # more than the queues of both sockets hold
-            harness.io.put([(1, RequestFailed(number, ErrorCode.INTERNAL, "x" * 100))])
-        assert [slow.receive(RequestFailed).number for _ in range(5000)] == list(range(5000))
 
 
 def test_idle_engine_sleeps(engine: EngineProcess, client: RawClient) -> None:
