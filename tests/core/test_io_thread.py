@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import zmq
 
@@ -48,10 +49,11 @@ OWNER_TOKEN = b"o" * 16
 class Harness:
     """The IO thread and the loop in this process, around an engine made to order."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_ms: int = LIMITS.lease_ms) -> None:
         self.address = private_ipc_address()
         context: Context = zmq.Context()
-        served = Served(WELCOME, TokenizerFiles(0, "", {}), MODEL, OWNER_TOKEN)
+        limits = msgspec.structs.replace(LIMITS, lease_ms=lease_ms)
+        served = Served(msgspec.structs.replace(WELCOME, limits=limits), TokenizerFiles(0, "", {}), MODEL, OWNER_TOKEN)
         self.io = IOThread(context, bind_router(context, self.address), served)
         self.io.start()
 
@@ -200,6 +202,20 @@ def test_a_client_that_leaves_wakes_an_idle_engine(harness: Harness) -> None:
     before = time.monotonic()
     assert harness.io.take(PATIENCE_S) == [(1, Goodbye())]
     assert time.monotonic() - before < SOON_S
+
+
+def test_a_session_that_the_engine_thread_opened_has_a_lease_too() -> None:
+    harness = Harness(lease_ms=200)
+    opened: list[RawClient] = []
+    connect = threading.Thread(target=lambda: opened.append(RawClient(harness.address)))
+    connect.start()
+    before = time.monotonic()
+    assert harness.io.take(PATIENCE_S) == [(1, Goodbye())]
+    assert time.monotonic() - before < SOON_S
+    connect.join()
+    assert opened[0].receive(Refused).code == ErrorCode.DEADLINE_EXCEEDED
+    opened[0].close()
+    harness.close()
 
 
 def test_a_message_whose_signal_was_taken_by_sending_is_read(harness: Harness) -> None:
