@@ -32,28 +32,28 @@ from ipc.scheduling_messages import Explain, Explanation, FollowKVEvents, KVEven
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
-    """From the IO thread, never on the wire: too much waits to be sent to the client; its requests are to wait."""
+    """From the border, never on the wire: too much waits to be sent to the client; its requests are to wait."""
 
 
 class ReleaseClient(msgspec.Struct, frozen=True, array_like=True, tag=121):
-    """From the IO thread, never on the wire: the client reads again."""
+    """From the border, never on the wire: the client reads again."""
 
 
 class SetClientWeight(msgspec.Struct, frozen=True, array_like=True, tag=122):
-    """From the IO thread, never on the wire: a client has come whose name has a weight."""
+    """From the border, never on the wire: a client has come whose name has a weight."""
 
     weight: float
 
 
 class RenewKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=123):
-    """From the IO thread, never on the wire: KV events for the client were dropped; it is to be told everything."""
+    """From the border, never on the wire: KV events for the client were dropped; it is to be told everything."""
 
 
 class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
-    """From the IO thread, never on the wire: the engine drains, and what waits must not wait for ever."""
+    """From the border, never on the wire: the engine drains, and what waits must not wait for ever."""
 
 
-#: What the IO thread lets through to the engine; requests have been validated by then.
+#: What the border lets through to the engine; requests have been validated by then.
 EngineInput: TypeAlias = (
     AddRequest
     | Abort

@@ -11,7 +11,7 @@ MAX_BYTES = 512 << 20
 
 
 class Inbox:
-    """One producer (the IO thread) and one consumer (the engine thread); neither waits for the other.
+    """One producer (who holds the socket's lock) and one consumer (the engine thread); neither waits for the other.
 
     Each choice of a request is queued, with its tokens, from put() until the consumer says in settle() that it has
     begun or ended.

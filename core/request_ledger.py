@@ -30,7 +30,7 @@ class _Live(msgspec.Struct):
 
 
 class RequestLedger:
-    """Owned by the IO thread; learns of a request's end from the messages on their way to the client."""
+    """Owned by its session; learns of a request's end from the messages on their way to the client."""
 
     def __init__(self) -> None:
         self._live: dict[int, _Live] = {}
