@@ -236,7 +236,7 @@ class IOThread:
     def _receive(self, now: float) -> bool:
         """Whether everything that had arrived was read."""
         for _ in range(_MESSAGES_PER_ROUND):
-            if self.inbox.is_overfull:
+            if self.inbox.is_overfull or self._shutdown_asked:
                 return False
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
@@ -281,6 +281,7 @@ class IOThread:
 
     def _shut_down(self) -> None:
         self._shutdown_asked = True
+        self._wake_up()
 
     # --- ends of sessions that nobody asked for ---
 
