@@ -70,7 +70,7 @@ class Broken:
 class Io:
     class inbox:
         has_ended = False
-        def drain(timeout): return []
+    def take(timeout): return []
     def finish(text, timeout): os.write(1, text.encode())
 from core import log
 for _ in range(3000): log.say("y" * 100)
