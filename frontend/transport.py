@@ -1,19 +1,22 @@
 """How frames travel between a client and its engine: the Transport a client is given, and the one over ZeroMQ.
 
-The ZeroMQ socket belongs to an IO thread of its own, which polls it together with the engine's pidfd (a socket alone
-would stay silent for ever when the engine dies), the socket's monitor (for engines of other owners) and an eventfd by
-which other threads wake it.
+An IO thread receives. It sleeps on the file descriptors of the socket, of the engine's process (a socket alone would
+stay silent for ever when the engine dies), of the socket's monitor (for engines of other owners) and of an eventfd.
+Frames are sent by whoever calls send(), which costs less than to wake the IO thread; only what the socket does not take
+at once is queued for it.
 """
 
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -24,6 +27,13 @@ from ipc.sockets import Context, check_listening, connect_dealer
 OnFrames = Callable[[list[bytes]], None]
 OnDead = Callable[[str], None]
 OnLost = Callable[[], bytes]
+
+
+class _End(Enum):
+    PROCESS = "the engine's has ended"
+    CONNECTION = "it was cut"
+    GRACE_OVER = "it was cut, and could not be made again"
+
 
 #: Frames handed over at once; a reader that falls behind still comes to its other file descriptors.
 _MAX_BATCH = 256
@@ -99,7 +109,9 @@ class ZmqTransport:
         self._sent_at = 0.0  # monotonic
         self._pidfd = pidfd
         self._describe_exit = describe_exit
-        # There is no lock: a finalizer that runs in the middle of send() may close this.
+        self._using = threading.Lock()  # the open socket; held for a call or two, never by who sleeps
+        self._open_socket: zmq.Socket[bytes] | None = None  # None: what is sent is queued
+        self._sender = 0  # thread that holds the lock in send(); a finalizer may close this in the middle of it
         self._queue: deque[bytes] = deque()
         self._bytes_queued = 0  # in total; written by senders only
         self._bytes_sent = 0  # in total; written by the thread only
@@ -132,16 +144,36 @@ class ZmqTransport:
                 f"the engine at {self._address} does not read: {waiting} bytes wait to be sent, the limit is "
                 f"{MAX_QUEUED_BYTES}; submit fewer requests at once"
             )
-        self._queue.append(frame)
-        self._bytes_queued += len(frame)
-        os.eventfd_write(self._wake_fd, 1)
+        if not self._send_now(frame):
+            self._queue.append(frame)
+            self._bytes_queued += len(frame)
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _send_now(self, frame: bytes) -> bool:
+        """False: it is to be queued."""
+        if self._queue:
+            return False
+        with self._using:
+            if self._open_socket is None:
+                return False
+            self._sender = threading.get_ident()
+            try:
+                self._open_socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            finally:
+                self._sender = 0
+            self._sent_at = time.monotonic()
+            if _events(self._open_socket) & zmq.POLLIN:
+                os.eventfd_write(self._wake_fd, 1)  # sending may have taken the signal of what came
+        return True
 
     def close(self) -> None:
         self._closed = True
         if self._thread is None or self._close_wake_fd is None or not self._close_wake_fd.alive:
             return
         os.eventfd_write(self._wake_fd, 1)
-        if self._thread is not threading.current_thread():
+        if threading.get_ident() not in (self._thread.ident, self._sender):
             self._thread.join()
             self._close_wake_fd()
 
@@ -181,35 +213,52 @@ class ZmqTransport:
         """Carry frames until close (returns ""), until the engine is gone (returns how), or until the connection is
         lost and may be made again (returns None)."""
         socket, monitor = connection.socket, connection.monitor
-        poller = zmq.Poller()
-        for readable in (socket, monitor, self._wake_fd, *([] if self._pidfd is None else [self._pidfd])):
-            poller.register(readable, zmq.POLLIN)
-        poller.modify(socket, zmq.POLLIN if self._flush(socket) else zmq.POLLIN | zmq.POLLOUT)
-        while True:
-            ready: dict[Any, int] = dict(poller.poll(self._poll_ms()))
-            if socket in ready and (frames := _receive(socket)):
-                self._lost_at = None
-                on_frames(frames)
-            if self._pidfd in ready:
-                self._receive_last(socket, monitor, on_frames)
-                return self._describe_exit() if self._describe_exit is not None else "the engine process has ended"
-            if monitor in ready:
-                recv_monitor_message(monitor)
-                self._receive_last(socket, monitor, on_frames, wait_s=0.0)
-                if self._grace > 0.0 and not self._closed:
-                    return None
-                return self._describe_disconnect()
-            if self._lost_at is not None and time.monotonic() - self._lost_at > self._grace:
-                return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-            self._send_heartbeat(socket)
-            all_sent = self._flush(socket)
-            if self._closed:
-                if not all_sent and socket.poll(int(_LAST_FRAMES_S * 1000), zmq.POLLOUT):
-                    self._flush(socket)
-                return ""
-            poller.modify(socket, zmq.POLLIN if all_sent else zmq.POLLIN | zmq.POLLOUT)
+        poller = select.poll()
+        for fd in (_fd(socket), _fd(monitor), self._wake_fd, *([] if self._pidfd is None else [self._pidfd])):
+            poller.register(fd, select.POLLIN)
+        self._open_socket = socket
+        ready: set[int] = set()
+        try:
+            while True:
+                with self._using:
+                    frames = _receive(socket)
+                if frames:
+                    self._lost_at = None
+                    on_frames(frames)
+                if (end := self._find_end(monitor, ready)) is not None:
+                    break
+                if self._wake_fd in ready:
+                    os.eventfd_read(self._wake_fd)
+                with self._using:
+                    self._send_heartbeat(socket)
+                    all_sent = self._flush(socket)
+                    awaited = zmq.POLLIN if all_sent else zmq.POLLIN | zmq.POLLOUT
+                    has_more = bool(_events(socket) & awaited)
+                if self._closed:
+                    if not all_sent and socket.poll(int(_LAST_FRAMES_S * 1000), zmq.POLLOUT):
+                        self._flush(socket)
+                    return ""
+                ready = {fd for fd, _ in poller.poll(0 if has_more else self._poll_ms())}
+        finally:
+            with self._using:
+                self._open_socket = None
+        if end is _End.GRACE_OVER:
+            return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
+        self._receive_last(socket, monitor, on_frames, _LAST_FRAMES_S if end is _End.PROCESS else 0.0)
+        if end is _End.PROCESS:
+            return self._describe_exit() if self._describe_exit is not None else "the engine process has ended"
+        if self._grace > 0.0 and not self._closed:
+            return None
+        return self._describe_disconnect()
+
+    def _find_end(self, monitor: zmq.Socket[bytes], ready: set[int]) -> _End | None:
+        if self._pidfd in ready:
+            return _End.PROCESS
+        if _fd(monitor) in ready and monitor.poll(0):
+            recv_monitor_message(monitor)
+            return _End.CONNECTION
+        is_over = self._lost_at is not None and time.monotonic() - self._lost_at > self._grace
+        return _End.GRACE_OVER if is_over else None
 
     def _poll_ms(self) -> int | None:
         """Until the next heartbeat is due or the grace is over; None = until something happens."""
@@ -244,7 +293,7 @@ class ZmqTransport:
         socket: zmq.Socket[bytes],
         monitor: zmq.Socket[bytes],
         on_frames: OnFrames,
-        wait_s: float = _LAST_FRAMES_S,
+        wait_s: float,
     ) -> None:
         """Take what the engine sent before it ended: ZeroMQ reports the disconnect after the last frame."""
         deadline = time.monotonic() + wait_s
@@ -273,3 +322,13 @@ def _receive(socket: zmq.Socket[bytes]) -> list[bytes]:
         while len(frames) < _MAX_BATCH:
             frames.append(socket.recv(zmq.NOBLOCK))
     return frames
+
+
+def _fd(socket: zmq.Socket[bytes]) -> int:
+    """Readable when something may have happened to the socket."""
+    return int(socket.get(zmq.FD))
+
+
+def _events(socket: zmq.Socket[bytes]) -> int:
+    """To be asked before sleeping on its file descriptor, and after sending."""
+    return int(socket.get(zmq.EVENTS))
