@@ -217,7 +217,7 @@ class ZmqTransport:
         for fd in (_fd(socket), _fd(monitor), self._wake_fd, *([] if self._pidfd is None else [self._pidfd])):
             poller.register(fd, select.POLLIN)
         self._open_socket = socket
-        ready: set[int] = set()
+        ready = {_fd(monitor)}  # a file descriptor says nothing before the first look at its socket
         try:
             while True:
                 with self._using:
