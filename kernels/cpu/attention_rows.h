@@ -117,7 +117,7 @@ INLINE void multiply_values(const Work *work, const Tile *tile, Floats sums[MAX_
 }
 
 /* weights[row] * V joins the state's sums, for some vectors of dimensions. With is_first the weights are made
- * meanwhile, those of the next two chunks while two are multiplied: the products leave units free that make them. */
+ * meanwhile, those of the next two chunks while two are multiplied: of a CPU's units the products need few kinds. */
 INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *block, int dim, const int is_first,
                        const int rows, const int vectors, const int dtype) {
     const int stride = LANES + work->width, half = rows / 2;
