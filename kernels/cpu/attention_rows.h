@@ -99,23 +99,38 @@ INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *
     for (; vector < end; vector++) score_vectors(work, tile, q, block, vector, rows, 1, dtype);
 }
 
-/* weights[row] * V joins sums[row], for some vectors of dimensions. */
-INLINE void add_values(const Work *work, const Tile *tile, float *state, const Block *block, int dim, const int rows,
-                       const int vectors, const int dtype) {
-    const int stride = LANES + work->width;
-    const unsigned units = CHUNK * (dtype == FLOAT32 ? 4 : 2) / 4, width = work->width;
-    Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
-    for (unsigned unit = block->begin * units; unit < block->end * units; unit++) {
-        const size_t offset = ((size_t)(unit % units) * width + dim) * 4;
-        const char *values = tile->values[unit / units] + offset;
+/* sums[row] += weights[row] * V of a chunk, for some vectors of dimensions. */
+INLINE void multiply_values(const Work *work, const Tile *tile, Floats sums[MAX_ROWS][MAX_VECTORS], const Block *block,
+                            int chunk, int dim, const int rows, const int vectors, const int dtype) {
+    const int units = CHUNK * (dtype == FLOAT32 ? 4 : 2) / 4, stride = work->width * 4;
+    const char *values = tile->values[chunk] + dim * 4, *later = tile->after_values[chunk] + dim * 4;
+    const uint32_t *weights = &block->weights[0][chunk * units];
+    for (int unit = 0; unit < units; unit++, values += stride, later += stride) {
         Words right[MAX_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) right[v] = load_words(values + v * VECTOR_BYTES);
         if (block->fetches)
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                __builtin_prefetch(tile->after_values[unit / units] + offset + v * VECTOR_BYTES);
-        multiply(sums, &block->weights[0][unit], TILE, right, rows, vectors, dtype);
+            for (int v = 0; v < vectors; v++) __builtin_prefetch(later + v * VECTOR_BYTES);
+        multiply(sums, weights + unit, TILE, right, rows, vectors, dtype);
+    }
+}
+
+/* weights[row] * V joins the state's sums, for some vectors of dimensions. With is_first the weights are made
+ * meanwhile, those of the next two chunks while two are multiplied: of a CPU's units the products need few kinds. */
+INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *block, int dim, const int is_first,
+                       const int rows, const int vectors, const int dtype) {
+    const int stride = LANES + work->width, half = rows / 2;
+    const float scale = work->args->scale;
+    Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
+    int chunk = block->begin / 2 * 2;
+    if (is_first) weigh(block, chunk, scale, 0, rows, dtype);
+    for (; chunk < block->end; chunk += 2) {
+        const int has_next = is_first && chunk + 2 < block->end;
+        if (has_next) weigh(block, chunk + 2, scale, 0, half, dtype);
+        if (chunk >= block->begin) multiply_values(work, tile, sums, block, chunk, dim, rows, vectors, dtype);
+        if (has_next) weigh(block, chunk + 2, scale, half, rows, dtype);
+        if (chunk + 1 < block->end) multiply_values(work, tile, sums, block, chunk + 1, dim, rows, vectors, dtype);
     }
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++)
@@ -150,13 +165,18 @@ INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int r
     block.fetches = row == 0; /* later rows find the tile in a cache */
     score(work, tile, work->q + (size_t)row * work->units, &block, rows, dtype);
     join_maxima(&block, work->state.maxima + row, work->args->scale, rows);
+    pad_scores(&block, rows);
+    for (int r = 0; r < rows; r++) block.sums[r] = all_floats(0.0f);
     const int stride = LANES + work->width;
     float *sums = work->state.sums + (size_t)row * stride;
-    for (int r = 0; r < rows; r++) weigh(&block, r, work->args->scale, sums + r * stride, dtype);
     int dim = 0;
     for (; dim + MAX_VECTORS * LANES <= work->width; dim += MAX_VECTORS * LANES)
-        add_values(work, tile, sums, &block, dim, rows, MAX_VECTORS, dtype);
-    for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, rows, 1, dtype);
+        add_values(work, tile, sums, &block, dim, dim == 0, rows, MAX_VECTORS, dtype);
+    for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, dim == 0, rows, 1, dtype);
+    for (int r = 0; r < rows; r++) {
+        Floats sum = load_floats(sums + r * stride);
+        store_floats(sums + r * stride, joined(sum, block.kept[r], block.sums[r], block.added[r]));
+    }
 }
 
 INLINE void attend_all_rows(const Work *work, const Tile *tile, const int dtype) {

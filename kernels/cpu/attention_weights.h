@@ -29,6 +29,7 @@ typedef struct {
     float scores[MAX_ROWS][TILE] __attribute__((aligned(64)));
     uint32_t weights[MAX_ROWS][TILE] __attribute__((aligned(64))); /* units: bfloat16 pairs, or float32 */
     Floats highest[MAX_ROWS]; /* of the scores, lane by lane */
+    Floats sums[MAX_ROWS];    /* of the weights, lane by lane */
     float maximum[LANES];     /* of each row's; 0 where it sees nothing */
     float kept[LANES], added[LANES]; /* factors of each row's sums of the tiles before, and of this one */
     Seen seen[MAX_ROWS];
@@ -126,21 +127,29 @@ INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Fl
     return add_unit(sum, pairs, all_words(0x3f803f80), dtype);
 }
 
-/* A row's scores to weights, whose sums lane by lane join the row's. Weights are made of two chunks at once; one that
- * is not visited has weights of 0. */
-INLINE void weigh(Block *block, int row, float scale, float *sums, const int dtype) {
-    float *scores = block->scores[row];
-    const int begin = block->begin / 2 * 2 * CHUNK, end = (block->end + 1) / 2 * 2 * CHUNK;
-    const Floats maximum = all_floats(block->maximum[row]), hidden = all_floats(-INFINITY);
-    for (int i = begin; i < block->begin * CHUNK; i += LANES) store_floats(scores + i, hidden);
-    for (int i = block->end * CHUNK; i < end; i += LANES) store_floats(scores + i, hidden);
-    Floats sum = {0};
-    for (int i = begin; i < end; i += 2 * LANES) {
-        Floats a = weight_of((load_floats(scores + i) - maximum) * scale, dtype);
-        Floats b = weight_of((load_floats(scores + i + LANES) - maximum) * scale, dtype);
-        sum = add_weights(sum, block->weights[row], i, a, b, dtype);
+/* Scores to weights of some rows, for the two chunks from `chunk` on, an even one. */
+INLINE void weigh(Block *block, int chunk, float scale, const int first_row, const int end_row, const int dtype) {
+#pragma GCC unroll 6
+    for (int row = first_row; row < end_row; row++) {
+        const Floats maximum = all_floats(block->maximum[row]);
+        const float *scores = block->scores[row] + chunk * CHUNK;
+#pragma GCC unroll 4
+        for (int i = 0; i < 2 * CHUNK; i += 2 * LANES) {
+            Floats a = weight_of((load_floats(scores + i) - maximum) * scale, dtype);
+            Floats b = weight_of((load_floats(scores + i + LANES) - maximum) * scale, dtype);
+            block->sums[row] = add_weights(block->sums[row], block->weights[row], chunk * CHUNK + i, a, b, dtype);
+        }
     }
-    store_floats(sums, joined(load_floats(sums), block->kept[row], sum, block->added[row]));
+}
+
+/* Weights are made of two chunks at once: one that is not visited has scores of minus infinity. */
+INLINE void pad_scores(Block *block, const int rows) {
+    const int begin = block->begin / 2 * 2 * CHUNK, end = (block->end + 1) / 2 * 2 * CHUNK;
+    for (int row = 0; row < rows; row++) {
+        float *scores = block->scores[row];
+        for (int i = begin; i < block->begin * CHUNK; i += LANES) store_floats(scores + i, all_floats(-INFINITY));
+        for (int i = block->end * CHUNK; i < end; i += LANES) store_floats(scores + i, all_floats(-INFINITY));
+    }
 }
 
 #endif
