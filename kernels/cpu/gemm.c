@@ -4,9 +4,9 @@
 #include "gemm_block.h"
 #include "pool.h"
 
-/* Bytes of x that meet all panels before the next rows do. More than a second level cache holds: reading x again from
- * the third costs less than reading the weights again for each chunk of rows. */
-enum { CHUNK_BYTES = 1536 << 10 };
+/* Bytes of x that meet all panels before the next rows do: a second level cache keeps them beside a panel. But so many
+ * rows at least: each chunk of them reads the weights again. */
+enum { CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 112 };
 
 /* Of weights that only one block of rows meets, from memory; the hardware's own prefetch ends at each page. */
 enum { PREFETCH_BYTES = 4096 };
@@ -124,15 +124,15 @@ static int64_t first_panel(const Gemm *args, int thread, int num_threads) {
     return num_panels(args) * thread / num_threads;
 }
 
-/* Rows [begin, end) times the panels [first, last), chunk after chunk. */
+/* Rows [begin, end) times the panels [first, last), in chunks of rows that are about as long. */
 static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last, const char *next) {
     int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
-    if (chunk_rows < MAX_ROWS) chunk_rows = MAX_ROWS;
+    if (chunk_rows < CHUNK_ROWS) chunk_rows = CHUNK_ROWS;
+    const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
     const char *again = (const char *)args->weights + first * bytes_of_panel(args);
-    for (int64_t row = begin, chunk_end; row < end; row = chunk_end) {
-        chunk_end = end - row > chunk_rows ? row + chunk_rows : end;
-        multiply_chunk(args, row, chunk_end, first, last, chunk_end < end ? again : next);
-    }
+    for (int64_t i = 1; i <= num_chunks; i++)
+        multiply_chunk(args, begin + num_rows * (i - 1) / num_chunks, begin + num_rows * i / num_chunks, first, last,
+                       i < num_chunks ? again : next);
 }
 
 /* All rows times the panels of one thread, a piece at a time, as far as others have not taken them. */
