@@ -60,6 +60,9 @@ class CpuOperations:
     def variant(self) -> str:
         return f"c-{self.library.variant} attention={TILE}"
 
+    def wake(self) -> None:
+        self.library.wake_threads()
+
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> CpuEmbedding:
         if isinstance(head, PackedLinear) and head.matrix is not None:
             return CpuEmbedding(self.library, head.matrix, scale)  # the table itself need not be kept
