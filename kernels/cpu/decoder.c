@@ -14,6 +14,12 @@ typedef struct {
     int thread, num_threads;
 } Share;
 
+/* Between two parts of which the second reads, row by row, what the first wrote: a barrier, but where both give a thread
+ * the same rows. */
+static void go_on_by_rows(const Share *share) {
+    if (!gemm_splits_rows(share->num_rows, share->num_threads)) pool_barrier();
+}
+
 static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
     const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
@@ -89,7 +95,7 @@ static void attend(const Share *share, const DecoderLayer *layer, void *cache, i
 static void run_attention(const Share *share, const DecoderLayer *layer, void *cache, int is_narrow) {
     const DecoderStep *step = share->step;
     multiply(share, &layer->qkv, step->x, step->qkv, &layer->o);
-    pool_barrier();
+    go_on_by_rows(share);
     rotate(share, layer, cache);
     pool_barrier();
     attend(share, layer, cache, is_narrow);
@@ -101,22 +107,24 @@ static void finish_layer(const Share *share, const DecoderLayer *layer, const vo
                          const Gemm *next) {
     const DecoderStep *step = share->step;
     multiply(share, &layer->o, attended, step->added, &layer->gate_up);
-    pool_barrier();
+    go_on_by_rows(share);
     add(share, layer->attention_out_norm, layer->mlp_norm);
-    pool_barrier();
+    go_on_by_rows(share);
     multiply(share, &layer->gate_up, step->x, step->gated, &layer->down);
-    pool_barrier();
+    go_on_by_rows(share);
     multiply(share, &layer->down, step->gated, step->added, next);
-    pool_barrier();
+    go_on_by_rows(share);
     add(share, layer->mlp_out_norm, next_norm);
-    pool_barrier();
+    go_on_by_rows(share);
 }
 
 /* The rows that have logits: copies of their hidden states, and in qkv of what they attended to in the last layer. */
 static void pick_rows(const Share *share, size_t attended_bytes) {
     const DecoderStep *step = share->step;
     const int64_t width = share->decoder->hidden_size;
-    for (int64_t i = share->thread; i < step->num_logits; i += share->num_threads) {
+    const int64_t begin = share->num_rows * share->thread / share->num_threads;
+    const int64_t end = share->num_rows * (share->thread + 1) / share->num_threads;
+    for (int64_t i = begin; i < end; i++) {
         const int64_t row = step->logits_rows[i];
         memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
         memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
@@ -131,8 +139,8 @@ static void compute_logits(const Share *share) {
     const DecoderLayer *last = &decoder->layers[decoder->num_layers - 1];
     Share picked = *share;
     picked.hidden = step->last_hidden, picked.num_rows = step->num_logits;
-    pick_rows(share, last->o.depth * element_bytes(decoder->dtype));
-    pool_barrier();
+    pick_rows(&picked, last->o.depth * element_bytes(decoder->dtype));
+    go_on_by_rows(&picked);
     finish_layer(&picked, last, step->qkv, decoder->norm, &decoder->head);
     multiply(&picked, &decoder->head, step->x, step->logits, NULL);
 }
@@ -149,7 +157,7 @@ static void step_job(void *args, int thread, int num_threads) {
         narrow_plan(step->kinds[last->kind].plan, step->logits_rows, step->num_logits);
     embed(&share);
     normalise_hidden(&share, layer->input_norm);
-    pool_barrier();
+    go_on_by_rows(&share);
     for (void *const *cache = step->cache;; layer++, cache++) {
         run_attention(&share, layer, *cache, layer == last && step->is_narrow);
         if (layer == last) break;

@@ -145,11 +145,14 @@ static void multiply_pieces(const Gemm *args, int owner, int num_threads, const 
     }
 }
 
+int gemm_splits_rows(int64_t num_rows, int num_threads) {
+    return num_threads == 1 || num_rows >= ROWS_TO_SPLIT * num_threads;
+}
+
 void gemm_part(const Gemm *args, int thread, int num_threads) {
     const int64_t num_rows = args->num_rows;
     const Gemm *next = args->next ? args->next : args;
-    const int splits_rows = num_rows >= ROWS_TO_SPLIT * num_threads;
-    if (splits_rows || num_threads == 1) {
+    if (gemm_splits_rows(num_rows, num_threads)) {
         const int64_t begin = num_rows * thread / num_threads, end = num_rows * (thread + 1) / num_threads;
         multiply(args, begin, end, 0, num_panels(args), next->weights);
         return;
