@@ -4,6 +4,7 @@
 #include "norm.h"
 #include "pool.h"
 #include "rope.h"
+#include "sampling.h"
 
 /* A thread's view of the step. */
 typedef struct {
@@ -19,6 +20,9 @@ typedef struct {
 static void go_on_by_rows(const Share *share) {
     if (!gemm_splits_rows(share->num_rows, share->num_threads)) pool_barrier();
 }
+
+/* Of a thread's share; it ends where the next thread's begins. */
+static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
 
 static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
@@ -122,14 +126,20 @@ static void finish_layer(const Share *share, const DecoderLayer *layer, const vo
 static void pick_rows(const Share *share, size_t attended_bytes) {
     const DecoderStep *step = share->step;
     const int64_t width = share->decoder->hidden_size;
-    const int64_t begin = share->num_rows * share->thread / share->num_threads;
-    const int64_t end = share->num_rows * (share->thread + 1) / share->num_threads;
-    for (int64_t i = begin; i < end; i++) {
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
         const int64_t row = step->logits_rows[i];
         memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
         memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
                attended_bytes);
     }
+}
+
+/* While the logits are in the cache of the thread that wrote them, where threads have rows of their own. */
+static void find_largest_logits(const Share *share) {
+    const DecoderStep *step = share->step;
+    const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
+    const int64_t size = share->decoder->head.num_columns;
+    find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
 }
 
 /* Rows of tokens that nobody asks for end with the last layer's K and V: no other row sees more of them. */
@@ -143,6 +153,10 @@ static void compute_logits(const Share *share) {
     go_on_by_rows(&picked);
     finish_layer(&picked, last, step->qkv, decoder->norm, &decoder->head);
     multiply(&picked, &decoder->head, step->x, step->logits, NULL);
+    if (step->largest) {
+        go_on_by_rows(&picked);
+        find_largest_logits(&picked);
+    }
 }
 
 static Share share_of(const DecoderStep *step, int thread, int num_threads) {
