@@ -104,6 +104,7 @@ def test_the_largest_logit_that_a_step_finds_is_the_samplers() -> None:
     assert isinstance(model._norm, CpuNorm)
     requests = Requests(model, prompts(5, 3))
     columns = tuple(np.array([value] * 2, to) for value, to in zip((1.0, 5, 0.9, 0.0, 7, 0, 0), _TYPES, strict=True))
+    columns[0][1] = 0.0
     sampler, found, drawn = model.sampler, [], []
     assert model._decoder is not None
     assert sampler is not None
