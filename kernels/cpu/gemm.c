@@ -35,7 +35,9 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     }
     int64_t at = row * args->y_stride + column, i = 0;
     if (args->y_dtype == FLOAT32) {
-        memcpy((float *)args->y + at, sums, num_columns * sizeof *sums);
+        float *y = (float *)args->y + at;
+        for (; i + LANES <= num_columns; i += LANES) store_floats(y + i, load_floats(sums + i));
+        if (i < num_columns) memcpy(y + i, sums + i, (num_columns - i) * sizeof *y);
         return;
     }
     uint16_t *y = (uint16_t *)args->y + at;
