@@ -27,8 +27,8 @@ static int pieces_of_thread(const Share *share) {
     return share->decoder->head.streams ? 1 : (int)(share->num_rows / (PIECE_ROWS * num_threads));
 }
 
-/* Between two parts of which the second reads, row by row, what the first wrote: a barrier, but where both give a thread
- * the same rows. */
+/* Between two parts of which the second reads, row by row, what the first wrote: a barrier, but where both give a
+ * thread the same rows. */
 static void go_on_by_rows(const Share *share) {
     if (!gemm_splits_rows(share->num_rows, share->num_threads)) pool_barrier();
 }
@@ -183,8 +183,8 @@ static void finish_step(const Share *share) {
     }
 }
 
-/* What is done row by row. Many rows are cut into pieces, of which each thread does its own and then what is left of the
- * others': one that has lost its core to another process holds up nobody for longer than a piece. */
+/* What is done row by row. Many rows are cut into pieces, of which each thread does its own and then what is left of
+ * the others': one that has lost its core to another process holds up nobody for longer than a piece. */
 static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
     const int num_threads = share->num_threads, num_pieces = pieces_of_thread(share);
     if (num_pieces == 0) {
