@@ -48,6 +48,7 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and append what it sampled to the table."""
         self._apply(plan)
+        self.model.wake()
         inputs = self.prepare(plan)
         hidden, logits = self.forward(inputs)
         logprobs: list[TokenLogprobs] = []

@@ -28,29 +28,39 @@ class RunnerTable:
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in the plan's changes; the batch itself is left to advance()."""
-        for row in plan.removed_rows.tolist():
-            self.tokens.clear(row)
-            self.blocks.clear(row)
-        for new in plan.added:
-            self._add(new)
-        rows = plan.block_rows
-        if len(rows):
-            first = np.flatnonzero(np.diff(rows, prepend=-1))  # the blocks of one row stand together
-            counts = np.diff(first, append=len(rows))
-            starts = self.num_blocks[rows[first]]
-            self.blocks.ensure(rows[first], starts + counts)
-            offsets = np.arange(len(rows)) - np.repeat(first, counts)
-            self.blocks.set(rows, np.repeat(starts, counts) + offsets, plan.block_ids)
-            self.num_blocks[rows[first]] += counts
+        if len(plan.removed_rows):
+            self.tokens.clear_all(plan.removed_rows)
+            self.blocks.clear_all(plan.removed_rows)
+        if plan.added:
+            self._add(plan.added)
+        if len(plan.block_rows):
+            self._append_blocks(plan.block_rows.astype(np.int64), plan.block_ids)
 
-    def _add(self, new: NewRow) -> None:
-        row = new.row
-        self.num_tokens[row] = len(new.token_ids)
-        self.num_prompt_tokens[row] = new.num_prompt_tokens
-        self.num_computed_tokens[row] = new.num_computed_tokens
-        self.num_blocks[row] = len(new.block_ids)
-        self.tokens.extend(row, 0, new.token_ids)
-        self.blocks.extend(row, 0, new.block_ids)
+    def _add(self, added: list[NewRow]) -> None:
+        columns = [
+            (new.row, len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids))
+            for new in added
+        ]
+        rows, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks = np.array(columns).T
+        self.num_tokens[rows] = num_tokens
+        self.num_prompt_tokens[rows] = num_prompt_tokens
+        self.num_computed_tokens[rows] = num_computed_tokens
+        self.num_blocks[rows] = num_blocks
+        self.tokens.fill(rows, [new.token_ids for new in added])
+        self.blocks.fill(rows, [new.block_ids for new in added])
+
+    def _append_blocks(self, rows: Ints, block_ids: Int32s) -> None:
+        """One for each entry; those of a row stand together."""
+        places = self.num_blocks[rows]
+        owners, lengths = rows, places + 1
+        if np.count_nonzero(rows[1:] == rows[:-1]):  # some get several
+            first = np.flatnonzero(np.diff(rows, prepend=-1))
+            places += np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
+            last = np.append(first[1:], len(rows)) - 1
+            owners, lengths = rows[last], places[last] + 1
+        self.blocks.ensure(owners, lengths)
+        self.blocks.set(rows, places, block_ids)
+        self.num_blocks[owners] = lengths
 
     def advance(self, plan: SchedulerOutput) -> npt.NDArray[np.bool_]:
         """Count the batch's tokens as computed; True for the rows [R] that sample a token in this step."""

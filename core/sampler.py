@@ -57,7 +57,8 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | No
     if kernel is None:
         return _draw_tokens(logits, inputs)
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
-    return kernel(logits, (*filters, inputs.seed, inputs.position, inputs.choice))
+    columns = (*filters, inputs.seed, inputs.position, inputs.choice)
+    return kernel(logits, columns, is_edited=inputs.edits is not NO_EDITS)
 
 
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> NDArray[np.int32]:

@@ -19,6 +19,8 @@ from ipc.paged_rows import Int32s, Ints
 #: Columns of block tables are made in multiples of so many, at least one more than there are blocks: room to move on.
 _TABLE_COLUMNS = 8
 
+_PAGE_MASK = TOKENS_PER_PAGE - 1
+
 
 class StepInputs(NamedTuple):
     """One step's tokens, packed request after request. T tokens of R rows, of which S sample. Good until the next
@@ -42,13 +44,14 @@ class _Decoding:
 
     inputs: StepInputs
     plan: tuple[bytes, bytes]  # its rows and their tokens
-    num_steps: int  # that can be moved on before some row's next token begins a block, or a page of the table's
+    num_steps: int  # that can be moved on before some row's next token begins a block,
+    num_table_steps: int  # or a page of the table's
     token_ids: Ints  # [R]
     places: Ints  # [5, R] what grows by one with each token: the columns below, which are views of it
     positions: Ints
     slots: Ints
     context_lens: Ints
-    next_tokens: Ints  # where in the table the next token goes; only if num_steps > 0
+    next_tokens: Ints  # where in the table the next token goes; only if num_table_steps > 0
     next_lengths: Ints  # tokens of the rows with it
 
 
@@ -58,7 +61,6 @@ class InputMaker:
     def __init__(self, table: RunnerTable, block_size: int) -> None:
         self._table, self._block_size = table, block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1  # block sizes are powers of two
-        self._run_mask = min(block_size, TOKENS_PER_PAGE) - 1
         self._decoding: _Decoding | None = None  # what the last step left to move on
         self._sampled: Int32s | None = None  # its tokens
 
@@ -77,7 +79,7 @@ class InputMaker:
         got none."""
         table, decoding = self._table, self._decoding
         self._sampled = tokens
-        if decoding is None or not decoding.num_steps:
+        if decoding is None or not decoding.num_table_steps:
             table.append_tokens(rows, tokens)
         else:
             table.tokens.put(decoding.next_tokens, tokens)
@@ -117,7 +119,8 @@ class InputMaker:
         )
         self._decoding = None
         if not is_mixed and num_samples == len(rows):
-            self._decoding = _Decoding(inputs, _bytes(plan), self._num_steps(positions), token_ids, places, *places)
+            num_steps = _steps_to_end(positions, self._mask), _steps_to_end(positions, _PAGE_MASK)
+            self._decoding = _Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
         return inputs
 
     def _slots(self, blocks: Int32s, positions: Ints) -> Ints:
@@ -125,24 +128,26 @@ class InputMaker:
         slots: Ints = blocks * np.int64(self._block_size) + (positions & self._mask)
         return slots
 
-    def _num_steps(self, positions: Ints) -> int:
-        return self._run_mask - int((positions & self._run_mask).max())
-
     def _move_on(self, decoding: _Decoding) -> bool:
         """By one token; False, and nothing is done, where the block tables have no room."""
+        inputs, positions = decoding.inputs, decoding.positions
         if decoding.num_steps:
             decoding.num_steps -= 1
             np.add(decoding.places, 1, out=decoding.places)
-            return True
-        table, inputs, positions = self._table, decoding.inputs, decoding.positions
-        entering = np.flatnonzero((positions & self._run_mask) == self._run_mask)
-        if not self._enter_blocks(inputs, entering, (positions[entering] + 1) >> self._shift):
-            return False
-        np.add(decoding.places, 1, out=decoding.places)
-        entered = positions[entering]
-        decoding.slots[entering] = self._slots(inputs.block_tables[entering, entered >> self._shift], entered)
-        decoding.next_tokens[entering] = table.tokens.slots(inputs.rows[entering], entered) + 1
-        decoding.num_steps = self._num_steps(positions)
+        else:
+            entering = np.flatnonzero((positions & self._mask) == self._mask)
+            entered = positions[entering] + 1
+            if not self._enter_blocks(inputs, entering, entered >> self._shift):
+                return False
+            np.add(decoding.places, 1, out=decoding.places)
+            decoding.slots[entering] = self._slots(inputs.block_tables[entering, entered >> self._shift], entered)
+            decoding.num_steps = _steps_to_end(positions, self._mask)
+        if decoding.num_table_steps:
+            decoding.num_table_steps -= 1
+        else:
+            begun = np.flatnonzero((positions & _PAGE_MASK) == 0)
+            decoding.next_tokens[begun] = self._table.tokens.slots(inputs.rows[begun], positions[begun]) + 1
+            decoding.num_table_steps = _steps_to_end(positions, _PAGE_MASK)
         return True
 
     def _enter_blocks(self, inputs: StepInputs, entering: Ints, places: Ints) -> bool:
@@ -155,6 +160,11 @@ class InputMaker:
         assert not np.count_nonzero(places >= num_blocks), f"rows enter blocks {places} of {num_blocks}"
         block_tables[entering, places] = table.blocks.get(rows, places)
         return True
+
+
+def _steps_to_end(positions: Ints, mask: int) -> int:
+    """How often all can go on by one before one is past the end of its run of mask + 1."""
+    return mask - int((positions & mask).max())
 
 
 def _goes_on(plan: SchedulerOutput, decoding: _Decoding) -> bool:

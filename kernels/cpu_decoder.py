@@ -17,6 +17,7 @@ from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import RotaryTable
+from kernels.cpu_sampling import CpuSampler
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES = 64 << 20  # of the last level, where the system does not tell
@@ -70,7 +71,7 @@ class _StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("decoder", "kinds", "cache")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "logits_rows")),
-        *((name, ctypes.c_void_p) for name in (*_BUFFERS, "logits")),
+        *((name, ctypes.c_void_p) for name in (*_BUFFERS, "logits", "largest")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits", "is_narrow")),
     )
 
@@ -102,10 +103,12 @@ class CpuDecoder:
         norm: CpuNorm,
         head: PackedMatrix,
         tables: Sequence[RotaryTable],
+        sampler: CpuSampler,
         *,
         num_heads: int,
     ) -> None:
-        """head gives float32; tables: for each kind of layer, or one for both."""
+        """head gives float32; tables: for each kind of layer, or one for both; sampler: is told of the largest
+        logits."""
         assert head.out_dtype == torch.float32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # what the pointers point to
         self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
@@ -130,6 +133,7 @@ class CpuDecoder:
         self._step = _StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
+        self._sampler = sampler
         self._tables, self._num_positions = tables, 0  # the latter: that the step's cos and sin reach
         self._cache: CpuKVCache | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -177,10 +181,11 @@ class CpuDecoder:
         assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
         logits = torch.empty((len(rows), self._vocab_size))
         rows = rows.contiguous()
-        before = step.logits_rows, step.num_logits, step.logits
+        before = step.logits_rows, step.num_logits, step.logits, step.largest
         step.logits_rows, step.num_logits, step.logits = rows.data_ptr(), len(rows), logits.data_ptr()
+        step.largest = None
         self._run_logits(step)
-        step.logits_rows, step.num_logits, step.logits = before
+        step.logits_rows, step.num_logits, step.logits, step.largest = before
         return logits
 
     def _take(self, *columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +195,9 @@ class CpuDecoder:
         self._columns, step = columns, self._step
         step.token_ids, step.positions, step.slots, step.logits_rows = (column.data_ptr() for column in columns)
         step.num_tokens, step.num_logits = num_tokens, num_logits
-        return self._buffers["hidden"][:num_tokens], self._buffers["logits"][:num_logits]
+        logits = self._buffers["logits"][:num_logits]
+        self._sampler.expect(logits, self._buffers["largest"][:num_logits].numpy())
+        return self._buffers["hidden"][:num_tokens], logits
 
     def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
         self._cache, self._plans = cache, tuple(plans)
@@ -224,6 +231,7 @@ class CpuDecoder:
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
             rows = 1 << (num_logits - 1).bit_length()
             self._keep("logits", torch.empty((rows, self._vocab_size)))
+            self._keep("largest", torch.empty(rows, dtype=torch.int32))
 
     def _keep(self, name: str, buffer: torch.Tensor) -> None:
         self._buffers[name] = buffer

@@ -39,7 +39,8 @@ class PackedMatrix:
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
     bfloat16 takes 12 bits a weight, exactly, where the instruction set has what unpacks them at once (is_compact; see
-    kernels/cpu/compact.h); such `packed` holds addresses in itself and must not be moved.
+    kernels/cpu/compact.h); such `packed` holds addresses in itself and must not be moved. is_kept: the caches keep
+    the weights from one product to the next, and there is nothing to gain by that.
 
     gate: weight is [2 * out, in], gates above what they let through, and y = f(gate) * up, both rounded before it.
     """
@@ -53,6 +54,7 @@ class PackedMatrix:
         dtype: torch.dtype | None = None,  # float32 or bfloat16; None = the weight's
         out_dtype: torch.dtype | None = None,  # the same; None = dtype
         gate: str | None = None,  # of GATES
+        is_kept: bool = False,
     ) -> None:
         assert gate is None or bias is None, gate
         num_columns, self.in_features = weight.shape
@@ -60,7 +62,7 @@ class PackedMatrix:
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
         self.bias = None if bias is None else bias.float().contiguous()
-        self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None)
+        self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: All but x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
@@ -87,7 +89,9 @@ class PackedMatrix:
         return y
 
 
-def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool) -> tuple[torch.Tensor, bool]:
+def _pack(
+    library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool, is_kept: bool
+) -> tuple[torch.Tensor, bool]:
     """weight [out, in], any strides -> its bytes, packed, and whether these are compact."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -104,7 +108,7 @@ def _pack(library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gate
         is_gated=is_gated,
         plan=plan.data_ptr(),
     )
-    num_bytes = library.function("compact_bytes", pointer, result=ctypes.c_int64)(arguments)
+    num_bytes = 0 if is_kept else library.function("compact_bytes", pointer, result=ctypes.c_int64)(arguments)
     is_compact = num_bytes > 0
     if not is_compact:
         sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)

@@ -28,6 +28,7 @@ class CpuLibrary:
         self.variant = variant
         self._functions = ctypes.CDLL(str(path))
         self._start = self.function("pool_start", ctypes.c_int)
+        self._wake = self.function("pool_wake")
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
@@ -42,6 +43,10 @@ class CpuLibrary:
 
     def stop_threads(self) -> None:
         self._start(1)
+
+    def wake_threads(self) -> None:
+        """A kernel comes within tens of microseconds; threads that sleep take as long to wake up."""
+        self._wake()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8, zeros, 64-byte aligned, for what is read again and again: in huge pages (33 GB/s instead

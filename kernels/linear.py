@@ -50,7 +50,7 @@ class PackedLinear:
 
     library: of the C kernels; None = torch's products. What is rounded, and when: the C kernel rounds sum + bias once,
     to out_dtype (None = the weight's); torch rounds to the weight's dtype before and after it adds the bias.
-    gate: of the C kernel only (kernels.cpu_gemm).
+    gate, is_kept: of the C kernel only (kernels.cpu_gemm).
     max_rows: the largest row count worth running at once, for layers that never see more (the head sees one row per
     request); it shortens the probe.
     """
@@ -64,14 +64,16 @@ class PackedLinear:
         max_rows: int = ROW_COUNTS[-1],
         out_dtype: torch.dtype | None = None,
         gate: str | None = None,
+        is_kept: bool = False,
     ) -> None:
         assert gate is None or library is not None, gate
         num_columns, self.in_features = weight.shape
         self.out_features = num_columns if gate is None else num_columns // 2
         if library is not None:
             self.chosen = _c_variant(library, self.in_features, weight.dtype)
-            self.matrix: PackedMatrix | None = PackedMatrix(library, weight, bias, out_dtype=out_dtype, gate=gate)
-            self._operation: Operation = self.matrix
+            matrix = PackedMatrix(library, weight, bias, out_dtype=out_dtype, gate=gate, is_kept=is_kept)
+            self.matrix: PackedMatrix | None = matrix
+            self._operation: Operation = matrix
         else:
             self.matrix = None  # of the C kernel
             row_counts = tuple(count for count in ROW_COUNTS if count <= max_rows)

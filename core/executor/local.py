@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from core.cpu_kernels import num_threads
@@ -74,9 +75,7 @@ class LocalExecutor:
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         if self._ahead is not None:
-            self._ahead.use(plan.block_ids)
-            for new in plan.added:
-                self._ahead.use(new.block_ids)
+            self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.added)]))
         return FinishedStep(self.runner.execute(plan))
 
     def prepare_ahead(self) -> bool:

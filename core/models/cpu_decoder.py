@@ -33,6 +33,7 @@ def cpu_decoder(
         _norm(norm),
         _matrix(head),
         operations.tables,
+        operations.sampler,
         num_heads=config.num_attention_heads,
     )
 

@@ -12,6 +12,7 @@ from core.models.unchanged import unchanged
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
+from kernels.cpu_decoder import exceed_caches
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_kv_cache import CpuKVCache, padded_dim
 from kernels.cpu_library import CpuLibrary
@@ -19,7 +20,7 @@ from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import ROW_COUNTS, PackedLinear
+from kernels.linear import PackedLinear
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,6 +52,7 @@ class CpuOperations:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
         self._config, self._dtype, self.library = config, dtype, library
+        self._is_kept = not exceed_caches(_matrix_bytes(config, dtype))
         self.tables = tuple(RotaryTable(*rotary) for rotary in rotary_embeddings(config))
         self._attention = CpuAttention(library)
         self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
@@ -59,6 +61,9 @@ class CpuOperations:
     @property
     def variant(self) -> str:
         return f"c-{self.library.variant} attention={TILE}"
+
+    def wake(self) -> None:
+        self.library.wake_threads()
 
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> CpuEmbedding:
         if isinstance(head, PackedLinear) and head.matrix is not None:
@@ -73,13 +78,13 @@ class CpuOperations:
         max_rows: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
-        return PackedLinear(weight, bias, self.library, max_rows=max_rows or ROW_COUNTS[-1], out_dtype=out_dtype)
+        return PackedLinear(weight, bias, self.library, out_dtype=out_dtype, is_kept=self._is_kept)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
         return CpuNorm(self.library, weight, eps, dtype)
 
     def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[PackedLinear, Operation]:
-        return PackedLinear(weight, library=self.library, gate=function), unchanged
+        return PackedLinear(weight, library=self.library, gate=function, is_kept=self._is_kept), unchanged
 
     def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
         rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
@@ -114,3 +119,10 @@ class CpuOperations:
         return CpuKVCache(
             config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
         )
+
+
+def _matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of all products of a step, whole."""
+    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim  # Q and O, K, V
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    return (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size) * dtype.itemsize

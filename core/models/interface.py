@@ -25,6 +25,9 @@ class Model(Protocol):
     def variant(self) -> str:
         """Names the kernels in use; part of the fingerprint."""
 
+    def wake(self) -> None:
+        """forward() will be called within tens of microseconds."""
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV cache one block of block_size tokens takes."""
 

@@ -44,7 +44,7 @@ class Llama:
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
         self.operations = operations = operations or choose_operations(config, dtype, numerics, library)
-        self.sampler = operations.sampler
+        self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0

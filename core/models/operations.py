@@ -58,6 +58,9 @@ class Operations(Protocol):
     def sampler(self) -> CpuSampler | None:
         """The kernel that draws tokens; None: torch's operations (core/sampler.py)."""
 
+    def wake(self) -> None:
+        """The first operation of a step comes within tens of microseconds."""
+
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
         """Of ids [T] int64 -> table's rows times scale [T, d] float32. head: the product whose weights the table is."""
 

@@ -78,6 +78,9 @@ class TorchOperations:
         attention = self._attention_variant if self._attention is paged_attention else "sdpa"
         return f"attention={attention} cpu={torch.backends.cpu.get_cpu_capability()}"
 
+    def wake(self) -> None:
+        """torch wakes its threads itself."""
+
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
         return lambda ids: table.index_select(0, ids).float().mul_(scale)
 

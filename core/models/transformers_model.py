@@ -96,6 +96,9 @@ class TransformersModel:
     def variant(self) -> str:
         return f"transformers {_version()} {self._architecture} attention={self._variant}"
 
+    def wake(self) -> None:
+        """torch wakes its threads itself."""
+
     def bytes_per_block(self, block_size: int) -> int:
         shape = self._shape
         return bytes_per_block(block_size, shape.num_kv_heads, shape.head_dim, self._num_layers, self.dtype)

@@ -50,6 +50,9 @@ class TritonOperations:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
         return f"triton-{triton.__version__} split={SPLIT} device={name}"
 
+    def wake(self) -> None:
+        """The device waits awake."""
+
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
         return partial(embedding, table=table, scale=scale)
 

@@ -4,15 +4,37 @@
 #include "norm.h"
 #include "pool.h"
 #include "rope.h"
+#include "sampling.h"
 
 /* A thread's view of the step. */
 typedef struct {
     const DecoderStep *step;
     const Decoder *decoder;
-    float *hidden; /* [num_rows, hidden_size]: those that are worked at */
+    const DecoderLayer *layer;
+    void *const *cache; /* of the layer */
+    float *hidden;      /* [num_rows, hidden_size]: those that are worked at */
     int64_t num_rows;
-    int thread, num_threads;
+    int thread, num_threads; /* or a piece of the rows and the number of pieces */
 } Share;
+
+/* Rows of a piece, at least, where the caches keep the weights; else each piece would read them from memory again. */
+enum { PIECE_ROWS = 64 };
+
+/* Into so many pieces each thread's rows are cut; 0: threads have no rows of their own. */
+static int pieces_of_thread(const Share *share) {
+    const int64_t num_threads = share->num_threads;
+    if (num_threads == 1 || !gemm_splits_rows(share->num_rows, share->num_threads)) return 0;
+    return share->decoder->head.streams ? 1 : (int)(share->num_rows / (PIECE_ROWS * num_threads));
+}
+
+/* Between two parts of which the second reads, row by row, what the first wrote: a barrier, but where both give a
+ * thread the same rows. */
+static void go_on_by_rows(const Share *share) {
+    if (!gemm_splits_rows(share->num_rows, share->num_threads)) pool_barrier();
+}
+
+/* Of a thread's share; it ends where the next thread's begins. */
+static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
 
 static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
@@ -56,8 +78,9 @@ static void add(const Share *share, const float *out_norm, const float *next_nor
     norm_part(&args, share->thread, share->num_threads);
 }
 
-static void rotate(const Share *share, const DecoderLayer *layer, void *cache) {
+static void rotate(const Share *share) {
     const DecoderStep *step = share->step;
+    const DecoderLayer *layer = share->layer;
     const DecoderKind *kind = &step->kinds[layer->kind];
     const RopeKvWrite args = {
         .qkv = step->qkv,
@@ -67,7 +90,7 @@ static void rotate(const Share *share, const DecoderLayer *layer, void *cache) {
         .head_norms = layer->head_norms,
         .slots = step->slots,
         .q = step->q,
-        .layer = cache,
+        .layer = *share->cache,
         .shape = kind->attention.shape,
         .num_heads = share->decoder->num_heads,
         .num_tokens = (int32_t)step->num_tokens,
@@ -76,47 +99,61 @@ static void rotate(const Share *share, const DecoderLayer *layer, void *cache) {
     rope_kv_write_part(&args, share->thread, share->num_threads);
 }
 
-static void attend(const Share *share, const DecoderLayer *layer, void *cache, int is_narrow) {
+/* All tokens; is_narrow: or those for which the plan has been narrowed. */
+static void attend(const Share *share, int is_narrow) {
+    const DecoderLayer *layer = share->layer;
     const DecoderKind *kind = &share->step->kinds[layer->kind];
     Attention args = kind->attention;
     use_plan(&args, kind->plan, is_narrow);
-    args.q = share->step->q, args.layer = cache, args.out = share->step->attended;
+    args.q = share->step->q, args.layer = *share->cache, args.out = share->step->attended;
     args.scale = layer->scale;
     attention_part(&args, share->thread, share->num_threads);
 }
 
-/* K and V of all tokens, and what each attends to; is_narrow: or those for which the plan has been narrowed. */
-static void run_attention(const Share *share, const DecoderLayer *layer, void *cache, int is_narrow) {
-    const DecoderStep *step = share->step;
-    multiply(share, &layer->qkv, step->x, step->qkv, &layer->o);
-    pool_barrier();
-    rotate(share, layer, cache);
-    pool_barrier();
-    attend(share, layer, cache, is_narrow);
-    pool_barrier();
+/* A layer up to attention, of rows whose x is there: their q, and K and V in the cache. */
+static void begin_layer(const Share *share) {
+    const DecoderLayer *layer = share->layer;
+    multiply(share, &layer->qkv, share->step->x, share->step->qkv, &layer->o);
+    go_on_by_rows(share);
+    rotate(share);
+}
+
+static void begin_step(const Share *share) {
+    embed(share);
+    normalise_hidden(share, share->layer->input_norm);
+    go_on_by_rows(share);
+    begin_layer(share);
 }
 
 /* The rest of a layer, whose rows have attended to this; `next` is the product that follows, of x normalised so. */
-static void finish_layer(const Share *share, const DecoderLayer *layer, const void *attended, const float *next_norm,
-                         const Gemm *next) {
+static void finish_layer(const Share *share, const void *attended, const float *next_norm, const Gemm *next) {
     const DecoderStep *step = share->step;
+    const DecoderLayer *layer = share->layer;
     multiply(share, &layer->o, attended, step->added, &layer->gate_up);
-    pool_barrier();
+    go_on_by_rows(share);
     add(share, layer->attention_out_norm, layer->mlp_norm);
-    pool_barrier();
+    go_on_by_rows(share);
     multiply(share, &layer->gate_up, step->x, step->gated, &layer->down);
-    pool_barrier();
+    go_on_by_rows(share);
     multiply(share, &layer->down, step->gated, step->added, next);
-    pool_barrier();
+    go_on_by_rows(share);
     add(share, layer->mlp_out_norm, next_norm);
-    pool_barrier();
+    go_on_by_rows(share);
+}
+
+static void go_to_next_layer(const Share *share) {
+    const DecoderLayer *layer = share->layer;
+    finish_layer(share, share->step->attended, layer[1].input_norm, &layer[1].qkv);
+    Share next = *share;
+    next.layer++, next.cache++;
+    begin_layer(&next);
 }
 
 /* The rows that have logits: copies of their hidden states, and in qkv of what they attended to in the last layer. */
 static void pick_rows(const Share *share, size_t attended_bytes) {
     const DecoderStep *step = share->step;
     const int64_t width = share->decoder->hidden_size;
-    for (int64_t i = share->thread; i < step->num_logits; i += share->num_threads) {
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
         const int64_t row = step->logits_rows[i];
         memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
         memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
@@ -124,46 +161,86 @@ static void pick_rows(const Share *share, size_t attended_bytes) {
     }
 }
 
-/* Rows of tokens that nobody asks for end with the last layer's K and V: no other row sees more of them. */
-static void compute_logits(const Share *share) {
+/* While the logits are in the cache of the thread that wrote them, where threads have rows of their own. */
+static void find_largest_logits(const Share *share) {
     const DecoderStep *step = share->step;
-    const Decoder *decoder = share->decoder;
-    const DecoderLayer *last = &decoder->layers[decoder->num_layers - 1];
-    Share picked = *share;
-    picked.hidden = step->last_hidden, picked.num_rows = step->num_logits;
-    pick_rows(share, last->o.depth * element_bytes(decoder->dtype));
-    pool_barrier();
-    finish_layer(&picked, last, step->qkv, decoder->norm, &decoder->head);
-    multiply(&picked, &decoder->head, step->x, step->logits, NULL);
+    const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
+    const int64_t size = share->decoder->head.num_columns;
+    find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
 }
 
-static Share share_of(const DecoderStep *step, int thread, int num_threads) {
-    return (Share){step, step->decoder, step->hidden, step->num_tokens, thread, num_threads};
+/* Of rows that are picked. */
+static void finish_step(const Share *share) {
+    const DecoderStep *step = share->step;
+    const Decoder *decoder = share->decoder;
+    pick_rows(share, share->layer->o.depth * element_bytes(decoder->dtype));
+    go_on_by_rows(share);
+    finish_layer(share, step->qkv, decoder->norm, &decoder->head);
+    multiply(share, &decoder->head, step->x, step->logits, NULL);
+    if (step->largest) {
+        go_on_by_rows(share);
+        find_largest_logits(share);
+    }
+}
+
+/* What is done row by row. Many rows are cut into pieces, of which each thread does its own and then what is left of
+ * the others': one that has lost its core to another process holds up nobody for longer than a piece. */
+static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
+    const int num_threads = share->num_threads, num_pieces = pieces_of_thread(share);
+    if (num_pieces == 0) {
+        phase(share);
+        return;
+    }
+    Share piece = *share;
+    piece.num_threads = num_threads * num_pieces;
+    for (int i = 0; i < num_threads; i++) {
+        const int owner = (share->thread + i) % num_threads;
+        for (int64_t number; (number = pool_take(owner)) < num_pieces;) {
+            piece.thread = owner * num_pieces + (int)number;
+            phase(&piece);
+        }
+    }
+}
+
+/* Rows of tokens that nobody asks for end with the last layer's K and V: no other row sees more of them. */
+static void compute_logits(const Share *share) {
+    Share picked = *share;
+    picked.hidden = share->step->last_hidden, picked.num_rows = share->step->num_logits;
+    run_by_rows(&picked, finish_step);
+}
+
+static const DecoderLayer *last_layer(const DecoderStep *step) {
+    return step->decoder->layers + step->decoder->num_layers - 1;
+}
+
+static Share share_of(const DecoderStep *step, int64_t layer, int thread, int num_threads) {
+    const Decoder *decoder = step->decoder;
+    return (Share){step,         decoder,          decoder->layers + layer, step->cache + layer,
+                   step->hidden, step->num_tokens, thread,                  num_threads};
 }
 
 static void step_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
-    const Share share = share_of(step, thread, num_threads);
-    const DecoderLayer *layer = step->decoder->layers, *last = layer + step->decoder->num_layers - 1;
+    const DecoderLayer *last = last_layer(step);
+    Share share = share_of(step, 0, thread, num_threads);
     if (step->is_narrow && thread == 0)
         narrow_plan(step->kinds[last->kind].plan, step->logits_rows, step->num_logits);
-    embed(&share);
-    normalise_hidden(&share, layer->input_norm);
-    pool_barrier();
-    for (void *const *cache = step->cache;; layer++, cache++) {
-        run_attention(&share, layer, *cache, layer == last && step->is_narrow);
-        if (layer == last) break;
-        finish_layer(&share, layer, step->attended, layer[1].input_norm, &layer[1].qkv);
+    run_by_rows(&share, begin_step);
+    for (;; share.layer++, share.cache++) {
+        pool_barrier();
+        attend(&share, share.layer == last && step->is_narrow);
+        pool_barrier();
+        if (share.layer == last) break;
+        run_by_rows(&share, go_to_next_layer);
     }
     if (step->num_logits > 0) compute_logits(&share);
 }
 
 static void logits_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
-    const Share share = share_of(step, thread, num_threads);
+    const Share share = share_of(step, step->decoder->num_layers - 1, thread, num_threads);
     if (step->is_narrow) {
-        const int64_t last = step->decoder->num_layers - 1;
-        attend(&share, &step->decoder->layers[last], step->cache[last], 0);
+        attend(&share, 0);
         pool_barrier();
     }
     compute_logits(&share);

@@ -2,7 +2,7 @@
  *
  * Each phase is the xxx_part() of a kernel, so that bits are those of the kernels called one after the other. Between
  * phases there is a barrier, but where a thread goes on with rows of its own: kernels that work row by row share out the
- * rows alike.
+ * rows alike, and products of many rows do too. Then only attention has its barriers, before and after.
  */
 #ifndef DECODER_H
 #define DECODER_H
@@ -52,6 +52,7 @@ typedef struct {
     float *normed;                      /* the same, normalised; or NULL where no layer does that */
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
     float *logits;                      /* [S, num_columns of head] */
+    int32_t *largest;                   /* [S] see find_largest() of sampling.h; or NULL */
     int64_t num_tokens, num_logits;
     int64_t is_narrow;                  /* out: in the last layer only rows that have logits have attended for sure */
 } DecoderStep;

@@ -35,7 +35,9 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     }
     int64_t at = row * args->y_stride + column, i = 0;
     if (args->y_dtype == FLOAT32) {
-        memcpy((float *)args->y + at, sums, num_columns * sizeof *sums);
+        float *y = (float *)args->y + at;
+        for (; i + LANES <= num_columns; i += LANES) store_floats(y + i, load_floats(sums + i));
+        if (i < num_columns) memcpy(y + i, sums + i, (num_columns - i) * sizeof *y);
         return;
     }
     uint16_t *y = (uint16_t *)args->y + at;
@@ -145,11 +147,14 @@ static void multiply_pieces(const Gemm *args, int owner, int num_threads, const 
     }
 }
 
+int gemm_splits_rows(int64_t num_rows, int num_threads) {
+    return num_threads == 1 || num_rows >= ROWS_TO_SPLIT * num_threads;
+}
+
 void gemm_part(const Gemm *args, int thread, int num_threads) {
     const int64_t num_rows = args->num_rows;
     const Gemm *next = args->next ? args->next : args;
-    const int splits_rows = num_rows >= ROWS_TO_SPLIT * num_threads;
-    if (splits_rows || num_threads == 1) {
+    if (gemm_splits_rows(num_rows, num_threads)) {
         const int64_t begin = num_rows * thread / num_threads, end = num_rows * (thread + 1) / num_threads;
         multiply(args, begin, end, 0, num_panels(args), next->weights);
         return;

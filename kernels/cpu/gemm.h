@@ -48,6 +48,10 @@ typedef struct {
 } GemmPack;
 
 void gemm_part(const Gemm *args, int thread, int num_threads);
+
+/* Whether gemm_part() gives each thread rows [num_rows * thread / num_threads, num_rows * (thread + 1) / num_threads). */
+int gemm_splits_rows(int64_t num_rows, int num_threads);
+
 void gemm(const Gemm *args);
 
 int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype);

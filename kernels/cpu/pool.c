@@ -48,6 +48,7 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* Returns when another phase has come, or when woken for one that comes soon. */
 static void wait_for_phase_after(uint32_t phase) {
     int64_t end = now_ns() + SPIN_NS;
     do {
@@ -58,22 +59,26 @@ static void wait_for_phase_after(uint32_t phase) {
     } while (now_ns() < end);
     /* Whoever ends the phase looks for sleepers after that; we are counted before the kernel compares the phase. */
     atomic_fetch_add(&pool.num_asleep, 1);
-    while (atomic_load(&pool.phase) == phase)
+    if (atomic_load(&pool.phase) == phase)
         syscall(SYS_futex, &pool.phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
     atomic_fetch_sub(&pool.num_asleep, 1);
+}
+
+EXPORT void pool_wake(void) {
+    if (atomic_load(&pool.num_asleep) > 0)
+        syscall(SYS_futex, &pool.phase, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
 EXPORT void pool_barrier(void) {
     if (pool.num_threads <= 1) return;
     uint32_t phase = atomic_load_explicit(&pool.phase, memory_order_acquire);
     if (atomic_fetch_add(&pool.num_arrived, 1) + 1 < pool.num_threads) {
-        wait_for_phase_after(phase);
+        while (atomic_load_explicit(&pool.phase, memory_order_acquire) == phase) wait_for_phase_after(phase);
         return;
     }
     atomic_store_explicit(&pool.num_arrived, 0, memory_order_relaxed);
     atomic_fetch_add(&pool.phase, 1);
-    if (atomic_load(&pool.num_asleep) > 0)
-        syscall(SYS_futex, &pool.phase, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    pool_wake();
 }
 
 EXPORT int64_t pool_take(int owner) {

@@ -19,6 +19,9 @@ void pool_start(int num_threads);
 /* Run job on all threads; returns when all are done. Without pool_start(), or after fork(), the caller runs it alone. */
 void pool_run(Job job, void *args);
 
+/* A job comes within tens of microseconds: threads that sleep begin to spin, for waking up takes as long. */
+void pool_wake(void);
+
 /* Inside a job: wait until all threads are here. What they wrote before is seen after. */
 void pool_barrier(void);
 

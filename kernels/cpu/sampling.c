@@ -69,7 +69,7 @@ INLINE float largest_between(const Row *row, int64_t begin, int64_t end, Signed 
 }
 
 /* Index of the largest logit, the first of equals, or of the first NaN. */
-static int64_t find_largest(const Row *row) {
+static int64_t index_of_largest(const Row *row) {
     const float *logits = row->logits;
     int64_t index = 0;
     float best = -INFINITY;
@@ -83,6 +83,13 @@ static int64_t find_largest(const Row *row) {
     else
         while (index + 1 < row->size && logits[index] != best) index++;
     return index;
+}
+
+void find_largest(const float *logits, int64_t num_rows, int64_t vocab_size, int32_t *largest) {
+    for (int64_t i = 0; i < num_rows; i++, logits += vocab_size) {
+        const int64_t best = index_of_largest(&(Row){.logits = logits, .size = vocab_size});
+        largest[i] = isfinite(logits[best]) ? (int32_t)best : -1;
+    }
 }
 
 /* Weights of some logits: exp(logit / temperature - largest), exactly 0 for minus infinity; 0 below min_p. */
@@ -256,7 +263,8 @@ static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
     const float temperature = args->temperature ? args->temperature[index] : 0.0f;
     Row row = {.logits = args->logits + index * size, .size = size};
     row.temperature = temperature > 0.0f ? temperature : 1.0f;
-    const int64_t best = find_largest(&row);
+    const int64_t best = args->largest ? args->largest[index] : index_of_largest(&row);
+    if (best < 0) return -1;
     row.largest = row.logits[best] / row.temperature;
     if (!isfinite(row.largest)) return -1;
     if (temperature == 0.0f) return (int32_t)best;

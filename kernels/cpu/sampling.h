@@ -18,10 +18,14 @@ typedef struct {
     const float *top_p, *min_p;
     const uint64_t *seed;
     const int64_t *position, *choice;
+    const int32_t *largest; /* what find_largest() gave for these logits, or NULL: it was not asked */
     int32_t *tokens; /* -1 where the row's largest logit, over the temperature, is no finite number */
     char *scratch;   /* sampling_scratch_bytes() for each thread, 64-byte aligned */
     int64_t num_rows, vocab_size;
 } Sampling;
+
+/* Of some rows of logits: the index of each one's largest, the first of equals; -1 where that is no finite number. */
+void find_largest(const float *logits, int64_t num_rows, int64_t vocab_size, int32_t *largest);
 
 void sample_part(const Sampling *args, int thread, int num_threads);
 void sample(const Sampling *args);

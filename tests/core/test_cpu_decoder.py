@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 import kernels.cpu_decoder
 from core.config_values import Values
 from core.models.llama import Llama
+from core.sampler import sample_greedily
 from ipc.errors import ModelFileError
 from kernels.cpu_library import load_cpu_library
+from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import MAX_HEAD_DIM
+from kernels.cpu_sampling import _TYPES
 from tests.core.invariance import DTYPES, KINDS, random_model, tiny_model
 from tests.core.test_llama import Requests, prompts
 
@@ -32,13 +36,14 @@ class Watched:
     def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *inputs, logits_rows = args
         rows = torch.arange(len(inputs[0])).flip(0)
-        for wanted in (rows[: len(rows) // 50], rows[5::99], logits_rows):
+        for wanted in (rows[: len(rows) // 50], rows[5::99], rows[::3], logits_rows):
             if self._one_by_one:
                 hidden = self._model.hidden_states(*inputs)
                 logits = self._model.compute_logits(hidden, wanted)
             else:
                 hidden, logits = self._model.forward(*inputs, wanted)
             before = logits.clone()
+            assert self._model.sampler.largest(logits).tolist() == logits.argmax(-1).tolist()
             self.all_logits += [before, *(self._model.compute_logits(hidden, part) for part in rows.split(45))]
             assert torch.equal(logits, before)  # they are the caller's
         return hidden, logits
@@ -77,7 +82,7 @@ def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("told", "streams"), [("1K", True), ("1048576K", False), ("some", False), (None, False)])
-def test_weights_that_no_cache_keeps_are_read_past_the_caches_and_give_the_same_bits(
+def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_give_the_same_bits(
     told: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the system does not say how large its caches are, they are taken for larger than a tiny model."""
@@ -87,9 +92,36 @@ def test_weights_that_no_cache_keeps_are_read_past_the_caches_and_give_the_same_
     monkeypatch.setattr(kernels.cpu_decoder, "_CACHES", tmp_path)
     model = random_model(KINDS["plain"], torch.bfloat16)
     assert model._decoder is not None
+    assert model._decoder._decoder.head.is_compact == (streams and "avx512" in model.variant)
     matrices = [model._decoder._decoder.head, model._decoder._layers[0].qkv, model._decoder._layers[-1].down]
     assert [bool(matrix.streams) for matrix in matrices] == [streams] * 3
-    assert all(map(same_bits, run(model, one_by_one=False), run(model, one_by_one=True)))
+    expected = run(tiny_model(torch.bfloat16), one_by_one=True)  # whose weights are kept
+    for one_by_one in (False, True):
+        assert all(map(same_bits, run(model, one_by_one), expected))
+
+
+@torch.inference_mode()
+def test_the_largest_logit_that_a_step_finds_is_the_samplers() -> None:
+    """Where there is none, too; and it stands for that step's logits alone, as they were."""
+    model = random_model(KINDS["plain"], torch.bfloat16)
+    assert isinstance(model._norm, CpuNorm)
+    requests = Requests(model, prompts(5, 3))
+    columns = tuple(np.array([value] * 2, to) for value, to in zip((1.0, 5, 0.9, 0.0, 7, 0, 0), _TYPES, strict=True))
+    columns[0][1] = 0.0
+    sampler, found, drawn = model.sampler, [], []
+    assert model._decoder is not None
+    assert sampler is not None
+    for poison in (1.0, torch.nan, torch.inf):
+        model._norm.weight[0] *= poison
+        logits = torch.cat(list(requests.step({0: 1, 1: 1}).values()))
+        assert model._decoder._results is not None
+        written = model._decoder._results[1]
+        found.append((sampler.largest(written).tolist(), sample_greedily(logits).tolist()))
+        drawn.append([sampler(rows, columns).tolist() for rows in (written, logits)])
+        written[:] = written.flip(1)
+        drawn.append([sampler(rows, columns, is_edited=True).tolist() for rows in (written, written.clone())])
+    assert all(one == other for one, other in [*found, *drawn])
+    assert [min(one) < 0 for one, _ in found] == [False, True, True]
 
 
 def test_tokens_without_logits_are_stored_and_have_them_later() -> None:

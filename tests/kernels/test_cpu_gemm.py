@@ -227,6 +227,7 @@ def test_compact_weights_are_exact(variant):
 def test_weights_are_compact_where_that_is_smaller(variant):
     weight = numbers(320, 576, dtype=torch.bfloat16) * 0.05
     assert compact(variant, weight).packed.nbytes < 0.8 * weight.nbytes
+    assert not PackedMatrix(variant, weight, is_kept=True).is_compact
     assert not PackedMatrix(variant, weight.float()).is_compact
     bits = torch.randint(-(2**15), 2**15, (320, 576), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
     assert not PackedMatrix(variant, bits.view(torch.bfloat16)).is_compact

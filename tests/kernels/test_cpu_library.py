@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and sources that compile in a moment."""
     sources = tmp_path / "sources"
     sources.mkdir()
-    (sources / "pool.c").write_text("void pool_start(int n) { (void)n; }\n")
+    (sources / "pool.c").write_text("void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n")
     monkeypatch.setattr(kernels.cpu_build, "SOURCE_FOLDER", sources)
     monkeypatch.setattr(
         kernels.cpu_build, "_FLAGS", tuple(f for f in kernels.cpu_build._FLAGS if f != "-fvisibility=hidden")

@@ -110,6 +110,25 @@ def test_idle_threads_take_no_time(pool):
     assert time.process_time() - before < 0.1
 
 
+def test_woken_threads_take_the_next_job_and_fall_asleep_without_one(pool, c_library):
+    c_library.wake_threads()  # none are there
+    pool.start(3)
+    for pause in (0.0, 0.01):
+        pool.run(lambda *_: None)
+        time.sleep(0.01)  # they fall asleep
+        c_library.wake_threads()
+        time.sleep(pause)  # and again
+        ran = []
+        pool.run(lambda thread, _, ran=ran: ran.append(thread))
+        assert sorted(ran) == [0, 1, 2]
+    time.sleep(0.01)
+    c_library.wake_threads()
+    time.sleep(0.01)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
 def test_more_threads_than_cores_beside_busy_processes(pool):
     """Those who wait give their core to whom they wait for: else each run takes slices of the scheduler."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]

@@ -69,8 +69,9 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
 
 
 def _packed(library: CpuLibrary, weight: torch.Tensor, streams: bool) -> PackedMatrix:
-    """As the engine has it: whether its weights are asked for past the caches, the model's size decides."""
-    matrix = PackedMatrix(library, weight)
+    """As the engine has it: whether its weights are asked for past the caches, and are compact, the model's size
+    decides."""
+    matrix = PackedMatrix(library, weight, is_kept=not streams)
     matrix.arguments.streams = streams
     return matrix
 
