@@ -220,11 +220,12 @@ def test_a_session_that_the_engine_thread_opened_has_a_lease_too() -> None:
 
 def test_a_message_whose_signal_was_taken_by_sending_is_read(harness: Harness) -> None:
     with RawClient(harness.address) as client:
-        harness.io._sources.modify(harness.io._socket_fd, 0)  # the IO thread comes too late to see the signal
-        client.send(GetTokenizer(1))
-        came = select.poll()
-        came.register(harness.io._socket_fd, select.POLLIN)
-        assert came.poll(PATIENCE_S * 1000)
+        with harness.io._using:
+            harness.io._sources.modify(harness.io._socket_fd, 0)  # the IO thread comes too late to see the signal
+            client.send(GetTokenizer(1))
+            came = select.poll()
+            came.register(harness.io._socket_fd, select.POLLIN)
+            assert came.poll(PATIENCE_S * 1000)
         harness.io.put([(1, CallDone(7))])
         assert client.receive(CallDone).call == 7
         client.receive(TokenizerFiles, SOON_S)
