@@ -16,7 +16,7 @@ INLINE Floats choose(Signed mask, Floats yes, Floats no) {
     return (Floats)((mask & (Signed)yes) | (~mask & (Signed)no));
 }
 
-/* The larger one; a NaN in x is passed over. */
+/* The larger one; a NaN in x is passed over, one in `than` stays. */
 INLINE Floats larger(Floats x, Floats than) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)x, (__m512)than);
@@ -24,6 +24,17 @@ INLINE Floats larger(Floats x, Floats than) {
     return (Floats)_mm256_max_ps((__m256)x, (__m256)than);
 #else
     return choose(x > than, x, than);
+#endif
+}
+
+/* The smaller one; a NaN in `than` stays. */
+INLINE Floats smaller(Floats x, Floats than) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_min_ps((__m512)x, (__m512)than);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_min_ps((__m256)x, (__m256)than);
+#else
+    return choose(x < than, x, than);
 #endif
 }
 
@@ -123,7 +134,11 @@ INLINE Floats power_of_two(Floats whole, Floats part) {
     p = multiply_add(p, part, all_floats(2.4022650e-01f));
     p = multiply_add(p, part, all_floats(6.9314720e-01f));
     p = multiply_add(p, part, all_floats(1.0f));
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     return p * (Floats)((__builtin_convertvector(whole, Signed) + 127) << 23);
+#endif
 }
 
 /* x to the nearest integer, for |x| < 2 ** 22: adding this number rounds the fraction away. */
@@ -139,8 +154,7 @@ INLINE Floats exp2_negative(Floats x) {
 
 /* e ** x with the exponent held between -87 and 88; NaN stays NaN. */
 INLINE Floats exponential(Floats x) {
-    x = choose(x < -87.0f, all_floats(-87.0f), x);
-    x = choose(x > 88.0f, all_floats(88.0f), x);
+    x = larger(all_floats(-87.0f), x), x = smaller(all_floats(88.0f), x);
     Floats whole = nearest(x * 1.44269504f);
     Floats part = multiply_add(whole, all_floats(-0.693359375f), x); /* ln 2 in two parts; this product is exact */
     part = multiply_add(whole, all_floats(2.12194440e-4f), part);
