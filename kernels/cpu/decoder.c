@@ -17,14 +17,17 @@ typedef struct {
     int thread, num_threads; /* or a piece of the rows and the number of pieces */
 } Share;
 
-/* Rows of a piece, at least, where the caches keep the weights; else each piece would read them from memory again. */
-enum { PIECE_ROWS = 64 };
+/* Rows of a piece, at least. What a piece's parts hand to each other stays in a second level cache; but each piece reads
+ * the weights again, where the caches do not keep them from memory. */
+enum { PIECE_ROWS = 64, STREAMED_PIECE_ROWS = 192 };
 
 /* Into so many pieces each thread's rows are cut; 0: threads have no rows of their own. */
 static int pieces_of_thread(const Share *share) {
-    const int64_t num_threads = share->num_threads;
-    if (num_threads == 1 || !gemm_splits_rows(share->num_rows, share->num_threads)) return 0;
-    return share->decoder->head.streams ? 1 : (int)(share->num_rows / (PIECE_ROWS * num_threads));
+    const int num_threads = share->num_threads;
+    if (num_threads == 1 || !gemm_splits_rows(share->num_rows, num_threads)) return 0;
+    const int64_t least = share->decoder->head.streams ? STREAMED_PIECE_ROWS : PIECE_ROWS;
+    const int pieces = (int)(share->num_rows / (least * num_threads));
+    return pieces > 0 ? pieces : 1;
 }
 
 /* Between two parts of which the second reads, row by row, what the first wrote: a barrier, but where both give a
