@@ -125,12 +125,11 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *
     Floats sums[MAX_ROWS][MAX_VECTORS] = {0};
     int chunk = block->begin / 2 * 2;
     if (is_first) weigh(block, chunk, scale, 0, rows, dtype);
-    for (; chunk < block->end; chunk += 2) {
-        const int has_next = is_first && chunk + 2 < block->end;
-        if (has_next) weigh(block, chunk + 2, scale, 0, half, dtype);
+    for (; chunk < block->end; chunk++) {
+        const int is_odd = chunk % 2, next = chunk + 2 - is_odd;
+        if (is_first && next < block->end)
+            weigh(block, next, scale, is_odd ? half : 0, is_odd ? rows : half, dtype);
         if (chunk >= block->begin) multiply_values(work, tile, sums, block, chunk, dim, rows, vectors, dtype);
-        if (has_next) weigh(block, chunk + 2, scale, half, rows, dtype);
-        if (chunk + 1 < block->end) multiply_values(work, tile, sums, block, chunk + 1, dim, rows, vectors, dtype);
     }
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++)
@@ -172,7 +171,10 @@ INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int r
     int dim = 0;
     for (; dim + MAX_VECTORS * LANES <= work->width; dim += MAX_VECTORS * LANES)
         add_values(work, tile, sums, &block, dim, dim == 0, rows, MAX_VECTORS, dtype);
-    for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, dim == 0, rows, 1, dtype);
+    if (dim == 0)
+        for (int chunk = block.begin / 2 * 2; chunk < block.end; chunk += 2)
+            weigh(&block, chunk, work->args->scale, 0, rows, dtype);
+    for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, 0, rows, 1, dtype);
     for (int r = 0; r < rows; r++) {
         Floats sum = load_floats(sums + r * stride);
         store_floats(sums + r * stride, joined(sum, block.kept[r], block.sums[r], block.added[r]));

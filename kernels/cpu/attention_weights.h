@@ -128,8 +128,7 @@ INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Fl
 }
 
 /* Scores to weights of some rows, for the two chunks from `chunk` on, an even one. */
-INLINE void weigh(Block *block, int chunk, float scale, const int first_row, const int end_row, const int dtype) {
-#pragma GCC unroll 6
+INLINE void weigh(Block *block, int chunk, float scale, int first_row, int end_row, const int dtype) {
     for (int row = first_row; row < end_row; row++) {
         const Floats maximum = all_floats(block->maximum[row]);
         const float *scores = block->scores[row] + chunk * CHUNK;
