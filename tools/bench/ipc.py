@@ -68,12 +68,14 @@ class Connections:
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
-    def submit(self, connection: int, max_tokens: int) -> None:
-        """A prompt that no other shares a block with."""
+    def request(self, max_tokens: int) -> AddRequest:
+        """With a prompt that no other shares a block with."""
         self._numbers += 1
         prompt = _PROMPT.copy()
         prompt[0] += self._numbers
-        request = AddRequest(self._numbers, prompt.tobytes(), request_params(max_tokens), seed=0)
+        return AddRequest(self._numbers, prompt.tobytes(), request_params(max_tokens), seed=0)
+
+    def submit(self, connection: int, request: AddRequest) -> None:
         self._sockets[connection % len(self._sockets)].send(encode(request))
 
     def receive_tokens(self) -> int:
@@ -108,8 +110,9 @@ def first_token_seconds(connections: Connections, count: int) -> list[float]:
     """One request at a time, over the connections in turn."""
     seconds = []
     for number in range(_WARM_UP + count):
+        request = connections.request(1)
         begin = time.perf_counter()
-        connections.submit(number, 1)
+        connections.submit(number, request)
         while not connections.receive_tokens_of(number):
             pass
         seconds.append(time.perf_counter() - begin)
@@ -120,7 +123,7 @@ def streaming_seconds(connections: Connections, num_tokens: int) -> float:
     """NUM_STREAMS requests at once, spread over the connections."""
     begin = time.perf_counter()
     for number in range(NUM_STREAMS):
-        connections.submit(number, num_tokens)
+        connections.submit(number, connections.request(num_tokens))
     missing = NUM_STREAMS * num_tokens
     while missing > 0:
         missing -= connections.receive_tokens()
@@ -133,8 +136,9 @@ def client_seconds(client: EngineClient, count: int) -> list[float]:
     for number in range(_WARM_UP + count):
         prompt = _PROMPT.copy()
         prompt[0] += number
+        token_ids, params = prompt.tolist(), request_params(1)
         begin = time.perf_counter()
-        request = client.submit(prompt.tolist(), request_params(1), seed=0, streaming=True)
+        request = client.submit(token_ids, params, seed=0, streaming=True)
         client.wait(np.array([request]))
         seconds.append(time.perf_counter() - begin)
         client.discard([request])
