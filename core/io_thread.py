@@ -14,6 +14,7 @@ import select
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NoReturn
@@ -59,6 +60,7 @@ class IOThread:
         self._wake_lock = threading.Lock()
         self._engine_is_asleep = False  # it has to be woken for what is put into the inbox
         self._wake_engine = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake_engine)  # the engine thread may outlive this one
         self._context = context
         self._router = router
         self._socket = router.socket
@@ -136,8 +138,9 @@ class IOThread:
     def _receive_for_engine(self, timeout: float | None) -> None:
         """Sleep until the inbox has something or `timeout` is over; the IO thread is not woken for messages."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._sources.modify(self._socket_fd, 0)
         self._engine_is_asleep = True  # before the look at the inbox: what is put in after it finds this
+        with self._using:
+            self._sources.modify(self._socket_fd, 0)
         while True:
             with self._using:
                 has_read = self._receive(time.monotonic())
@@ -150,7 +153,8 @@ class IOThread:
             if (self._wake_engine, select.POLLIN) in self._engine_sources.poll(left_ms):
                 os.eventfd_read(self._wake_engine)
         self._engine_is_asleep = False
-        self._sources.modify(self._socket_fd, select.EPOLLIN)
+        with self._using:
+            self._sources.modify(self._socket_fd, select.EPOLLIN)
 
     def _send_for_engine(self, messages: Sequence[Addressed]) -> bool:
         """False: they are to be put behind others."""
@@ -196,10 +200,10 @@ class IOThread:
             if self._stopping is not None and self._outbox.empty():
                 self._stop(self._stopping)
                 return
+            self._sleep_s = due_s  # before the lock is released: the engine thread compares
             self._using.release()
             if self._engine_is_asleep and not self.inbox.is_empty:
                 os.eventfd_write(self._wake_engine, 1)
-            self._sleep_s = due_s
             self._is_asleep = True  # before the look at the outbox: what is put in after it finds this
             for fd, _ in self._sources.poll(due_s if self._outbox.empty() else 0):
                 if fd == self._wake:
@@ -219,7 +223,8 @@ class IOThread:
         self._send_outbox(now)
         progress = self.sessions.flush(now)
         self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
-        return 0 if may_receive and self._has_unread else self._due_s(may_receive=may_receive)
+        has_unread = self._has_unread  # asked in any case: else the file descriptor may stay readable
+        return 0 if may_receive and has_unread else self._due_s(may_receive=may_receive)
 
     def _due_s(self, *, may_receive: bool) -> float | None:
         if not may_receive:

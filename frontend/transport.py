@@ -111,7 +111,7 @@ class ZmqTransport:
         self._describe_exit = describe_exit
         self._using = threading.Lock()  # the open socket; held for a call or two, never by who sleeps
         self._open_socket: zmq.Socket[bytes] | None = None  # None: what is sent is queued
-        self._sender = 0  # thread that holds the lock in send(); a finalizer may close this in the middle of it
+        self._sender = 0  # thread that is in send(); a finalizer may close this in the middle of it
         self._queue: deque[bytes] = deque()
         self._bytes_queued = 0  # in total; written by senders only
         self._bytes_sent = 0  # in total; written by the thread only
@@ -150,22 +150,25 @@ class ZmqTransport:
             os.eventfd_write(self._wake_fd, 1)
 
     def _send_now(self, frame: bytes) -> bool:
-        """False: it is to be queued."""
-        if self._queue:
+        """False: it is to be queued, also what a finalizer or a signal handler sends in the middle of another send."""
+        if self._queue or self._using.locked():
             return False
-        with self._using:
-            if self._open_socket is None:
-                return False
-            self._sender = threading.get_ident()
-            try:
+        self._sender = threading.get_ident()
+        try:
+            with self._using:
+                if self._open_socket is None:
+                    return False
                 self._open_socket.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            finally:
-                self._sender = 0
-            self._sent_at = time.monotonic()
-            if _events(self._open_socket) & zmq.POLLIN:
-                os.eventfd_write(self._wake_fd, 1)  # sending may have taken the signal of what came
+                self._sent_at = time.monotonic()
+                if _events(self._open_socket) & zmq.POLLIN:
+                    os.eventfd_write(self._wake_fd, 1)  # sending may have taken the signal of what came
+        except zmq.Again:
+            return False
+        except BaseException:  # a KeyboardInterrupt in the middle
+            os.eventfd_write(self._wake_fd, 1)
+            raise
+        finally:
+            self._sender = 0
         return True
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The IO thread and the engine thread around one socket: who serves it when, and that no message is left lying."""
 
+import contextlib
 import select
 import threading
 import time
@@ -313,3 +314,36 @@ def test_an_engine_thread_that_fails_at_the_socket_ends_the_process(
         harness.io.take(PATIENCE_S)
     monkeypatch.undo()
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_an_overfull_inbox_lets_the_io_thread_sleep(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MAX_MESSAGES", 1)
+    counted = Counted(harness, monkeypatch)
+    with RawClient(harness.address) as client, RawClient(harness.address) as other:
+        client.add(1, [1])
+        wait = time.monotonic() + PATIENCE_S
+        while harness.io.inbox.is_empty and time.monotonic() < wait:
+            time.sleep(0.01)
+        other.add(1, [1])
+        before = counted.rounds
+        time.sleep(0.3)
+        assert counted.rounds - before < 100  # it looks again a hundred times a second, not always
+        while len(harness.io.take(PATIENCE_S)) < 1:
+            pass
+
+
+def test_an_engine_thread_that_comes_back_to_a_closed_socket_waits_for_the_end(harness: Harness) -> None:
+    """The process ends with the code of who ends it, not with the engine thread's error."""
+    harness.io.finish("", PATIENCE_S)
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):  # once the lock is released, which no product does
+            harness.io._receive_for_engine(None)
+
+    engine = threading.Thread(target=wait)
+    engine.start()
+    engine.join(0.2)
+    assert engine.is_alive()
+    harness.io._using.release()
+    engine.join(PATIENCE_S)
+    assert not engine.is_alive()

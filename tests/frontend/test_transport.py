@@ -1,5 +1,6 @@
 """The ZeroMQ transport by itself: who sends, in what order, and that nothing waits for a thread that sleeps."""
 
+import select
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,27 +85,56 @@ def test_no_frame_is_left_lying(peer: Peer) -> None:
 
 
 class _Interrupted:
-    """A socket in the middle of whose send() the garbage collector finds who owned the transport."""
+    """A socket in the middle of whose use the garbage collector finds who owned the transport, or a signal comes."""
 
-    def __init__(self, socket: zmq.Socket[bytes], finalize: Callable[[], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], name: str, finalize: Callable[[], None]) -> None:
         self._socket = socket
+        self._name = name
         self._finalize = finalize
 
     def send(self, frame: bytes, flags: int) -> None:
-        self._finalize()
+        self._meet("send")
         self._socket.send(frame, flags)
 
     def get(self, option: int) -> object:
+        self._meet("get")
         return self._socket.get(option)
 
+    def _meet(self, name: str) -> None:
+        if name == self._name:
+            self._finalize()
 
-def test_a_finalizer_may_close_it_in_the_middle_of_send(peer: Peer) -> None:
+
+@pytest.mark.parametrize("moment", ["send", "get"])
+def test_a_finalizer_may_close_it_in_the_middle_of_send(peer: Peer, moment: str) -> None:
+    def finalize() -> None:
+        peer.transport.send(b"goodbye")
+        peer.transport.close()
+
     socket = peer.transport._open_socket
     assert socket is not None
-    peer.transport._open_socket = _Interrupted(socket, peer.transport.close)  # type: ignore[assignment]
+    peer.transport._open_socket = _Interrupted(socket, moment, finalize)  # type: ignore[assignment]
     peer.transport.send(b"last")
-    assert peer.socket.recv_multipart()[1] == b"last"
+    assert [peer.socket.recv_multipart()[1] for _ in range(2)] == [b"last", b"goodbye"]
     thread = peer.transport._thread
     assert thread is not None
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def test_an_interrupt_after_sending_leaves_no_frame_lying(peer: Peer) -> None:
+    def interrupt() -> None:
+        peer.answer(b"answer")
+        came = select.poll()
+        came.register(int(socket.get(zmq.FD)), select.POLLIN)
+        assert came.poll(PATIENCE_S * 1000)
+        socket.get(zmq.EVENTS)  # takes the signal
+        raise KeyboardInterrupt
+
+    socket = peer.transport._open_socket
+    assert socket is not None
+    peer.transport._open_socket = _Interrupted(socket, "get", interrupt)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        peer.transport.send(b"frame")
+    peer.transport._open_socket = socket
+    assert peer.received.get(timeout=PATIENCE_S) == b"answer"
