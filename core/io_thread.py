@@ -29,7 +29,7 @@ from core.lease_clock import LeaseClock
 from core.reception import Reception, Served
 from core.sessions import Sessions
 from ipc.messages import CallResult, EngineStopping, ErrorCode, ServerMessage
-from ipc.sockets import BoundRouter, Context
+from ipc.sockets import BoundRouter, Context, pending_events, signal_fd
 
 MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MESSAGES_PER_ROUND = 256  # received before results are sent again
@@ -66,9 +66,9 @@ class IOThread:
         self._socket = router.socket
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._using = threading.Lock()  # socket, monitor, sessions and reception; the last to use them keeps it
-        self._socket_fd = int(self._socket.get(zmq.FD))  # readable when something may have come
+        self._socket_fd = signal_fd(self._socket)
         self._sources = select.epoll()
-        for fd in (self._socket_fd, int(self._monitor.get(zmq.FD)), self._wake):
+        for fd in (self._socket_fd, signal_fd(self._monitor), self._wake):
             self._sources.register(fd, select.EPOLLIN)
         self._engine_sources = select.poll()
         for fd in (self._socket_fd, self._wake_engine):
@@ -235,8 +235,7 @@ class IOThread:
 
     @property
     def _has_unread(self) -> bool:
-        """To be asked after sending, which may have taken the signal of what came from the file descriptor."""
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(pending_events(self._socket) & zmq.POLLIN)
 
     def _receive(self, now: float) -> bool:
         """Whether everything that had arrived was read."""

@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ipc.errors import RequestFailedError
-from ipc.sockets import Context, check_listening, connect_dealer
+from ipc.sockets import Context, check_listening, connect_dealer, pending_events, signal_fd
 
 OnFrames = Callable[[list[bytes]], None]
 OnDead = Callable[[str], None]
@@ -30,6 +30,9 @@ OnLost = Callable[[], bytes]
 
 
 class _End(Enum):
+    """Why nothing is carried any more."""
+
+    CLOSED = "from this side"
     PROCESS = "the engine's has ended"
     CONNECTION = "it was cut"
     GRACE_OVER = "it was cut, and could not be made again"
@@ -160,8 +163,8 @@ class ZmqTransport:
                     return False
                 self._open_socket.send(frame, zmq.NOBLOCK)
                 self._sent_at = time.monotonic()
-                if _events(self._open_socket) & zmq.POLLIN:
-                    os.eventfd_write(self._wake_fd, 1)  # sending may have taken the signal of what came
+                if pending_events(self._open_socket) & zmq.POLLIN:
+                    os.eventfd_write(self._wake_fd, 1)
         except zmq.Again:
             return False
         except BaseException:  # a KeyboardInterrupt in the middle
@@ -217,10 +220,11 @@ class ZmqTransport:
         lost and may be made again (returns None)."""
         socket, monitor = connection.socket, connection.monitor
         poller = select.poll()
-        for fd in (_fd(socket), _fd(monitor), self._wake_fd, *([] if self._pidfd is None else [self._pidfd])):
-            poller.register(fd, select.POLLIN)
+        for fd in (signal_fd(socket), signal_fd(monitor), self._wake_fd, self._pidfd):
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
         self._open_socket = socket
-        ready = {_fd(monitor)}  # a file descriptor says nothing before the first look at its socket
+        ready = {signal_fd(monitor)}  # for a first look
         try:
             while True:
                 with self._using:
@@ -236,15 +240,18 @@ class ZmqTransport:
                     self._send_heartbeat(socket)
                     all_sent = self._flush(socket)
                     awaited = zmq.POLLIN if all_sent else zmq.POLLIN | zmq.POLLOUT
-                    has_more = bool(_events(socket) & awaited)
+                    has_more = bool(pending_events(socket) & awaited)
                 if self._closed:
-                    if not all_sent and socket.poll(int(_LAST_FRAMES_S * 1000), zmq.POLLOUT):
-                        self._flush(socket)
-                    return ""
+                    end = _End.CLOSED
+                    break
                 ready = {fd for fd, _ in poller.poll(0 if has_more else self._poll_ms())}
         finally:
             with self._using:
                 self._open_socket = None
+        if end is _End.CLOSED:
+            if not self._flush(socket) and socket.poll(int(_LAST_FRAMES_S * 1000), zmq.POLLOUT):
+                self._flush(socket)
+            return ""
         if end is _End.GRACE_OVER:
             return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
         self._receive_last(socket, monitor, on_frames, _LAST_FRAMES_S if end is _End.PROCESS else 0.0)
@@ -257,7 +264,7 @@ class ZmqTransport:
     def _find_end(self, monitor: zmq.Socket[bytes], ready: set[int]) -> _End | None:
         if self._pidfd in ready:
             return _End.PROCESS
-        if _fd(monitor) in ready and monitor.poll(0):
+        if signal_fd(monitor) in ready and monitor.poll(0):
             recv_monitor_message(monitor)
             return _End.CONNECTION
         is_over = self._lost_at is not None and time.monotonic() - self._lost_at > self._grace
@@ -325,13 +332,3 @@ def _receive(socket: zmq.Socket[bytes]) -> list[bytes]:
         while len(frames) < _MAX_BATCH:
             frames.append(socket.recv(zmq.NOBLOCK))
     return frames
-
-
-def _fd(socket: zmq.Socket[bytes]) -> int:
-    """Readable when something may have happened to the socket."""
-    return int(socket.get(zmq.FD))
-
-
-def _events(socket: zmq.Socket[bytes]) -> int:
-    """To be asked before sleeping on its file descriptor, and after sending."""
-    return int(socket.get(zmq.EVENTS))

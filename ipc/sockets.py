@@ -113,6 +113,18 @@ def connect_dealer(context: Context, address: str) -> Socket:
     return socket
 
 
+def signal_fd(socket: Socket) -> int:
+    """A file descriptor to sleep on, readable when something may have happened to the socket. It says nothing before
+    the first look at pending_events(), nor about what another use of the socket, such as sending, has met."""
+    return int(socket.get(zmq.FD))
+
+
+def pending_events(socket: Socket) -> int:
+    """zmq.POLLIN | zmq.POLLOUT, what the socket has now. To be asked before sleeping on its file descriptor, and after
+    each use by a thread that does not read it."""
+    return int(socket.get(zmq.EVENTS))
+
+
 def check_address(address: str, *, binding: bool) -> None:
     """Errors: AddressError saying what an address looks like and why this one cannot be used."""
     if address.startswith("ipc://"):

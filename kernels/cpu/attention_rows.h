@@ -171,7 +171,7 @@ INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int r
     int dim = 0;
     for (; dim + MAX_VECTORS * LANES <= work->width; dim += MAX_VECTORS * LANES)
         add_values(work, tile, sums, &block, dim, dim == 0, rows, MAX_VECTORS, dtype);
-    if (dim == 0)
+    if (dim == 0) /* a narrow head, whose products would hide little */
         for (int chunk = block.begin / 2 * 2; chunk < block.end; chunk += 2)
             weigh(&block, chunk, work->args->scale, 0, rows, dtype);
     for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, 0, rows, 1, dtype);
