@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE_FOLDER = Path(__file__).resolve().parent / "cpu"
-BUILD_S = 120.0  # that a build may take; two free cores need 2.4
+BUILD_S = 120.0  # that a build may take; two free cores need 2.8
 BUILD_FOLDER_PREFIX = "build-"
 
 _FLAGS = (
