@@ -26,7 +26,7 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
     except CpuLibraryError as error:
         if config.cpu_kernels == "c":
             raise ConfigError(f"cpu_kernels=c is not to be had here: {error}; cpu_kernels=torch needs none") from error
-        log.say(f"engine-core: slower without C kernels: {error}")
+        log.say(f"engine-core: slower, and numerics level L0, without C kernels: {error}")
         return None
     library.start_threads(num_threads(config))
     torch.set_num_threads(1)

@@ -1,151 +1,125 @@
-"""Paged attention over absolute KV tiles: a row's bits depend on its own tokens only (numerics level L2).
-
-Scores, maxima, sums and accumulators are float32. The softmax's maximum is taken over all of a row's tiles (a maximum
-is exact in any order); each tile then adds its share to sum and accumulator, in an order fixed by the row's position.
-K and V are read only as stored in the cache, also those of this step's tokens. Every product has one of a few fixed
-shapes; the probe shows that those give equal bits on this machine, whatever the number of items multiplied at once.
+"""Paged attention from torch's batched products: the path of machines without the C kernels and of transformers'
+models. Numerics level L0: the order of torch's sums depends on the shapes of a product, and on the make of the CPU.
 """
 
-import hashlib
-import math
-from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kernels.attention_metadata import KV_TILE, AttentionMetadata, TileShape, WorkGroup
 from kernels.kv_cache import KVCache
-from kernels.linear import probe_inputs
-from kernels.whole_vectors import in_whole_vectors, is_position_independent
 
-EXP2_ = torch.exp2_
+Ints = NDArray[np.int64]
+AnyInts = NDArray[np.integer[Any]]
 
-#: exp(x) = 2 ** (x * log2(e)); the factor is folded into the scale.
-_LOG2_E = math.log2(math.e)
+#: Scores (4 bytes each) that one product makes for each head, at most: bounds memory, and stays in a CPU's cache.
+_MAX_SCORES = 1 << 18
 
-#: Numbers of items multiplied at once that the probe compares.
-_PROBE_BATCHES = (1, 2, 3, 5, 8, 48)
+
+class WorkGroup(NamedTuple):
+    """n requests with T query tokens each, their contexts padded to L positions: one batched product."""
+
+    tokens: torch.Tensor  # [n * T] int64 rows of q
+    num_requests: int  # n
+    context: int  # L, a multiple of block_size
+    kv_runs: torch.Tensor  # [2 * n * Hkv * L / block_size] int64 rows (block, K or V, head) of a layer, ordered (K or
+    # V, request, head, place in the context); padding is of block 0, the null block
+    is_visible: torch.Tensor  # [n, 1, 1, T, L] bool: the query token (T) attends to the position (L)
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step's attention work, made once and used by every layer; see attention_metadata()."""
+
+    num_tokens: Ints  # [R]
+    context_lens: Ints  # [R]
+    block_tables: AnyInts  # [R, P]
+    window: int | None  # positions that a token attends to, its own included; None = all up to its own
+    groups: tuple[WorkGroup, ...]
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that the token at `position` attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+def attention_metadata(
+    num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, cache: KVCache, window: int | None = None
+) -> AttentionMetadata:
+    """Work out the attention of a batch whose tokens are packed request after request.
+
+    num_tokens [R] > 0: tokens computed in this step; context_lens [R]: tokens in the cache after it, these included;
+    block_tables [R, P]: block ids, enough for context_lens (what lies beyond is ignored).
+    """
+    counts, lengths = num_tokens.astype(np.int64), context_lens.astype(np.int64)
+    ends = np.cumsum(counts)  # of each request's tokens, rows of q
+    groups = []
+    for requests, positions in _cuts(counts, lengths):
+        num_blocks = -(-int(positions.max() + 1) // cache.block_size)
+        columns = np.arange(num_blocks * cache.block_size)
+        is_visible = columns <= positions[:, :, None]
+        if window is not None:
+            is_visible &= columns > positions[:, :, None] - window
+        is_used = np.arange(num_blocks) * cache.block_size <= positions[:, -1:]
+        blocks = np.where(is_used, block_tables[requests, :num_blocks], 0).astype(np.int64)
+        heads = np.arange(2 * cache.num_kv_heads).reshape(2, 1, -1, 1)
+        tokens = positions + (ends - lengths)[requests, None]
+        groups.append(
+            WorkGroup(
+                tokens=torch.from_numpy(tokens.reshape(-1)),
+                num_requests=len(requests),
+                context=len(columns),
+                kv_runs=torch.from_numpy((blocks[:, None] * (2 * cache.num_kv_heads) + heads).reshape(-1)),
+                is_visible=torch.from_numpy(is_visible[:, None, None]),
+            )
+        )
+    return AttentionMetadata(counts, lengths, block_tables, window, tuple(groups))
+
+
+def _cuts(counts: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Cut a batch into groups of at most _MAX_SCORES scores a head: (requests [n], their tokens' positions [n, T]).
+    Decoding requests are grouped with those of like context; a prompt's chunk is cut into runs of tokens."""
+    decoding = np.flatnonzero(counts == 1)
+    decoding = decoding[np.argsort(lengths[decoding], kind="stable")[::-1]]
+    while len(decoding):
+        size = max(1, _MAX_SCORES // int(lengths[decoding[0]]))
+        requests, decoding = decoding[:size], decoding[size:]
+        yield requests, lengths[requests, None] - 1
+    for request in np.flatnonzero(counts > 1):
+        length = int(lengths[request])
+        size = max(1, _MAX_SCORES // length)
+        for start in range(length - int(counts[request]), length, size):
+            yield np.array([request]), np.arange(start, min(start + size, length))[None]
 
 
 def paged_attention(
     q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetadata, scale: float
 ) -> torch.Tensor:
-    """Causal attention of a mixed batch. q [num_rows, H, D] float32 (rotated) -> [num_rows, H * D], the cache's dtype.
-
-    This step's K and V are in the cache already. Padding rows of the output hold finite numbers of no meaning.
-    """
-    width = q.shape[1] * q.shape[2]
-    q = q.reshape(-1, cache.head_dim)
-    if len(metadata.groups) == 1:
-        group = metadata.groups[0]
-        return _attend(q, cache, layer, group, scale).index_select(0, group.out_rows).to(cache.dtype).view(-1, width)
-    out = torch.zeros(metadata.num_rows, width, dtype=cache.dtype)
+    """Causal attention of a mixed batch. q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype. The step's own
+    K and V are in the cache already."""
+    out = torch.empty(q.shape, dtype=cache.dtype)
     for group in metadata.groups:
-        assert group.out_tokens is not None, "only a lone group makes the whole output"
-        part = _attend(q, cache, layer, group, scale).index_select(0, group.out_rows)
-        out.index_copy_(0, group.out_tokens, part.to(cache.dtype).view(-1, width))
-    return out
+        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale).to(cache.dtype))
+    return out.flatten(1)
 
 
 def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale: float) -> torch.Tensor:
-    """q [T * H, D] -> [n * Hkv * M, D] float32, in scratch. W items, n query tiles, M rows; distance 0 comes first."""
-    num_heads, head_dim, scratch = cache.num_kv_heads, cache.head_dim, cache.scratch
-    n, rows, num_items = group.num_query_tiles, group.rows, len(group.item_query)
-    products = num_items * num_heads
-    keys, values = _gather(cache, layer, group).view(2, products, KV_TILE, head_dim).unbind(0)
-    # Tokens that a row must not see have weight 0, but 0 * NaN is NaN. A token gone wrong still shows to those that see
-    # it: its K is NaN too.
-    values[: group.num_partial * num_heads].nan_to_num_(0.0, 0.0, 0.0)
-
-    queries = scratch.get("queries", (products * rows, head_dim), torch.float32)
-    torch.index_select(q, 0, group.q_rows, out=queries)
-    scores = scratch.get("scores", (products, rows, KV_TILE), torch.float32)
-    torch.baddbmm(
-        _NOTHING,
-        queries.view(products, rows, head_dim),
-        keys.transpose(1, 2),
-        beta=0.0,
-        alpha=scale * _LOG2_E,
-        out=scores,
-    )
-    by_item = scores.view(num_items, num_heads, rows, KV_TILE)
-    by_item[: len(group.mask)].masked_fill_(group.mask, -torch.inf)
-
-    item_maximum = by_item.amax(-1, keepdim=True)
-    maximum = item_maximum[:n]
-    _for_each_distance(group, item_maximum, torch.maximum)
-    by_item.sub_(maximum if num_items == n else maximum.index_select(0, group.item_query))
-    weights = in_whole_vectors(EXP2_, scores)
-    total = by_item.sum(-1, keepdim=True)
-    _for_each_distance(group, total, torch.add)
-    out = scratch.get("out", (products, rows, head_dim), torch.float32)
-    torch.bmm(weights, values, out=out)
-    out = out.view(num_items, num_heads, rows, head_dim)
-    _for_each_distance(group, out, torch.add)
-    return out[:n].div_(total[:n]).view(-1, head_dim)
-
-
-def _gather(cache: KVCache, layer: int, group: WorkGroup) -> torch.Tensor:
-    """K and V of all items [2 * W * Hkv * KV_TILE, D] float32, in scratch; 0 where no token is to be seen."""
-    runs = cache.layers[layer].view(-1, cache.block_size * cache.head_dim)
-    shape = (len(group.kv_rows), cache.block_size * cache.head_dim)
-    gathered = cache.scratch.get("gathered", shape, cache.dtype)
-    torch.index_select(runs, 0, group.kv_rows, out=gathered)
-    if cache.dtype != torch.float32:
-        gathered = cache.scratch.get("gathered", shape, torch.float32).copy_(gathered)
-    return gathered.view(-1, cache.head_dim).index_fill_(0, group.tail_rows, 0.0)
-
-
-def _for_each_distance(group: WorkGroup, items: torch.Tensor, merge: Callable[..., torch.Tensor]) -> None:
-    """Merge items at distance 1, 2, ... into those at distance 0, in place and in that order."""
-    first = group.counts[0]
-    for count in group.counts[1:]:
-        merge(items[:count], items[first : first + count], out=items[:count])
-        first += count
-
-
-_NOTHING = torch.zeros(1, 1, 1)
-
-
-class AttentionVariant(NamedTuple):
-    """How attention of one model is computed on this machine."""
-
-    shape: TileShape
-    row_invariant: bool  # the probe found one class of results; false: numerics level L0
-    signature: str
-
-    def __str__(self) -> str:
-        tiles = ",".join(str(size) for size in self.shape.query_tiles)
-        return f"tiles[{tiles}x{KV_TILE}]:{self.signature}{'' if self.row_invariant else ':L0'}"
-
-
-def attention_variant(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionVariant:
-    """The tile sizes to use here: several query tiles if their products agree bitwise, else one."""
-    return _choose(num_heads, num_kv_heads, head_dim, torch.get_num_threads())
-
-
-@lru_cache(maxsize=16)
-def _choose(num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int) -> AttentionVariant:
-    """num_threads belongs to the cache key: libraries cut products by it."""
-    for query_tiles in ((1, 16, 64), (1, 16), (16,), (1,)):
-        shape = TileShape(num_heads, num_kv_heads, head_dim, query_tiles)
-        signatures = {
-            probe_products(shape.rows(size), head_dim, batch) for size in query_tiles for batch in _PROBE_BATCHES
-        }
-        if len(signatures) == 1 and None not in signatures and is_position_independent(EXP2_):
-            return AttentionVariant(shape, True, str(signatures.pop()))
-    return AttentionVariant(shape, False, "unproven")
-
-
-def probe_products(rows: int, head_dim: int, batch: int) -> str | None:
-    """Digest of one row of both products, all rows and items being copies; None if they do not agree bitwise."""
-    row, key = probe_inputs(KV_TILE, head_dim, torch.float32)
-    scores = torch.baddbmm(
-        _NOTHING, row.repeat(batch, rows, 1), key.repeat(batch, 1, 1).transpose(1, 2), beta=0.0, alpha=0.125
-    )
-    row, value = probe_inputs(head_dim, KV_TILE, torch.float32)
-    out = torch.bmm(row.repeat(batch, rows, 1), value.t().contiguous().repeat(batch, 1, 1))
-    if not (bool((scores == scores[0, 0]).all()) and bool((out == out[0, 0]).all())):
-        return None
-    return hashlib.blake2b(scores[0, 0].numpy().tobytes() + out[0, 0].numpy().tobytes(), digest_size=4).hexdigest()
+    """Return the outputs of a group's tokens [n * T, H, D] float32."""
+    n, num_heads, num_kv_heads, head_dim = group.num_requests, q.shape[1], cache.num_kv_heads, cache.head_dim
+    runs = cache.layers[layer].view(-1, cache.block_size * head_dim).index_select(0, group.kv_runs).float()
+    keys, values = runs.view(2, n * num_kv_heads, group.context, head_dim)
+    queries = q.index_select(0, group.tokens).view(n, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    # The query heads of a KV head are rows of one product: [n * Hkv, G * T, D].
+    queries = queries.permute(0, 2, 3, 1, 4).reshape(n * num_kv_heads, -1, head_dim)
+    scores = torch.bmm(queries.mul_(scale), keys.transpose(1, 2))
+    by_token = scores.view(n, num_kv_heads, num_heads // num_kv_heads, -1, group.context)
+    by_token.masked_fill_(~group.is_visible, -torch.inf)
+    if not values.sum().isfinite():
+        # The weight of an invisible position is 0, but 0 * NaN is NaN: a V that is not finite shows by its score.
+        is_bad = ~values.isfinite().all(-1).view(n, num_kv_heads, 1, 1, group.context)
+        by_token.masked_fill_(is_bad & group.is_visible, torch.nan)
+        values.nan_to_num_(0.0, 0.0, 0.0)
+    out = torch.bmm(scores.softmax(-1), values).view(n, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)

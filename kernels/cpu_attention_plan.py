@@ -9,7 +9,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.attention_metadata import AnyInts, Ints
+from kernels.attention import AnyInts, Ints
 from kernels.cpu_library import CpuLibrary
 
 #: Tokens; enum in attention.h.

@@ -61,6 +61,7 @@ class PackedMatrix:
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
+        self.variant = f"c-{library.variant}"  # names what fixes the bits of a product
         self.bias = None if bias is None else bias.float().contiguous()
         self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))

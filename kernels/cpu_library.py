@@ -15,6 +15,10 @@ from kernels.cpu_library_file import find_library
 #: enum in elements.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+#: Number of the C kernels' arithmetic, a part of the model's fingerprint. Raise it with every change that changes a bit
+#: of any result; tests/core/test_cpu_variants.py compares results with those that belong to this number.
+ARITHMETIC = 1
+
 _CHUNK_BYTES = 32 << 20
 _ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 

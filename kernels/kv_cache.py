@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.huge_pages import want_huge_pages
-from kernels.scratch import Scratch
 
 
 def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype) -> int:
@@ -44,7 +43,6 @@ class KVCache:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self.scratch = Scratch()  # of the attention over this cache
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         try:
             if pinned:  # at once: torch takes a power of two of bytes for each tensor

@@ -18,7 +18,9 @@ def rotary_tables(
     """positions [T] int64 -> cos, sin [T, 1, head_dim] float32, times factor; sin carries the sign of its half:
     (-sin, +sin)."""
     angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos().mul_(factor), angles.sin().mul_(factor)
+    # In float64, rounded once: in float32 the last bit depends on the make of the CPU, and on the place in the tensor.
+    angles = angles.double()
+    cos, sin = angles.cos().float().mul_(factor), angles.sin().float().mul_(factor)
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 

@@ -11,7 +11,6 @@ from kernels.cpu_decoder import CpuDecoder, LayerParts
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_rms_norm import CpuNorm
-from kernels.linear import PackedLinear
 
 
 def cpu_decoder(
@@ -61,6 +60,5 @@ def _norm(norm: Norm | Operation) -> CpuNorm:
 
 
 def _matrix(product: Product) -> PackedMatrix:
-    assert isinstance(product, PackedLinear), type(product)
-    assert product.matrix is not None, product.variant
-    return product.matrix
+    assert isinstance(product, PackedMatrix), type(product)
+    return product

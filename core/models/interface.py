@@ -6,7 +6,7 @@ import torch
 
 from core.models.operations import AttentionWork
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
+from kernels.attention import AnyInts
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
 
@@ -41,7 +41,7 @@ class Model(Protocol):
         block_tables: AnyInts,
         cache: KVCache,
     ) -> tuple[AttentionWork, ...]:
-        """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
+        """The attention work of one step, for each kind of layer; see kernels.attention."""
 
     def forward(
         self,

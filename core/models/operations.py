@@ -9,7 +9,7 @@ from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.torch_operations import TorchOperations
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
+from kernels.attention import AnyInts
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
@@ -36,10 +36,6 @@ class Product(Protocol):
     @property
     def variant(self) -> str:
         """Names what fixes the results' bits; part of the fingerprint."""
-
-    @property
-    def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows that it runs without padding; empty: any."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
@@ -69,10 +65,9 @@ class Operations(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        max_rows: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Product:
-        """weight [out, in], bias [out] float32; max_rows: it never sees more; out_dtype: None = the weight's."""
+        """weight [out, in], bias [out] float32; out_dtype: None = the weight's."""
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
         """weight [d] float32; results are of dtype."""
@@ -97,10 +92,9 @@ class Operations(Protocol):
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int | None,
         window: int | None,
     ) -> AttentionWork:
-        """See kernels.attention_metadata."""
+        """See kernels.attention.attention_metadata."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of KV cache, all layers together."""
@@ -112,7 +106,7 @@ class Operations(Protocol):
 def choose_operations(
     config: ModelConfig, dtype: torch.dtype, numerics: Numerics, library: CpuLibrary | None
 ) -> Operations:
-    """library: of the C kernels; None = torch's. Level L0 is torch's own attention."""
+    """Return the C kernels' operations, or torch's where there is no library or level L0 is asked for."""
     if library is None or numerics == "L0":
-        return TorchOperations(config, dtype, numerics)
+        return TorchOperations(config, dtype)
     return CpuOperations(config, dtype, library)

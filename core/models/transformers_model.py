@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described, eos_token_ids, load_transformers_model
 from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
-from kernels.attention import attention_variant, paged_attention
-from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
+from kernels.attention import AnyInts, AttentionMetadata, attention_metadata, paged_attention
 from kernels.kv_cache import KVCache, bytes_per_block
 
 #: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
@@ -86,7 +85,6 @@ class TransformersModel:
         self.eos_token_ids = eos_token_ids(self._model)
         self._num_layers = int(config.num_hidden_layers)
         self._shape, self._windows = self._try_out()
-        self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
         self._check_against_its_own()
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
@@ -94,7 +92,7 @@ class TransformersModel:
 
     @property
     def variant(self) -> str:
-        return f"transformers {_version()} {self._architecture} attention={self._variant}"
+        return f"transformers {_version()} {self._architecture}"
 
     def wake(self) -> None:
         """torch wakes its threads itself."""
@@ -115,10 +113,8 @@ class TransformersModel:
         cache: KVCache,
     ) -> tuple[AttentionMetadata, ...]:
         """One for each sliding window among the layers."""
-        shape = self._variant.shape
         return tuple(
-            attention_metadata(num_tokens, context_lens, block_tables, cache, shape, window=window)
-            for window in self._windows
+            attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )
 
     def forward(

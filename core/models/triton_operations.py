@@ -61,7 +61,6 @@ class TritonOperations:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        max_rows: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> DeviceLinear:
         return DeviceLinear(weight, bias, out_dtype)
@@ -98,7 +97,6 @@ class TritonOperations:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int | None,
         window: int | None,
     ) -> TritonWork:
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)

@@ -14,6 +14,7 @@ from core.model_config import read_model_config
 from core.models.llama import Llama
 from core.weights import load_weights
 from ipc.paged_rows import Ints
+from kernels.cpu_library import CpuLibrary, load_cpu_library
 from tests.core.test_golden import generate
 from tests.core.test_llama import Requests
 
@@ -120,11 +121,12 @@ def golden(case: str) -> Golden:
     return _GOLDENS[case]
 
 
-def our_logits(path: Path, prompts: list[Ints], **wrong: Any) -> list[torch.Tensor]:
-    """In chunks, all prompts at once; wrong: fields of the config to change."""
+def our_logits(
+    path: Path, prompts: list[Ints], *, library: CpuLibrary | None = None, **wrong: Any
+) -> list[torch.Tensor]:
+    """In chunks, all prompts at once. library: of the C kernels, None = torch's; wrong: changed fields of the config."""
     config = msgspec.structs.replace(read_model_config(path), **wrong)
-    model = Llama(config, load_weights(path, config, torch.float32), torch.float32)
-    assert model.numerics == "L2"
+    model = Llama(config, load_weights(path, config, torch.float32), torch.float32, library=library)
     requests = Requests(model, prompts)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
     while left := {i: min(len(p) - requests.done[i], 170) for i, p in enumerate(prompts) if requests.done[i] < len(p)}:
@@ -144,9 +146,10 @@ def check_greedy(path: Path, expected: Golden) -> None:
 
 
 def check_logits(path: Path, expected: Golden) -> None:
-    """The error against float64 is at most twice transformers' own in float32."""
-    ours = our_logits(path, expected.prompts)
-    for logits, exact, their_error in zip(ours, expected.exact, expected.errors, strict=True):
-        error = (logits - exact).abs()
-        assert error.max() <= 2 * their_error.max(), f"{error.max()} of {their_error.max()}"
-        assert error.mean() <= 2 * their_error.mean(), f"{error.mean()} of {their_error.mean()}"
+    """The error against float64 is at most twice transformers' own in float32, with the C kernels and with torch's."""
+    for library in (load_cpu_library(), None):
+        ours = our_logits(path, expected.prompts, library=library)
+        for logits, exact, their_error in zip(ours, expected.exact, expected.errors, strict=True):
+            error = (logits - exact).abs()
+            assert error.max() <= 2 * their_error.max(), f"{error.max()} of {their_error.max()}"
+            assert error.mean() <= 2 * their_error.mean(), f"{error.mean()} of {their_error.mean()}"

@@ -4,7 +4,7 @@ cache, and one request - the target - run through engine, scheduler and runner i
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from core.scheduler import Scheduler
 from core.step_inputs import StepInputs
 from core.weights import expected_shapes
 from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
-from ipc.config import EngineConfig, Numerics, SchedulingPolicy
+from ipc.config import EngineConfig, SchedulingPolicy
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.paged_rows import Int32s, Ints
 from ipc.sampling_params import SamplingParams
@@ -76,29 +76,27 @@ KINDS: dict[str, ModelConfig] = {
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Kernels = Literal["c", "torch"]
-
-#: (kind, kernels): all that the C kernels have to tell apart, and of torch's what differs most.
-MODELS: list[tuple[str, Kernels]] = [
-    *((kind, "c") for kind in KINDS),
-    ("plain", "torch"),
-    ("local and global", "torch"),
-]
-
 
 @lru_cache(maxsize=64)
-def tiny_model(dtype: torch.dtype, numerics: Numerics = "L2", kind: str = "plain", kernels: Kernels = "c") -> Llama:
-    """Made once: of one step a model leaves nothing for the next."""
-    return random_model(KINDS[kind], dtype, numerics, kernels)
+def tiny_model(dtype: torch.dtype, kind: str = "plain", variant: str | None = None) -> Llama:
+    """Return a model of the C kernels, made once: a step of a model leaves nothing for the next."""
+    return random_model(KINDS[kind], dtype, variant)
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, numerics: Numerics = "L2", kernels: Kernels = "c") -> Llama:
-    generator = torch.Generator().manual_seed(5)
-    weights = {
-        name: (torch.randn(shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype)
-        for name, shape in expected_shapes(config).items()
-    }
-    return Llama(config, weights.items(), dtype, numerics, load_cpu_library() if kernels == "c" else None)
+def random_model(config: ModelConfig, dtype: torch.dtype, variant: str | None = None) -> Llama:
+    """variant: of the C kernels; None = the best that this CPU runs."""
+    return Llama(config, random_weights(config, dtype).items(), dtype, library=load_cpu_library(variant))
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return weights by name, the same on every machine."""
+    rng = np.random.Generator(np.random.PCG64(5))
+
+    def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = rng.standard_normal(shape, np.float32) * np.float32(0.2)
+        return torch.from_numpy(drawn + np.float32(name.endswith("norm.weight"))).to(dtype)
+
+    return {name: numbers(name, shape) for name, shape in expected_shapes(config).items()}
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,9 @@ def test_without_a_compiler_torch_serves_and_one_line_says_why(said: list[str]) 
     assert start_cpu_kernels(EngineConfig()) is None
     assert torch.get_num_threads() == 2
     (line,) = said
-    assert line.startswith("engine-core: slower without C kernels: no C compiler: no-such-compiler does not run")
+    assert line.startswith(
+        "engine-core: slower, and numerics level L0, without C kernels: no C compiler: no-such-compiler does not run"
+    )
     assert "\n" not in line
 
 
@@ -68,7 +70,9 @@ def test_with_a_compiler_that_hangs_torch_serves_and_one_line_says_why(
     monkeypatch.setattr(cpu_library_file, "BUILD_S", 0.2)
     assert start_cpu_kernels(EngineConfig()) is None
     (line,) = said
-    assert line.startswith(f"engine-core: slower without C kernels: {compiler} was not done after 0 s")
+    assert line.startswith(
+        f"engine-core: slower, and numerics level L0, without C kernels: {compiler} was not done after 0 s"
+    )
     assert "\n" not in line
 
 
@@ -82,7 +86,7 @@ def test_c_kernels_that_are_demanded_and_missing_are_an_error() -> None:
 def test_a_model_loads_without_a_compiler(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny")
     executor = LocalExecutor(EngineConfig(model=str(tmp_path / "tiny"), threads=1))
-    assert executor.info.numerics == "L2"
+    assert executor.info.numerics == "L0", "level L2 is the C kernels' promise"
 
 
 def test_whose_kernels_run_is_part_of_the_fingerprint(tmp_path: Path) -> None:

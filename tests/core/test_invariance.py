@@ -15,9 +15,8 @@ from ipc.paged_rows import Int32s, Ints
 from kernels.cpu_library import load_cpu_library
 from tests.core.invariance import (
     DTYPES,
-    MODELS,
+    KINDS,
     Heard,
-    Kernels,
     Recorder,
     bits,
     difference,
@@ -36,10 +35,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("kind", "kernels"), MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind: str, kernels: Kernels) -> None:
-    model = tiny_model(DTYPES[dtype], kind=kind, kernels=kernels)
+def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind: str) -> None:
+    model = tiny_model(DTYPES[dtype], kind)
     assert model.numerics == "L2"
     alone = run(model, PROMPT)
     assert len(alone.tokens[0]) == 16
@@ -47,16 +46,14 @@ def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind
         assert difference(scenario(name, model), alone) == "", name
 
 
-@pytest.mark.parametrize("kernels", ["c", "torch"])
-def test_two_threads_give_the_bits_of_one(kernels: Kernels) -> None:
-    model, library = tiny_model(torch.bfloat16, kernels=kernels), load_cpu_library()
+def test_two_threads_give_the_bits_of_one() -> None:
+    model, library = tiny_model(torch.bfloat16), load_cpu_library()
     alone = run(model, PROMPT)
-    start = library.start_threads if kernels == "c" else torch.set_num_threads
-    start(2)
+    library.start_threads(2)
     try:
         two = run(model, PROMPT, neighbours=neighbours(8, 4, 80, 20))
     finally:
-        start(1)
+        library.start_threads(1)
     assert difference(two, alone) == ""
 
 

@@ -9,10 +9,9 @@ import torch
 from core.engine import EngineCore, EngineInput, HoldClient, ReleaseClient
 from tests.core.invariance import (
     DTYPES,
-    MODELS,
+    KINDS,
     TARGET,
     TARGET_CLIENT,
-    Kernels,
     Recorder,
     difference,
     neighbours,
@@ -31,11 +30,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("kind", "kernels"), MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted_after_any_one_step(dtype: str, kind: str, kernels: Kernels) -> None:
+def test_preempted_after_any_one_step(dtype: str, kind: str) -> None:
     """Everything is computed again, once from each step on."""
-    model = tiny_model(DTYPES[dtype], kind=kind, kernels=kernels)
+    model = tiny_model(DTYPES[dtype], kind)
     alone = run(model, SHORT, max_tokens=8)
     seen: set[tuple[int, int]] = set()
     for step in range(1, NUM_STEPS):
@@ -47,11 +46,11 @@ def test_preempted_after_any_one_step(dtype: str, kind: str, kernels: Kernels) -
     assert seen == {(48, 0), (96, 0), (144, 0), *((149 + output, output) for output in range(1, 8))}
 
 
-@pytest.mark.parametrize(("kind", "kernels"), MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted_after_every_step(dtype: str, kind: str, kernels: Kernels) -> None:
+def test_preempted_after_every_step(dtype: str, kind: str) -> None:
     """The prefix cache keeps the whole blocks, so that there is progress."""
-    model = tiny_model(DTYPES[dtype], kind=kind, kernels=kernels)
+    model = tiny_model(DTYPES[dtype], kind)
     alone = run(model, SHORT, max_tokens=24)
     preempting = Preempting(None, forgets=False)
     got = run(model, SHORT, budget=CHUNK, max_tokens=24, num_blocks=40, between=preempting)

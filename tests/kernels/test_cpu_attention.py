@@ -12,7 +12,7 @@ from kernels.cpu_attention_plan import AttentionPlanner
 from kernels.cpu_build import usable_variants
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import load_cpu_library
-from tests.kernels.test_attention import DTYPES, Bench, chunkings
+from tests.kernels.attention_bench import DTYPES, AttentionBench, chunkings
 
 #: Query heads, KV heads, head size: groups of 1 to 9, sizes that fill vectors and that do not.
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 1, 80), (4, 2, 12), (8, 1, 128), (2, 2, 256), (6, 2, 20)]
@@ -22,8 +22,8 @@ LENGTHS = (600, 90, 520, 47)
 WINDOWS = [None, 1, 2, 15, 17, 64, 127, 128, 129, 200, 1000]
 
 
-class CpuBench(Bench):
-    """As Bench, in the C kernels' cache."""
+class CpuBench(AttentionBench):
+    """As AttentionBench, in the C kernels' cache."""
 
     def __init__(self, lengths, heads, dtype, seed, block_size=16, window=None):
         super().__init__(lengths, heads, dtype, seed, block_size, window)

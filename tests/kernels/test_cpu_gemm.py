@@ -7,7 +7,7 @@ from kernels.cpu_build import usable_variants
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import load_cpu_library
-from kernels.linear import probe_inputs
+from tests.kernels.cancelling import cancelling_product
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(960, 576), (100, 75), (33, 64), (1, 1), (320, 2)]  # [out, in]; whole panels or not, odd depths
@@ -50,7 +50,7 @@ def test_equals_the_exact_product(variant, dtype, shape):
 @pytest.mark.parametrize("shape", [(352, 576), (100, 75), (576, 1536)], ids=str)
 def test_a_row_has_the_same_bits_among_any_others(variant, dtype, shape):
     """All numbers of rows up to 64 and some more, at both ends of a batch, on one to three threads."""
-    row, weight = probe_inputs(*shape, dtype)
+    row, weight = cancelling_product(*shape, dtype)
     x = numbers(700, shape[1], dtype=dtype)
     x[::3] = row  # rows whose result shows every change in the order of summation
     matrix = PackedMatrix(variant, weight, out_dtype=torch.float32)
@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_among_any_others(variant, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_comparison_would_see_another_order(variant, dtype):
     """The same sum in two halves."""
-    row, weight = probe_inputs(64, 576, dtype)
+    row, weight = cancelling_product(64, 576, dtype)
 
     def product(part):
         return PackedMatrix(variant, weight[:, part], out_dtype=torch.float32)(row[:, part])

@@ -8,7 +8,7 @@ import kernels.cpu_attention_plan
 from kernels.cpu_attention_plan import MAX_SHARED_ROWS, TILE, AttentionPlanner
 from kernels.cpu_build import usable_variants
 from kernels.cpu_library import load_cpu_library
-from tests.kernels.test_attention import DTYPES
+from tests.kernels.attention_bench import DTYPES
 from tests.kernels.test_cpu_attention import HEADS, CpuBench, attention_of
 
 #: Tokens of each context, and how many of its first ones are also those of which other one.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from kernels.attention_metadata import TileShape, attention_metadata
+from kernels.attention import attention_metadata
 from kernels.attention_reference import reference_attention
 from kernels.kv_cache import KVCache
 from kernels.triton import decode_attention as decode
@@ -81,10 +81,7 @@ def attend(shape: Shape, given: Batch, work: TritonWork | None = None, soft_cap:
 
 def expected(shape: Shape, given: Batch) -> torch.Tensor:
     tables = np.where(given.tables < given.cache.num_blocks, given.tables, 0)
-    tile_shape = TileShape(shape.heads, shape.kv_heads, shape.head_dim)
-    metadata = attention_metadata(
-        given.num_tokens, given.context_lens, tables, given.cache, tile_shape, window=shape.window
-    )
+    metadata = attention_metadata(given.num_tokens, given.context_lens, tables, given.cache, shape.window)
     return reference_attention(given.q, given.cache, 0, metadata, SCALE).view(given.q.shape)
 
 
