@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu_build import CpuLibraryError
 from kernels.cpu_library_file import find_library
+from kernels.cpu_structs import check_structs
 
 #: enum in elements.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -24,9 +25,10 @@ class CpuLibrary:
     Python: what they are given must live until they return."""
 
     def __init__(self, variant: str, path: Path) -> None:
-        """Errors: OSError."""
+        """Errors: OSError; CpuLibraryError where its structs are not those of kernels/cpu_structs.py."""
         self.variant = variant
         self._functions = ctypes.CDLL(str(path))
+        check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self._chunk = torch.empty(0, dtype=torch.uint8)

@@ -8,18 +8,10 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cpu_library import CpuLibrary
+from kernels.cpu_structs import SamplingArguments
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
-
-
-class SamplingArguments(ctypes.Structure):
-    """struct Sampling."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", *_COLUMNS, "largest", "tokens", "scratch")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size")),
-    )
 
 
 class CpuSampler:
