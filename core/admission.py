@@ -130,16 +130,16 @@ class Admission:
             if start.num_tokens < start.num_missing_tokens:
                 refusal = self._cut(start, draft.budget, draft, room)
         else:
-            refusal = self._make_way(start, lack, draft, room)
+            refusal = self._preempt_for(start, lack, draft, room)
         if refusal is None:
             self._start(start, draft, room)
         return refusal
 
-    def _make_way(self, start: Start, lack: int, draft: Draft, room: "_Room") -> Examined | None:
+    def _preempt_for(self, start: Start, lack: int, draft: Draft, room: "_Room") -> Examined | None:
         """Take the missing row, blocks and tokens from those who must yield to the request, or say what it lacks;
         nobody is preempted for one that cannot start."""
         request, rows = start.request, self._batch.rows
-        yields = self._preemption.in_order_of_sacrifice(rows[self._policy.must_yield(request, rows)])
+        yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
         num_victims, given = self._count_victims(yields, start.hits, 1 - room.rows, lack)
         needed = start.num_blocks - start.num_hits
         if given < lack:

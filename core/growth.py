@@ -87,4 +87,4 @@ class Growth:
         candidates = later[~(sure & (table.level[later] == table.level[rows[short]]))]
         if not len(candidates):
             return None
-        return int(self._preemption.in_order_of_sacrifice(candidates)[0])
+        return int(self._preemption.victims_first(candidates)[0])

@@ -52,7 +52,7 @@ class Policy(Protocol):
     def must_yield(self, request: Request, rows: Ints) -> Bools:
         """Which of the rows make room for this waiting request."""
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Ints) -> tuple[Ints, ...]:
         """Columns, the most significant first: the row with the largest values is the first victim."""
 
 
@@ -88,7 +88,7 @@ class Fcfs:
     def must_yield(self, request: Request, rows: Ints) -> Bools:
         return np.zeros(len(rows), np.bool_)
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Ints) -> tuple[Ints, ...]:
         return ()
 
 
@@ -112,7 +112,7 @@ class Priority(Fcfs):
         yields: Bools = (level > request.level) & later
         return yields
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Ints) -> tuple[Ints, ...]:
         return (self._table.level[rows],)
 
 
@@ -164,7 +164,7 @@ class Fair:
         yields: Bools = np.where(own, less_urgent, ahead)
         return yields
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Ints) -> tuple[Ints, ...]:
         return self._at(rows), self._table.client[rows], self._table.level[rows]
 
     def _at(self, rows: Ints) -> Ints:

@@ -30,19 +30,19 @@ class Preemption:
         self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks or 0)
         self.num_swapped = 0  # requests that wait with a copy on the host
 
-    def in_order_of_sacrifice(self, candidates: Ints) -> Ints:
+    def victims_first(self, candidates: Ints) -> Ints:
         """These rows, given in the order in which they are served, the first victim first: what the policy values
         least, of that the cheapest, of those the last."""
         position = np.arange(len(candidates))
-        strata = self._policy.strata(candidates)
-        order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(strata))))
+        victim_keys = self._policy.victim_keys(candidates)
+        order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(victim_keys))))
         return candidates[order]
 
     def preempt(self, draft: Draft, row: int, cause: Cause) -> None:
         """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
         sampled again: same ids, same position, same token."""
         computed = int(self._batch.table.num_computed_tokens[row])
-        self.uncount(row)
+        self.undo_recompute_count(row)
         swapped = self._swap_out(row)
         request = self._batch.release_to_wait(row)
         request.swapped = swapped
@@ -55,7 +55,7 @@ class Preemption:
         self._stats.num_preemptions += 1
         self._stats.num_swapped_out_blocks += num_swapped
 
-    def uncount(self, row: int) -> None:
+    def undo_recompute_count(self, row: int) -> None:
         """The row goes before its time: what it was to compute again, which was counted at its start, and has not."""
         table = self._batch.table
         missing = int(table.num_computed_before[row]) - int(table.num_computed_tokens[row])

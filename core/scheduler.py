@@ -70,7 +70,7 @@ class Scheduler:
             self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
             return
         for request in choices:
-            finish = self.batch.stop_check.of_delivered(request)
+            finish = self.batch.stop_check.finish_of_delivered(request)
             if finish:  # the client has all of its tokens already
                 self.outputs.add_finish(request, request.num_output_tokens, finish)
                 continue
@@ -103,7 +103,7 @@ class Scheduler:
         the prefix cache remembers the blocks as long as nobody needs the room."""
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
-            self.preemption.uncount(row)
+            self.preemption.undo_recompute_count(row)
             request = self.batch.release_to_wait(row)
             self.outputs.events.add_hold(request, now_ns)
             self.waiting.push(request)
@@ -318,7 +318,7 @@ class Scheduler:
             self.waiting.discard(request)
             self.preemption.end(request)
         else:
-            self.preemption.uncount(request.row)
+            self.preemption.undo_recompute_count(request.row)
             self.batch.release(np.array([request.row]))
         self._forget([request])
 

@@ -30,7 +30,7 @@ class StopCheck:
         if len(self._keys):
             self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
 
-    def of_delivered(self, request: Request) -> FinishReason:
+    def finish_of_delivered(self, request: Request) -> FinishReason:
         """How the tokens that a request arrives with have ended it; NONE where it goes on."""
         params, num_output_tokens = request.params, request.num_output_tokens
         if num_output_tokens and num_output_tokens >= params.min_tokens:
