@@ -46,7 +46,7 @@ class _Sampled:
     tokens: torch.Tensor  # [S] int32, host memory; valid after the event
     reporting: Ints  # which of the S rows report log probabilities
     num_top: Ints  # [len(reporting)]
-    told: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
+    reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
 
 
 class CudaStep:
@@ -84,7 +84,7 @@ class CudaStep:
                 in_plan = np.flatnonzero(self._samples)[which]
                 columns = known[which], sampled.num_top, in_plan, sampled.positions[which]
                 normalized = not self._runner.tells_logits
-                logprobs = [*logprobs, gather_logprobs(sampled.told, *columns, normalized=normalized)]
+                logprobs = [*logprobs, gather_logprobs(sampled.reported, *columns, normalized=normalized)]
             self._runner.learn(sampled.rows, sampled.positions, sampled.tenancies, known)
         return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs))
 
@@ -229,15 +229,15 @@ class CudaModelRunner(ModelRunner):
         positions = self.table.num_tokens[rows]
         inputs = self.sampling.inputs(rows, self.table)
         reporting = self.sampling.reporting(rows)
-        told = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
+        reported = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
         apply_edits(logits, inputs.edits)
         if len(reporting) and self._tells_processed:
-            told = processed_logits(logits.cpu(), reporting, inputs)
+            reported = processed_logits(logits.cpu(), reporting, inputs)
         tokens = self._draw(logits, inputs, rows, positions)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # learned later
         columns = rows, positions, self._tenancy[rows]
-        return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(told))
+        return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
 
     def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Ints) -> torch.Tensor:
         words = pack_columns(inputs[:7])

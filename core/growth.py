@@ -1,4 +1,4 @@
-"""Growth: running rows get their next tokens and the blocks for them."""
+"""RunningRows: running rows get their next tokens and the blocks for them."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ipc.config import EngineConfig
 from ipc.paged_rows import Ints
 
 
-class Growth:
+class RunningRows:
     """Rows are served in the policy's order. One that is short of blocks takes them from those served after it; where
     nobody there may be preempted, it and those after it keep what they have and get tokens for that only: it waits, and
     the budget goes to those whose end will give it blocks."""

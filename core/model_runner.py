@@ -64,12 +64,12 @@ class ModelRunner:
         everywhere = inputs.num_samples == len(inputs.rows)
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
-        told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
         sampled = self.sample(rows, logits)
         if len(reporting):
             if self._tells_processed:
-                told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
-            logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
+                reported = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
+            logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, reported))
         token_ids, is_finite = sampled, min(sampled.tolist()) >= 0
         if not everywhere:
             token_ids = _no_tokens(plan)
@@ -157,15 +157,16 @@ class ModelRunner:
         ]
 
     def _sampled_logprobs(
-        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, told: torch.Tensor
+        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, reported: torch.Tensor
     ) -> TokenLogprobs:
-        """reporting: which of the sampling rows report; told [len(reporting), vocab]: their logits, raw or processed.
-        A row that failed has any token; the scheduler drops it."""
+        """reporting: indices of the sampling rows that report; reported [len(reporting), vocab]: their logits, raw or
+        processed.
+        A failed row has any token; the scheduler drops it."""
         tokens = np.maximum(sampled[reporting], 0)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         in_plan = np.flatnonzero(inputs.samples)[reporting]
         positions = self.table.num_tokens[rows[reporting]]
-        return gather_logprobs(told, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
+        return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
     def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""

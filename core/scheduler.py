@@ -15,7 +15,7 @@ from core.admission import Admission
 from core.batch import Batch
 from core.decisions import Decision
 from core.draft import Carried, Draft, finish_plan
-from core.growth import Growth
+from core.growth import RunningRows
 from core.outputs import Addressed, OutputColumns
 from core.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
 from core.policies import build_policy
@@ -48,7 +48,7 @@ class Scheduler:
         self.policy = build_policy(config, self.table)
         self.waiting = WaitingQueue(self.policy.line)
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
-        self._growth = Growth(config, self.batch, self.waiting, self.policy, self.preemption)
+        self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
@@ -92,7 +92,7 @@ class Scheduler:
                     self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
-        """The client is gone: its requests end and nobody is told."""
+        """End all requests of a client that is gone; nothing is reported."""
         for request in self._requests.of_client(client):
             self._take_out(request)
         self.waiting.release(client)
@@ -186,17 +186,17 @@ class Scheduler:
 
     def _running_first(self, draft: Draft) -> None:
         """Chunked prefill: prompts share the step with whoever runs already."""
-        self._growth.fill(draft)
+        self._running_rows.fill(draft)
         self.admission.fill(draft, self.max_num_seqs)
 
     def _prompts_first(self, draft: Draft) -> None:
         """No chunked prefill: a step either starts requests, with whole prompts, or serves those that run."""
         self.admission.fill(draft, self.max_num_seqs)
         if not draft.starts:
-            self._growth.fill(draft)
+            self._running_rows.fill(draft)
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Addressed]:
-        """Append the sampled tokens, end what has to end, and return what the clients are to be told."""
+        """Append the sampled tokens, end what has to end, and return the messages for the clients."""
         table = self.table
         step, rows, tenancies = self.batch.in_flight.popleft()
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
@@ -204,8 +204,8 @@ class Scheduler:
         live = table.tenancy[rows] == tenancies  # the others were aborted or preempted meanwhile
         tokens = output.token_ids
         if output.logprobs is not None:
-            told = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
-            self.outputs.add_logprobs(*self._address(rows[told.rows]), told)
+            reported = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
+            self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
         sampled = live & (tokens >= 0)
         if np.count_nonzero(sampled) < len(rows):
             self._fail_rows(rows[live & (tokens == FAILED_TOKEN)])

@@ -94,8 +94,8 @@ class CudaExecutor(LocalExecutor):
         logits = model.compute_logits(hidden, zeros[:num_requests])
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
-        told = logits.clone()  # what a step keeps of them for log probabilities
-        sample_tokens(told, torch.from_numpy(words).to(self._device))
+        reported = logits.clone()  # what a step keeps of them for log probabilities
+        sample_tokens(reported, torch.from_numpy(words).to(self._device))
 
     @torch.inference_mode()
     def _largest_decode(self) -> None:
