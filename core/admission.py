@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.batch import Batch
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.decisions import Cause, Examined, Verdict
 from core.delay import Delay
 from core.draft import Draft
@@ -135,7 +135,7 @@ class Admission:
             self._start(start, draft, room)
         return refusal
 
-    def _preempt_for(self, start: Start, lack: int, draft: Draft, room: "_Room") -> Examined | None:
+    def _preempt_for(self, start: RequestStart, lack: int, draft: Draft, room: "_Room") -> Examined | None:
         """Take the missing row, blocks and tokens from those who must yield to the request, or say what it lacks;
         nobody is preempted for one that cannot start."""
         request, rows = start.request, self._batch.rows
@@ -159,7 +159,7 @@ class Admission:
             draft.take_budget(yields[num_victims:], start.num_tokens - draft.budget)
         return None
 
-    def _cut(self, start: Start, budget: int, draft: Draft, room: "_Room") -> Examined | None:
+    def _cut(self, start: RequestStart, budget: int, draft: Draft, room: "_Room") -> Examined | None:
         """Give the request of its tokens what the budget allows, or say why that is not enough."""
         missing = start.num_missing_tokens
         if start.num_tokens > budget:
@@ -179,7 +179,7 @@ class Admission:
         is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
         return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))
 
-    def _start_of(self, request: Request, room: "_Room") -> Start:
+    def _start_of(self, request: Request, room: "_Room") -> RequestStart:
         """What the request would start with."""
         hits, content = self._batch.prefix_cache.find(request)
         num_hits, length = len(hits), len(request.token_ids)
@@ -193,9 +193,9 @@ class Admission:
         if is_reserved:
             length = request.max_total_tokens - 1
         num_blocks = -(-length // self._block_size)
-        return Start(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
+        return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
-    def _blocks_left(self, start: Start, room: "_Room") -> int:
+    def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
         oftener the request was preempted, so that it does not come back only to be preempted again."""
         pool, request = self._batch.pool, start.request
@@ -224,7 +224,7 @@ class Admission:
             count += 1
         return count, given
 
-    def _start(self, start: Start, draft: Draft, room: "_Room") -> None:
+    def _start(self, start: RequestStart, draft: Draft, room: "_Room") -> None:
         request, count = start.request, start.num_tokens
         end = start.num_computed_tokens + count
         num_given = start.num_given = start.num_blocks if start.is_reserved else -(-end // self._block_size)
@@ -266,7 +266,7 @@ class _Room:
         self.row_limit = row_limit
         self.rows = row_limit - len(batch)  # fewer than row_limit: somebody runs beside who starts now
         self.promised = batch.num_promised_blocks()  # blocks
-        self.settling: list[Start] = []  # they start in this step and have not got their blocks yet
+        self.settling: list[RequestStart] = []  # they start in this step and have not got their blocks yet
         self.unsettled = 0  # blocks that those will get
         self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
         self.partial = 0  # prompts that start in this step and take more

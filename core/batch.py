@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from core.batch_table import BatchTable, Start
+from core.batch_table import BatchTable, RequestStart
 from core.block_pool import BlockPool
 from core.draft import Carried
 from core.prefix_cache import PrefixCache
@@ -50,7 +50,7 @@ class Batch:
         """Of these, the row's."""
         return max(0, -(-int(self.table.num_tokens[row]) // self.block_size) - int(self.table.num_blocks[row]))
 
-    def launch(self, starts: list[Start]) -> Ints:
+    def launch(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows."""
         rows = self.table.add(starts)
         for start in starts:

@@ -15,7 +15,7 @@ from ipc.paged_rows import Int32s, Ints, PagedRows
 _NO_BLOCKS = np.zeros(0, np.int32)
 
 
-class Start(msgspec.Struct, eq=False, gc=False):
+class RequestStart(msgspec.Struct, eq=False, gc=False):
     """How a waiting request starts: first what it would need, then what it has got."""
 
     request: Request
@@ -83,7 +83,7 @@ class BatchTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_tenancies = 0
 
-    def add(self, starts: list[Start]) -> Ints:
+    def add(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows; their tokens move into the table."""
         free, entries = self._free_rows, list[int]()
         numbers = free[: -len(starts) - 1 : -1]
@@ -101,7 +101,7 @@ class BatchTable:
         self.blocks.fill(rows, [start.block_ids for start in starts])
         return rows
 
-    def _entries(self, start: Start) -> tuple[int, ...]:
+    def _entries(self, start: RequestStart) -> tuple[int, ...]:
         """In the order of the columns."""
         request = start.request
         params, num_prompt_tokens = request.params, request.num_prompt_tokens

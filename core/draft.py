@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.decisions import Examined, Preempted
 from core.plan import NewRow, SchedulerOutput
 from ipc.paged_rows import Int32s, Ints
@@ -44,7 +44,7 @@ class Draft:
         self.counts: Ints = _NO_INTS
         self.block_rows: Ints = _NO_INTS
         self.block_ids: Ints = _NO_INTS
-        self.starts: list[Start] = []
+        self.starts: list[RequestStart] = []
         self.added: list[NewRow] = []
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.plan import TokenLogprobs
 from core.request import Request
 from core.request_events import RequestEventLog
@@ -109,7 +109,7 @@ class OutputColumns:
                 choices=_choices(choices[mine]),
             )
 
-    def add_starts(self, starts: list[Start], now_ns: int) -> None:
+    def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
         """Before has_started of their requests is set."""
         self.events.add_starts(starts, now_ns)
         for start in starts:

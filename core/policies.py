@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from core.batch_table import BatchTable, Start
+from core.batch_table import BatchTable, RequestStart
 from core.request import Request
 from core.stop_check import Bools
 from core.virtual_time import TOKEN, VirtualTime
@@ -39,7 +39,7 @@ class Policy(Protocol):
     def set_weight(self, client: int, weight: float) -> None:
         """The client's share."""
 
-    def start(self, start: Start) -> None:
+    def start(self, start: RequestStart) -> None:
         """A request starts."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
@@ -75,7 +75,7 @@ class Fcfs:
     def set_weight(self, client: int, weight: float) -> None:
         """Clients do not matter."""
 
-    def start(self, start: Start) -> None:
+    def start(self, start: RequestStart) -> None:
         """Served tokens do not matter."""
 
     def serve(self, rows: Ints, counts: Ints) -> None:
@@ -143,7 +143,7 @@ class Fair:
     def set_weight(self, client: int, weight: float) -> None:
         self._times.set_weight(client, weight)
 
-    def start(self, start: Start) -> None:
+    def start(self, start: RequestStart) -> None:
         new = start.num_computed_tokens + start.num_tokens - start.request.num_computed_before
         self._times.charge_one(start.request.client, max(0, min(new, start.num_tokens)))
 

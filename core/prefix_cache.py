@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from core.batch_table import BatchTable, Start
+from core.batch_table import BatchTable, RequestStart
 from core.block_names import BlockNames, block_key, hash_blocks
 from core.request import Request
 from ipc.paged_rows import Int32s, Ints
@@ -66,13 +66,13 @@ class PrefixCache:
             table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
             table.num_named_blocks[row] = start + count
 
-    def name_starts(self, starts: list[Start]) -> None:
+    def name_starts(self, starts: list[RequestStart]) -> None:
         """Name the full blocks of these requests, of which the hits have names already. No two of them have the same
         first block, unless it was a hit, and then no two the same next one."""
         if not self._enabled:
             return
         size, shift, names = self._block_size, self._shift, self._names
-        fresh: list[Start] = []  # whose next content is new
+        fresh: list[RequestStart] = []  # whose next content is new
         blocks, tokens, lengths = [], [], []
         for start in starts:
             request, named = start.request, start.num_hits

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.block_pool import BlockPool
 from core.decisions import Decision, Verdict
 from ipc.paged_rows import Ints
@@ -35,7 +35,7 @@ class SchedulerStats(msgspec.Struct):
     num_head_no_blocks: int = 0
     num_head_partial_prefills: int = 0
 
-    def count_starts(self, starts: list[Start]) -> None:
+    def count_starts(self, starts: list[RequestStart]) -> None:
         """Before has_started of their requests is set."""
         num_prompt_tokens = 0
         for start in starts:
