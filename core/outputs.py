@@ -1,4 +1,4 @@
-"""OutputColumns: what a step has for the clients, gathered as columns and split by client once."""
+"""OutputCollector: what a step has for the clients, gathered as columns and split by client once."""
 
 import struct
 from typing import NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFail
 from ipc.paged_rows import Int32s, Ints
 
 #: (client, message) in the order in which they are to be sent.
-Addressed: TypeAlias = tuple[int, Outputs | RequestFailed]
+ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]
 
 
 class _Rows(NamedTuple):
@@ -55,7 +55,7 @@ class _Packed:
         self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
 
 
-class OutputColumns:
+class OutputCollector:
     """Filled during a step, drained at its end."""
 
     def __init__(self, epoch: int) -> None:
@@ -64,7 +64,7 @@ class OutputColumns:
         self._rows: list[_Rows] = []
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
         self._logprobs: dict[int, Logprobs] = {}
-        self._failed: list[Addressed] = []
+        self._failed: list[ClientOutput] = []
 
     def add_tokens(
         self,
@@ -121,9 +121,9 @@ class OutputColumns:
     def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
         self._failed.append((client, RequestFailed(number, code, message)))
 
-    def drain(self, step: int) -> list[Addressed]:
+    def drain(self, step: int) -> list[ClientOutput]:
         """Everything added since the last drain."""
-        messages: list[Addressed] = []
+        messages: list[ClientOutput] = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
         others = dict.fromkeys((*self._started, *self._logprobs, *self.events.clients))
@@ -132,7 +132,7 @@ class OutputColumns:
         self._rows, self._failed = [], []
         return messages
 
-    def _split(self, step: int, rows: _Rows) -> list[Addressed]:
+    def _split(self, step: int, rows: _Rows) -> list[ClientOutput]:
         """One message for each client, cut out of the encoded columns of all."""
         clients = rows.clients
         if clients[0] == clients[-1] and np.count_nonzero(clients == clients[0]) == len(clients):

@@ -16,7 +16,7 @@ from core.batch import Batch
 from core.decisions import Decision
 from core.draft import Carried, Draft, finish_plan
 from core.growth import RunningRows
-from core.outputs import Addressed, OutputColumns
+from core.outputs import ClientOutput, OutputCollector
 from core.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
 from core.policies import build_policy
 from core.preemption import Preemption
@@ -42,7 +42,7 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats = SchedulerStats()
-        self.outputs = OutputColumns(epoch)
+        self.outputs = OutputCollector(epoch)
         self.batch = Batch(config, eos_token_ids)
         self.table, self.pool = self.batch.table, self.batch.pool
         self.policy = build_policy(config, self.table)
@@ -171,7 +171,7 @@ class Scheduler:
         """Forget what all blocks hold; requests that run keep theirs, and nobody else finds them."""
         self.pool.forget()
 
-    def take_outputs(self) -> list[Addressed]:
+    def take_outputs(self) -> list[ClientOutput]:
         """What there is to tell without a result: refusals, aborts."""
         return self.outputs.drain(self._step)
 
@@ -195,7 +195,7 @@ class Scheduler:
         if not draft.starts:
             self._running_rows.fill(draft)
 
-    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Addressed]:
+    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
         """Append the sampled tokens, end what has to end, and return the messages for the clients."""
         table = self.table
         step, rows, tenancies = self.batch.in_flight.popleft()
