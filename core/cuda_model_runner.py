@@ -15,7 +15,7 @@ from core.logprobs import gather_logprobs
 from core.model_runner import ModelRunner
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.sampler import SamplingInputs, processed_logits
 from ipc.config import LogprobsMode
@@ -57,7 +57,7 @@ class CudaStep:
         runner: "CudaModelRunner",
         plan: SchedulerOutput,
         samples: npt.NDArray[np.bool_],
-        logprobs: list[TokenLogprobs],
+        logprobs: list[LogprobColumns],
         sampled: _Sampled | None,
     ) -> None:
         self._runner, self._number, self._samples = runner, plan.step, samples
@@ -162,7 +162,7 @@ class CudaModelRunner(ModelRunner):
             self._pending.result()
         batch = self._batch(plan)
         hidden, logits = self._launch(batch)
-        logprobs: list[TokenLogprobs] = []
+        logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, hidden)
         sampled = self._sample(plan.rows[batch.samples], logits) if batch.samples.any() else None

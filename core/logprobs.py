@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from core.plan import TokenLogprobs
+from core.plan import LogprobColumns
 
 Ints = NDArray[np.integer]
 
@@ -15,7 +15,7 @@ _SUM_BLOCK = 4096
 @torch.inference_mode()
 def gather_logprobs(
     logits: torch.Tensor, tokens: Ints, num_top: Ints, rows: Ints, positions: Ints, *, normalized: bool = True
-) -> TokenLogprobs:
+) -> LogprobColumns:
     """logits [L, V] float32; tokens [L] int; num_top [L] how many of the most likely tokens, cut to V. normalized:
     their log probabilities, else the logits as they are.
 
@@ -38,7 +38,7 @@ def gather_logprobs(
     order = np.argsort(row, kind="stable")
     row, token = row[order], token[order]
     values = logits[torch.from_numpy(row), torch.from_numpy(token)].double().numpy() - base[row]
-    return TokenLogprobs(
+    return LogprobColumns(
         rows=rows.astype(np.int32),
         positions=positions.astype(np.int32),
         counts=np.bincount(row, minlength=len(tokens)).astype(np.int32),

@@ -6,7 +6,7 @@ import torch
 from core.executor.interface import Costs
 from core.logprobs import gather_logprobs
 from core.models.interface import Model
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner_table import RunnerTable
 from core.sampler import processed_logits, sample, sample_greedily
@@ -51,14 +51,14 @@ class ModelRunner:
         self.model.wake()
         inputs = self.prepare(plan)
         hidden, logits = self.forward(inputs)
-        logprobs: list[TokenLogprobs] = []
+        logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, hidden)
         token_ids = self._append_sampled(plan, inputs, logits, logprobs) if inputs.num_samples else _no_tokens(plan)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
 
     def _append_sampled(
-        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[TokenLogprobs]
+        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[LogprobColumns]
     ) -> Int32s:
         """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
         everywhere = inputs.num_samples == len(inputs.rows)
@@ -131,7 +131,7 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, plan: SchedulerOutput, num_tokens: Ints, context_lens: Ints, hidden: torch.Tensor
-    ) -> list[TokenLogprobs]:
+    ) -> list[LogprobColumns]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
         are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
         wanted = self.sampling.num_prompt_logprobs[plan.rows]
@@ -158,7 +158,7 @@ class ModelRunner:
 
     def _sampled_logprobs(
         self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, reported: torch.Tensor
-    ) -> TokenLogprobs:
+    ) -> LogprobColumns:
         """reporting: indices of the sampling rows that report; reported [len(reporting), vocab]: their logits, raw or
         processed.
         A failed row has any token; the scheduler drops it."""

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.batch_table import RequestStart
-from core.plan import TokenLogprobs
+from core.plan import LogprobColumns
 from core.request import Request
 from core.request_events import RequestEventLog
 from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
@@ -94,7 +94,7 @@ class OutputCollector:
             )
         )
 
-    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: TokenLogprobs) -> None:
+    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
         """clients, numbers, choices [L]: of each position. Once in a step."""
         for client in np.unique(clients).tolist():
             mine = clients == client

@@ -69,7 +69,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
         return len(self.rows) == 0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities at L positions of some rows, ascending in each row; see ipc.messages.Logprobs."""
 
     rows: Int32s  # [L] index in the plan's rows
@@ -79,19 +79,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Int32s  # [sum(counts)]
     values: Floats  # [sum(counts)]
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "TokenLogprobs":
+    def where(self, keep: npt.NDArray[np.bool_]) -> "LogprobColumns":
         """Those in the mask keep [L]."""
         entries = keep.repeat(self.counts)
         columns = (self.rows[keep], self.positions[keep], self.counts[keep], self.ranks[keep])
-        return TokenLogprobs(*columns, self.token_ids[entries], self.values[entries])
+        return LogprobColumns(*columns, self.token_ids[entries], self.values[entries])
 
 
-def concat_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+def concat_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
     """One after the other; None for none."""
     if not parts:
         return None
-    names = TokenLogprobs.__struct_fields__
-    return TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    names = LogprobColumns.__struct_fields__
+    return LogprobColumns(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +99,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN
-    logprobs: TokenLogprobs | None = None
+    logprobs: LogprobColumns | None = None
 
 
 def _encode_array(value: Any) -> bytes:

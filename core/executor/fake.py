@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.executor.interface import Costs, FinishedStep, ModelInfo, StepHandle
-from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.runner_table import RunnerTable
 from ipc.config import EngineConfig
 from ipc.paged_rows import Ints
@@ -55,11 +55,11 @@ def _terms(token_ids: npt.NDArray[np.integer], positions: UInt64s) -> UInt64s:
     return mix((token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + mix(positions + np.uint64(1)))
 
 
-def fake_logprobs(tokens: Ints, positions: Ints, num_top: Ints, rows: Ints, vocab_size: int) -> TokenLogprobs:
+def fake_logprobs(tokens: Ints, positions: Ints, num_top: Ints, rows: Ints, vocab_size: int) -> LogprobColumns:
     """Made up of the token and its position: the token first, of rank 3, then token + 1, token + 2, ... ids."""
     counts = 1 + np.minimum(num_top, vocab_size)
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return TokenLogprobs(
+    return LogprobColumns(
         rows=rows.astype(np.int32),
         positions=positions.astype(np.int32),
         counts=counts.astype(np.int32),
@@ -116,7 +116,7 @@ class FakeExecutor:
         token_ids[samples] = sampled
         return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs))
 
-    def _logprobs(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> TokenLogprobs | None:
+    def _logprobs(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> LogprobColumns | None:
         """One row after the other, tokens already appended."""
         table, parts = self._table, []
         for index, row in enumerate(plan.rows.tolist()):

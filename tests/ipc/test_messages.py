@@ -55,7 +55,7 @@ from ipc.scheduling_messages import (
     Reason,
     RequestEvents,
     RequestExplanation,
-    RequestState,
+    SchedulingState,
     UnfollowKVEvents,
 )
 from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
@@ -99,7 +99,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     FollowKVEvents(11),
     UnfollowKVEvents(12),
 ]
-EXPLAINED = RequestExplanation(7, 1, 0, RequestState.WAITING, Reason.NO_BLOCKS, *range(17))
+EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
     Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),
