@@ -1,4 +1,4 @@
-"""EngineHandle: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
+"""EngineHandle: the engine (started or connected to), the client and the tokenizer that LLM and AsyncLLM share."""
 
 import contextlib
 import hashlib
