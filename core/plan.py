@@ -108,18 +108,5 @@ def _encode_array(value: Any) -> bytes:
     raise TypeError(f"a plan holds int32 columns, not {type(value).__name__}")
 
 
-def _decode_array(kind: Any, value: Any) -> Int32s:
-    return np.frombuffer(value, "<i4").astype(np.int32, copy=False)
-
-
 def encode_plan(plan: SchedulerOutput) -> bytes:
     return msgspec.msgpack.encode(plan, enc_hook=_encode_array)
-
-
-def decode_plan(data: bytes) -> SchedulerOutput:
-    return _plan_decoder.decode(data)
-
-
-_plan_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Decoder(
-    SchedulerOutput, dec_hook=_decode_array
-)

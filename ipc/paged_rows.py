@@ -33,10 +33,6 @@ class PagedRows:
     def num_rows(self) -> int:
         return len(self._num_pages)
 
-    @property
-    def num_used_pages(self) -> int:
-        return len(self._flat) // self.page_size - len(self._free)
-
     def grow_rows(self, num_rows: int) -> None:
         """Make room for rows below num_rows; existing rows stay as they are."""
         more = num_rows - self.num_rows

@@ -18,8 +18,8 @@ from ipc.messages import (
     Outputs,
     ResetPrefixCache,
     Statistics,
-    pack_numbers,
 )
+from tests.columns import pack_numbers
 from tests.core.driving import EOS, Driver, Received, add_message, expected_tokens, small_config
 
 MS = 1_000_000  # ns

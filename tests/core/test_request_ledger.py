@@ -7,7 +7,8 @@ from core import request_ledger
 from core.backlog import Backlog
 from core.lease_clock import LeaseClock
 from core.request_ledger import NumberStatus, RequestLedger
-from ipc.messages import Abort, ErrorCode, Outputs, RequestFailed, pack_numbers
+from ipc.messages import Abort, ErrorCode, Outputs, RequestFailed
+from tests.columns import pack_numbers
 
 
 def finish(*numbers: int, running: tuple[int, ...] = ()) -> Outputs:

@@ -43,7 +43,6 @@ from ipc.messages import (
     decode_client_message,
     decode_server_message,
     encode,
-    pack_numbers,
     unpack_numbers,
 )
 from ipc.sampling_params import RequestOutputKind, SamplingParams
@@ -59,6 +58,7 @@ from ipc.scheduling_messages import (
     UnfollowKVEvents,
 )
 from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
+from tests.columns import pack_numbers
 
 PARAMS = SamplingParams(
     temperature=0.7,
