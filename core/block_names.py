@@ -8,6 +8,7 @@ few column operations, whatever the number of rows.
 
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,11 @@ from ipc.paged_rows import Int32s, Ints
 UNNAMED = 0
 
 _MASK = 2**64 - 1
-_ONE, _HALF = np.uint64(1), np.uint64(32)
+_ONE = np.uint64(1)
 _NO_BLOCKS = np.zeros(0, np.int32)
 _ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
-_CONTENT_FACTOR, _FINAL_FACTOR = np.uint64(_ODD_CONTENT), np.uint64(_ODD_FINAL)
+_Number = TypeVar("_Number", int, npt.NDArray[np.uint64])
 
 
 def root_content(cache_salt: str) -> int:
@@ -115,7 +116,7 @@ class BlockNames:
     def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: Int32s) -> Ints | None:
         """Let the blocks be found under their keys. Returns None where all of them are; else who is found in place of
         each [n]: the block that was entered first keeps the name, and the others enter nothing."""
-        keys, numbers = _keys(parents, token_ids), blocks.tolist()
+        keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
         blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)
@@ -137,8 +138,7 @@ class BlockNames:
         last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
         content, enter = parent, self.block_of_key.setdefault
         for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
-            key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
-            key ^= key >> 32
+            key = block_key(content, value)
             owner = enter(key, block)
             if owner != block and self._holds(owner, content, token_ids[index]):
                 content = int(self.content[owner])
@@ -190,14 +190,9 @@ class BlockNames:
             assert self.block_of_key.get(key) == block, f"block {block} is not found under its name"
 
 
-def _keys(parents: Ints, token_ids: Int32s) -> npt.NDArray[np.uint64]:
-    """block_key() of many; parents are int64."""
-    keys = (parents.view(np.uint64) * _CONTENT_FACTOR + hash_blocks(token_ids)) * _FINAL_FACTOR
-    keys ^= keys >> _HALF
-    return keys
-
-
-def block_key(content: int, value: int) -> int:
-    """Of the block with this hash after this content."""
-    key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
-    return key ^ (key >> 32)
+def block_key(content: _Number, value: _Number) -> _Number:
+    """Lookup key of a block: its token hash and the preceding content number, or of many blocks as columns [n] uint64.
+    Columns wrap at 64 bits by themselves."""
+    mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs take >> 32 for a signed number
+    key: _Number = mixed ^ (mixed >> 32)
+    return key
