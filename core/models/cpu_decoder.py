@@ -51,7 +51,7 @@ def _parts(layer: Layer) -> LayerParts:
         gate_up=_matrix(layer.gate_up),
         down=_matrix(layer.down),
         mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
-        slides=layer.kind != 0,
+        kind=layer.kind,
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import rotary_embeddings
+from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.unchanged import unchanged
 from kernels.attention_metadata import AnyInts
 from kernels.cpu_attention import CpuAttention
@@ -35,7 +35,7 @@ class CpuStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuAttend:
-    """One layer's attention; kind: index into what the step has for each kind."""
+    """One layer's attention; kind: see layer_kinds.py."""
 
     rope: CpuRope
     attention: CpuAttention
@@ -53,7 +53,7 @@ class CpuOperations:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
         self._config, self._dtype, self.library = config, dtype, library
         self._is_kept = not exceed_caches(_matrix_bytes(config, dtype))
-        self.tables = tuple(RotaryTable(*rotary) for rotary in rotary_embeddings(config))
+        self.tables = of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
         self._attention = CpuAttention(library)
         self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
         self.sampler = CpuSampler(library)

@@ -84,7 +84,7 @@ class Operations(Protocol):
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
     ) -> Callable[[torch.Tensor, Any, int], torch.Tensor]:
         """Of qkv [T, (H + 2 * Hkv) * D], a step and the layer's index -> [T, H * D]: heads normalised by these weights
-        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: index into what the step has for each kind."""
+        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: see layer_kinds.py."""
 
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionWork, ...], cache: KVCache

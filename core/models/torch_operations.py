@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import rotary_embeddings
+from core.models.rotary import of_each_kind, rotary_embeddings
 from ipc.config import Numerics
 from kernels.attention import attention_variant, paged_attention
 from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
@@ -53,7 +53,7 @@ class TorchNorm:
 
 
 class TorchStep(NamedTuple):
-    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     work: tuple[AttentionMetadata, ...]
     cache: KVCache
     write_rows: torch.Tensor
@@ -116,7 +116,7 @@ class TorchOperations:
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionMetadata, ...], cache: KVCache
     ) -> TorchStep:
-        tables = [rotary_tables(positions, *rotary) for rotary in self._rotary]
+        tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
         stored = torch.nonzero(slots >= 0).flatten()
         write_tokens: torch.Tensor | slice = slice(0, len(slots)) if len(stored) == len(slots) else stored
         return TorchStep(tables, work, cache, cache.slot_rows(slots[stored]), write_tokens)
