@@ -13,10 +13,8 @@ from core.policies import Policy
 from core.preemption import Preemption
 from core.request import Request
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
-from ipc.paged_rows import Int32s, Ints
-
-_NOBODY: Ints = np.zeros(0, np.int64)
 
 #: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8

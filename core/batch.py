@@ -10,8 +10,8 @@ from core.draft import Carried
 from core.prefix_cache import PrefixCache
 from core.request import Request
 from core.stop_check import StopCheck
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
 
 
 class Batch:
@@ -37,7 +37,7 @@ class Batch:
         """Blocks that so many tokens take."""
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
-    def num_blocks_at_most(self, rows: Ints) -> Ints:
+    def num_blocks_at_most(self, rows: Rows) -> Ints:
         """Blocks that the rows can ever need: a request's last token is never computed."""
         return self.num_blocks_of(self.table.max_total_tokens[rows] - 1)
 
@@ -64,7 +64,7 @@ class Batch:
             self.rows = merged[np.lexsort(keys)]
         return rows
 
-    def release(self, rows: Ints) -> list[Request]:
+    def release(self, rows: Rows) -> list[Request]:
         """Free the rows and their blocks, tail first."""
         table = self.table
         counts = table.num_blocks[rows]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from core.decode_graphs import DecodeGraphs
@@ -18,8 +17,8 @@ from core.models.triton_operations import TritonOperations
 from core.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.sampler import SamplingInputs, processed_logits
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
 from ipc.config import LogprobsMode
-from ipc.paged_rows import Int32s, Ints
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import pack_columns, sample_tokens
@@ -30,10 +29,10 @@ class _Batch(NamedTuple):
 
     num_tokens: Int32s  # [R]
     context_lens: Ints  # [R]
-    rows: Ints  # [T] row of each token
+    rows: Rows  # [T] row of each token
     positions: Ints  # [T]
-    samples: npt.NDArray[np.bool_]  # [R]
-    last: Ints  # [R] index of each row's last token
+    samples: Bools  # [R]
+    last: AnyInts  # [R] index of each row's last token
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class CudaStep:
         self,
         runner: "CudaModelRunner",
         plan: SchedulerOutput,
-        samples: npt.NDArray[np.bool_],
+        samples: Bools,
         logprobs: list[LogprobColumns],
         sampled: _Sampled | None,
     ) -> None:
@@ -181,7 +180,7 @@ class CudaModelRunner(ModelRunner):
         event.record()
         return event
 
-    def learn(self, rows: Int32s, positions: Ints, tenancies: Ints, tokens: Int32s) -> None:
+    def learn(self, rows: Int32s, positions: Positions, tenancies: Ints, tokens: TokenIds) -> None:
         """Sampled tokens, of the rows that are still their requests'."""
         here = self._tenancy[rows] == tenancies
         self.table.tokens.set(rows[here], positions[here], tokens[here])
@@ -239,7 +238,7 @@ class CudaModelRunner(ModelRunner):
         columns = rows, positions, self._tenancy[rows]
         return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
 
-    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Ints) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Positions) -> torch.Tensor:
         words = pack_columns(inputs[:7])
         sent = self._tables.send(np.concatenate((words, rows[None], positions[None])).astype(np.int32))
         tokens = sample_tokens(logits, sent[:-2])

@@ -12,8 +12,8 @@ from core.runner_table import RunnerTable
 from core.sampler import processed_logits, sample, sample_greedily
 from core.sampling_columns import SamplingColumns
 from core.step_inputs import InputMaker, StepInputs
+from ipc.arrays import AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
-from ipc.paged_rows import Int32s, Ints
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32
@@ -130,7 +130,7 @@ class ModelRunner:
         )
 
     def _prompt_logprobs(
-        self, plan: SchedulerOutput, num_tokens: Ints, context_lens: Ints, hidden: torch.Tensor
+        self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, hidden: torch.Tensor
     ) -> list[LogprobColumns]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
         are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
@@ -157,7 +157,7 @@ class ModelRunner:
         ]
 
     def _sampled_logprobs(
-        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, reported: torch.Tensor
+        self, inputs: StepInputs, rows: Rows, sampled: Int32s, reporting: Ints, reported: torch.Tensor
     ) -> LogprobColumns:
         """reporting: indices of the sampling rows that report; reported [len(reporting), vocab]: their logits, raw or
         processed.
@@ -168,7 +168,7 @@ class ModelRunner:
         positions = self.table.num_tokens[rows[reporting]]
         return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
-    def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
+    def sample(self, rows: Rows, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""
         if self.sampling.is_greedy:
             return sample_greedily(logits, self.model.sampler)

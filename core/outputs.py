@@ -4,14 +4,13 @@ import struct
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from core.batch_table import RequestStart
 from core.plan import LogprobColumns
 from core.request import Request
 from core.request_events import RequestEventLog
+from ipc.arrays import NO_INT32S, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
 from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
-from ipc.paged_rows import Int32s, Ints
 
 #: (client, message) in the order in which they are to be sent.
 ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]
@@ -23,12 +22,12 @@ class _Rows(NamedTuple):
     clients: Ints
     numbers: Ints
     choices: Ints
-    positions: Ints
+    positions: Positions
     tokens: Int32s  # one per row, or none at all
-    finish: npt.NDArray[np.uint8]
-    stop_tokens: npt.NDArray[np.bool_]  # the row's token was one of its stop_token_ids
+    finish: UInt8s
+    stop_tokens: Bools  # the row's token was one of its stop_token_ids
 
-    def take(self, rows: Ints) -> "_Rows":
+    def take(self, rows: Rows) -> "_Rows":
         return _Rows(
             self.clients[rows],
             self.numbers[rows],
@@ -71,10 +70,10 @@ class OutputCollector:
         clients: Ints,
         numbers: Ints,
         choices: Ints,
-        positions: Ints,
-        tokens: Int32s,
-        finish: npt.NDArray[np.uint8],
-        stop_tokens: npt.NDArray[np.bool_],
+        positions: Positions,
+        tokens: TokenIds,
+        finish: UInt8s,
+        stop_tokens: Bools,
     ) -> None:
         """One row per sampled token."""
         if len(clients):
@@ -88,7 +87,7 @@ class OutputCollector:
                 np.array([request.number], np.uint32),
                 np.array([request.choice], np.uint16),
                 np.array([num_output_tokens]),
-                np.zeros(0, np.int32),
+                NO_INT32S,
                 np.array([reason], np.uint8),
                 np.zeros(1, np.bool_),
             )

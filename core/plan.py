@@ -4,25 +4,19 @@ A plan is immutable, self-contained and encodable: an executor learns of rows, t
 that it may live in another process and run behind the scheduler by several steps.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from ipc.paged_rows import Int32s
+from ipc.arrays import NO_INT32S, Bools, Floats, Int32s
 from ipc.sampling_params import SamplingParams
-
-Floats: TypeAlias = npt.NDArray[np.float32]
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
 #: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone. An executor that runs
 #: behind the scheduler still counts a token for the row: the next plan may cover it already.
 FAILED_TOKEN = -2
-
-
-_NO_BLOCKS = np.zeros(0, np.int32)
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,10 +48,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_ids: Int32s  # [n]
     rows: Int32s  # [R] the batch, in scheduling order
     num_scheduled_tokens: Int32s  # [R] > 0
-    swapped_out_blocks: Int32s = _NO_BLOCKS  # [n] of the cache, copied to
-    swapped_out_slots: Int32s = _NO_BLOCKS  # [n] blocks of the host pool
-    swapped_in_slots: Int32s = _NO_BLOCKS  # [m] of the host pool, copied to
-    swapped_in_blocks: Int32s = _NO_BLOCKS  # [m] blocks of the cache
+    swapped_out_blocks: Int32s = NO_INT32S  # [n] of the cache, copied to
+    swapped_out_slots: Int32s = NO_INT32S  # [n] blocks of the host pool
+    swapped_in_slots: Int32s = NO_INT32S  # [m] of the host pool, copied to
+    swapped_in_blocks: Int32s = NO_INT32S  # [m] blocks of the cache
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +73,7 @@ class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Int32s  # [sum(counts)]
     values: Floats  # [sum(counts)]
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "LogprobColumns":
+    def where(self, keep: Bools) -> "LogprobColumns":
         """Those in the mask keep [L]."""
         entries = keep.repeat(self.counts)
         columns = (self.rows[keep], self.positions[keep], self.counts[keep], self.ranks[keep])

@@ -10,8 +10,8 @@ from core.request import Request, Swapped
 from core.scheduler_stats import SchedulerStats
 from core.swap_space import SwapSpace
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Int32s, Ints, Rows
 from ipc.config import EngineConfig
-from ipc.paged_rows import Int32s, Ints
 
 
 class Preemption:
@@ -102,7 +102,7 @@ class Preemption:
     def _prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
         return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
 
-    def _costs(self, rows: Ints) -> Ints:
+    def _costs(self, rows: Rows) -> Ints:
         """ns to bring each row back to where it is."""
         computed = self._batch.table.num_computed_tokens[rows]
         again = computed * self._recompute_ns

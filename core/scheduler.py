@@ -24,9 +24,9 @@ from core.request import NO_ROW, Request
 from core.request_index import RequestIndex
 from core.scheduler_stats import SchedulerStats
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
-from ipc.paged_rows import Ints
 
 
 class Scheduler:
@@ -220,7 +220,7 @@ class Scheduler:
             self._end(rows[finish > 0])
         return self.outputs.drain(step)
 
-    def _address(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
         """(client, number, choice) of each row."""
         return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
 
@@ -273,7 +273,7 @@ class Scheduler:
             start.request.has_started = True
         return rows
 
-    def _decision(self, draft: Draft, rows: Ints, counts: Ints) -> Decision:
+    def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
         return Decision(
             draft.step,
             draft.now_ns,
@@ -290,7 +290,7 @@ class Scheduler:
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
-    def _fail_rows(self, rows: Ints) -> None:
+    def _fail_rows(self, rows: Rows) -> None:
         """Requests whose logits were not finite fail alone; nobody is to find what they have stored."""
         for row in rows.tolist():
             self.pool.forget_names(self.table.block_ids(row))
@@ -322,7 +322,7 @@ class Scheduler:
             self.batch.release(np.array([request.row]))
         self._forget([request])
 
-    def _end(self, rows: Ints) -> None:
+    def _end(self, rows: Rows) -> None:
         """The requests of these rows have all their tokens."""
         self._forget(self.batch.release(rows))
         self.stats.num_finished += len(rows)

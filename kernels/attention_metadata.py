@@ -16,12 +16,11 @@ bits are those of a query tile that does not visit it.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kernels.arrays import AnyInts, Bools, Int32s, Ints
 from kernels.kv_cache import KVCache
 
 #: Tokens in a KV tile; a multiple of every block size.
@@ -29,9 +28,6 @@ KV_TILE = 128
 
 #: Bytes of gathered K, V and scores one work group may take: stays in a CPU's shared cache, and bounds memory.
 WORK_GROUP_BYTES = 8 << 20
-
-Ints = NDArray[np.int64]
-AnyInts = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class AttentionMetadata:
     shape: TileShape
     num_tokens: Ints  # [R]
     context_lens: Ints  # [R]
-    block_tables: NDArray[np.int32]  # [R, P]
+    block_tables: Int32s  # [R, P]
     num_rows: int  # rows of q and of the output; those past sum(num_tokens) are padding
     window: int | None  # tokens that a row sees, itself included; None = all before it
     groups: tuple[WorkGroup, ...]
@@ -177,7 +173,7 @@ def _parts(num_kv_tiles: Ints, max_items: int) -> list[slice]:
 def _work_group(
     tiles: _QueryTiles,
     size: int,
-    block_tables: NDArray[np.int32],
+    block_tables: Int32s,
     cache: KVCache,
     shape: TileShape,
     window: int | None,
@@ -220,7 +216,7 @@ def _work_group(
     )
 
 
-def _mask(own: Ints, query: Ints, kv_tile: Ints, n: int, window: int | None) -> tuple[NDArray[np.bool_], int]:
+def _mask(own: Ints, query: Ints, kv_tile: Ints, n: int, window: int | None) -> tuple[Bools, int]:
     """own [n, M or 1] positions of the rows -> mask [m, M or 1, KV_TILE] of the first m items, and num_partial."""
     column = np.arange(KV_TILE)
     after = column > (own % KV_TILE)[:, :, None]
@@ -235,9 +231,7 @@ def _mask(own: Ints, query: Ints, kv_tile: Ints, n: int, window: int | None) -> 
     return mask, max(num_cut, n if own.shape[1] > 1 else 0)
 
 
-def _kv_rows(
-    tiles: _QueryTiles, query: Ints, kv_tile: Ints, block_tables: NDArray[np.int32], cache: KVCache
-) -> torch.Tensor:
+def _kv_rows(tiles: _QueryTiles, query: Ints, kv_tile: Ints, block_tables: Int32s, cache: KVCache) -> torch.Tensor:
     """Blocks wholly after the query tile's last token read the null block, which holds zeros."""
     per_tile = KV_TILE // cache.block_size
     index = kv_tile[:, None] * per_tile + np.arange(per_tile)  # [W, blocks per tile] in the request's table

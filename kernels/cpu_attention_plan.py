@@ -7,9 +7,8 @@ How the work is cut changes no bit of any result (kernels/cpu/attention.h), so s
 import ctypes
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kernels.attention_metadata import AnyInts, Ints
+from kernels.arrays import AnyInts, Int32s, Ints
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_structs import AttentionItem, AttentionMember, AttentionMerge, PlanArguments, TileUser
 
@@ -30,8 +29,6 @@ MAX_SHARED_ROWS = 24
 _STRUCTS = {"items": AttentionItem, "merges": AttentionMerge, "members": AttentionMember, "tile_users": TileUser}
 _STRUCTS |= {"wanted_items": AttentionItem, "wanted_merges": AttentionMerge}
 _ROOM = {name: ctypes.sizeof(struct) // 4 for name, struct in _STRUCTS.items()} | {"places": 2}
-
-Int32s = NDArray[np.int32]
 
 
 class AttentionPlan:

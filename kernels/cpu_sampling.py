@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.arrays import Int32s
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_structs import SamplingArguments
 
@@ -27,15 +28,13 @@ class CpuSampler:
         self._tokens = np.zeros(0, np.int32)
         self._room: tuple[int, ...] = ()  # what the scratch is for
         self._logits: torch.Tensor | None = None  # what the arguments point to
-        self._known: tuple[torch.Tensor, NDArray[np.int32]] | None = None  # logits, and what largest() is of them
+        self._known: tuple[torch.Tensor, Int32s] | None = None  # logits, and what largest() is of them
 
-    def expect(self, logits: torch.Tensor, largest: NDArray[np.int32]) -> None:
+    def expect(self, logits: torch.Tensor, largest: Int32s) -> None:
         """Whoever writes these logits [S, V], each time he does, writes into largest [S] what largest() is of them."""
         self._known = logits, largest
 
-    def __call__(
-        self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], *, is_edited: bool = False
-    ) -> NDArray[np.int32]:
+    def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], *, is_edited: bool = False) -> Int32s:
         """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
         token ids [S]; -1 where a row's largest logit over its temperature is no finite number. is_edited: the logits
         are not as their writer left them."""
@@ -52,7 +51,7 @@ class CpuSampler:
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
-    def largest(self, logits: torch.Tensor) -> NDArray[np.int32]:
+    def largest(self, logits: torch.Tensor) -> Int32s:
         """The same where every temperature is 0; of logits that are as their writer left them."""
         known = self._largest_of(logits)
         if known is not None:
@@ -62,7 +61,7 @@ class CpuSampler:
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
-    def _largest_of(self, logits: torch.Tensor) -> NDArray[np.int32] | None:
+    def _largest_of(self, logits: torch.Tensor) -> Int32s | None:
         return self._known[1] if self._known is not None and logits is self._known[0] else None
 
     def _point_to(self, logits: torch.Tensor) -> int:

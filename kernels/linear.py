@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import linear
 
+from kernels.arrays import Floats
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import CpuLibrary
 
@@ -193,9 +193,9 @@ def probe_inputs(out_features: int, in_features: int, dtype: torch.dtype) -> tup
     half = in_features // 2
     bits = 8 if dtype == torch.bfloat16 else 23  # mantissas are exact in the dtype
 
-    def numbers(*shape: int) -> NDArray[np.float32]:
+    def numbers(*shape: int) -> Floats:
         mantissas = rng.integers(2 ** (bits - 1), 2**bits, shape) * rng.choice((-1, 1), shape)
-        result: NDArray[np.float32] = np.ldexp(mantissas.astype(np.float32), rng.integers(-3, 4, shape) - bits)
+        result: Floats = np.ldexp(mantissas.astype(np.float32), rng.integers(-3, 4, shape) - bits)
         return result
 
     row, columns = numbers(1, half), numbers(_NUM_PROBE_COLUMNS, half)

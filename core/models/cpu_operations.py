@@ -9,7 +9,7 @@ import torch
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.unchanged import unchanged
-from kernels.attention_metadata import AnyInts
+from ipc.arrays import AnyInts
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu_decoder import exceed_caches

@@ -12,8 +12,8 @@ from core.models.layer import build_layer, build_norm
 from core.models.layer_kinds import windows
 from core.models.operations import AttentionWork, Operations, Product, choose_operations
 from core.models.weight_parts import WeightParts
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
 from kernels.kv_cache import KVCache

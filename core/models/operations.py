@@ -8,8 +8,8 @@ import torch
 from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.torch_operations import TorchOperations
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache

@@ -8,9 +8,10 @@ import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
 from kernels.attention import attention_variant, paged_attention
-from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
+from kernels.attention_metadata import AttentionMetadata, attention_metadata
 from kernels.attention_reference import sdpa_attention
 from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
 from kernels.kv_cache import KVCache, bytes_per_block

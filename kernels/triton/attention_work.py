@@ -1,12 +1,12 @@
 """TritonWork: which queries a step's attention kernels compute. A request with one query token is the decode kernel's;
 the tokens of others are cut into tiles for the prefill kernel. Both find positions and blocks on the device."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kernels.arrays import AnyInts, Int32s
 from kernels.triton.device import power_of_2
 
 #: Tokens of context that one decode program reads: fixed, so that the order of summation is the request's own.
@@ -14,8 +14,6 @@ SPLIT = 256
 
 #: Rows of a prefill program's products: tokens of a query tile x query heads of one KV head, filled up.
 PREFILL_ROWS = 64
-
-AnyInts = NDArray[np.integer[Any]]
 
 
 class TritonWork(NamedTuple):
@@ -56,9 +54,9 @@ def prefill_options(dtype: torch.dtype) -> dict[str, int]:
 class WorkColumns(NamedTuple):
     """Of the host, before they are sent: int32."""
 
-    decode_tokens: NDArray[np.int32]
-    tile_tokens: NDArray[np.int32]
-    tile_counts: NDArray[np.int32]
+    decode_tokens: Int32s
+    tile_tokens: Int32s
+    tile_counts: Int32s
     num_splits: int
 
 

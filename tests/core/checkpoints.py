@@ -13,7 +13,7 @@ import torch
 from core.model_config import read_model_config
 from core.models.llama import Llama
 from core.weights import load_weights
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints
 from tests.core.test_golden import generate
 from tests.core.test_llama import Requests
 

@@ -9,8 +9,8 @@ import pytest
 
 from core.block_names import UNNAMED, BlockNames, block_key, hash_blocks, root_content
 from core.kv_events import KVEventLog
+from ipc.arrays import Int32s
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
-from ipc.paged_rows import Int32s
 
 SIZE = 4
 ROOT = root_content("")

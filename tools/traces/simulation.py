@@ -10,9 +10,9 @@ from core.executor.interface import Costs, StepHandle
 from core.plan import SchedulerOutput
 from core.scheduler import Scheduler
 from core.scheduler_stats import SchedulerStats
+from ipc.arrays import Ints
 from ipc.config import EngineConfig
 from ipc.messages import Outputs
-from ipc.paged_rows import Ints
 from tools.traces.workload import TimedRequest
 
 _NEVER = -1

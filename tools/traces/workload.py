@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from core.executor.fake import mix
+from ipc.arrays import Int32s
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest
-from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 from tools.traces.formats import HASH_BLOCK, Row, Trace
 
