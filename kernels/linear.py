@@ -20,6 +20,7 @@ from kernels.arrays import Floats
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import CpuLibrary
 
+#: A tensor to a tensor: what models are put together from.
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 #: Row counts that may be run. Coarser steps waste rows in the padding, finer ones lengthen the probe.

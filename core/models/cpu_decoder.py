@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from core.models.config import ModelConfig
 from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer
-from core.models.operations import Norm, Operation, Operations, Product
+from core.models.operations import Norm, Operations, Product
 from core.models.unchanged import unchanged
 from kernels.cpu_decoder import CpuDecoder, LayerParts
 from kernels.cpu_embedding import CpuEmbedding
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_rms_norm import CpuNorm
-from kernels.linear import PackedLinear
+from kernels.linear import Operation, PackedLinear
 
 
 def cpu_decoder(

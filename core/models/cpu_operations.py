@@ -1,6 +1,5 @@
 """CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +19,7 @@ from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import PackedLinear
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from kernels.linear import Operation, PackedLinear
 
 
 class CpuStep(NamedTuple):

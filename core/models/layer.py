@@ -8,9 +8,10 @@ import torch
 
 from core.models.config import ModelConfig
 from core.models.layer_kinds import kind_of
-from core.models.operations import Norm, Operation, Operations, Product
+from core.models.operations import Norm, Operations, Product
 from core.models.unchanged import unchanged
 from core.models.weight_parts import WeightParts
+from kernels.linear import Operation
 
 
 @dataclass(frozen=True)

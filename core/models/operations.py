@@ -13,8 +13,7 @@ from ipc.config import Numerics
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from kernels.linear import Operation
 
 #: A step's attention work for the layers of one window; only the operations that made it know what is in it.
 AttentionWork = Any

@@ -15,12 +15,11 @@ from kernels.attention_metadata import AttentionMetadata, attention_metadata
 from kernels.attention_reference import sdpa_attention
 from kernels.gated_activation import SIGMOID_, SILU_, gelu_tanh_mul, silu_mul
 from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import ROW_COUNTS, PackedLinear
+from kernels.linear import ROW_COUNTS, Operation, PackedLinear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_kv_write, rotary_tables
 from kernels.whole_vectors import ElementwiseInPlace, is_position_independent
 
-Operation = Callable[[torch.Tensor], torch.Tensor]
 Attention = Callable[[torch.Tensor, KVCache, int, AttentionMetadata, float], torch.Tensor]
 
 ATTENTION: dict[Numerics, Attention] = {"L2": paged_attention, "L0": sdpa_attention}

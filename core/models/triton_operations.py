@@ -12,6 +12,7 @@ from core.models.config import Activation, ModelConfig
 from core.models.rotary import Rotary, of_each_kind, rotary_embeddings
 from ipc.arrays import AnyInts
 from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.linear import Operation
 from kernels.rope import rotary_tables
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
@@ -22,8 +23,6 @@ from kernels.triton.linear import DeviceLinear
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.rms_norm import TritonNorm
 from kernels.triton.rope import TritonRope
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
 
 GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
