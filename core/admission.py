@@ -15,6 +15,7 @@ from core.request import Request
 from core.waiting_queue import WaitingQueue
 from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
+from kernels.rounding import ceil_div
 
 #: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
@@ -58,7 +59,7 @@ class Admission:
     def never_fits(self, request: Request) -> str | None:
         """Why the request could not run even alone, with the numbers; None when it could."""
         length = request.max_total_tokens - 1  # its last token is never computed
-        needed, there_are = -(-length // self._block_size), self._batch.pool.num_blocks - 1
+        needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
         if not self._is_chunked and length > self._budget:
@@ -190,7 +191,7 @@ class Admission:
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
         if is_reserved:
             length = request.max_total_tokens - 1
-        num_blocks = -(-length // self._block_size)
+        num_blocks = ceil_div(length, self._block_size)
         return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
@@ -203,7 +204,7 @@ class Admission:
         if room.rows < room.row_limit:
             left -= self._watermark
             if request.num_preemptions:
-                most = -(-(request.max_total_tokens - 1) // self._block_size) - start.num_blocks
+                most = ceil_div(request.max_total_tokens - 1, self._block_size) - start.num_blocks
                 left -= min((1 << request.num_preemptions) - 1, most)
         return left
 
@@ -225,7 +226,7 @@ class Admission:
     def _start(self, start: RequestStart, draft: Draft, room: "_Room") -> None:
         request, count = start.request, start.num_tokens
         end = start.num_computed_tokens + count
-        num_given = start.num_given = start.num_blocks if start.is_reserved else -(-end // self._block_size)
+        num_given = start.num_given = start.num_blocks if start.is_reserved else ceil_div(end, self._block_size)
         if start.num_hits:
             self._batch.pool.hold(start.hits)  # before anything is allocated, which might evict them
         room.settling.append(start)

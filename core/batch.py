@@ -12,6 +12,7 @@ from core.request import Request
 from core.stop_check import StopCheck
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
+from kernels.rounding import ceil_div
 
 
 class Batch:
@@ -48,7 +49,7 @@ class Batch:
 
     def num_promised_blocks_of(self, row: int) -> int:
         """Of these, the row's."""
-        return max(0, -(-int(self.table.num_tokens[row]) // self.block_size) - int(self.table.num_blocks[row]))
+        return max(0, ceil_div(int(self.table.num_tokens[row]), self.block_size) - int(self.table.num_blocks[row]))
 
     def launch(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows."""

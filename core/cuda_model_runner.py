@@ -19,6 +19,7 @@ from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.sampler import SamplingInputs, processed_logits
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
 from ipc.config import LogprobsMode
+from kernels.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import pack_columns, sample_tokens
@@ -135,7 +136,7 @@ class CudaModelRunner(ModelRunner):
         size, device = self.block_size, self._device
         count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
         counts = np.array([count])
-        blocks = np.arange(1, -(-count // size) + 1, dtype=np.int32)[None]
+        blocks = np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None]
         work = triton_work(counts, counts, blocks, self._group_size, device)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         token_ids = torch.zeros(count, dtype=torch.int64, device=device)

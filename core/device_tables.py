@@ -12,6 +12,7 @@ from core.plan import SchedulerOutput
 from core.runner_table import RunnerTable
 from ipc.arrays import NO_INTS, AnyInts, Ints, Positions, Rows
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div, round_up
 
 _ALIGNMENT = 4  # int32 numbers
 
@@ -22,7 +23,7 @@ class DeviceTables:
     def __init__(self, num_rows: int, max_model_len: int, cache: KVCache) -> None:
         self.device = cache.layers[0].device
         num_tokens = max_model_len + 1  # the last sampled one is never computed
-        shape = num_rows, -(-num_tokens // cache.block_size)
+        shape = num_rows, ceil_div(num_tokens, cache.block_size)
         self.tokens = torch.zeros((num_rows, num_tokens), dtype=torch.int32, device=self.device)
         self.blocks = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
@@ -55,7 +56,7 @@ class DeviceTables:
         """Columns on the device, int32, by one transfer. Each begins at a multiple of 16 bytes: Triton compiles a
         kernel anew for pointers that do not."""
         lengths = np.array([len(column) for column in columns])
-        ends = np.cumsum(-(-lengths // _ALIGNMENT) * _ALIGNMENT)
+        ends = np.cumsum(round_up(lengths, _ALIGNMENT))
         packed = np.zeros(int(ends[-1]), np.int32)
         starts = np.concatenate(([0], ends[:-1])).tolist()
         for column, start in zip(columns, starts, strict=True):

@@ -14,6 +14,7 @@ from core.sampling_columns import SamplingColumns
 from core.step_inputs import InputMaker, StepInputs
 from ipc.arrays import AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
+from kernels.rounding import ceil_div
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32
@@ -96,7 +97,7 @@ class ModelRunner:
             slots=torch.from_numpy(positions + size),  # from block 1 on
             num_tokens=np.array([count]),
             context_lens=np.array([count]),
-            block_tables=np.arange(1, -(-count // size) + 1, dtype=np.int32)[None],
+            block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
             samples=np.zeros(1, np.bool_),
             num_samples=0,
             logits_rows=torch.zeros(0, dtype=torch.int64),

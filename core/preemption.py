@@ -12,6 +12,7 @@ from core.swap_space import SwapSpace
 from core.waiting_queue import WaitingQueue
 from ipc.arrays import Int32s, Ints, Rows
 from ipc.config import EngineConfig
+from kernels.rounding import ceil_div
 
 
 class Preemption:
@@ -91,7 +92,7 @@ class Preemption:
         if request.params.prompt_logprobs is not None and table.num_tokens[row] == table.num_prompt_tokens[row]:
             return None  # those of a step in flight would be lost: computed again they are told again
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
-        count = -(-kept // self._batch.block_size)
+        count = ceil_div(kept, self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
             return None
         slots = self.swap_space.take(count)

@@ -22,6 +22,7 @@ import torch
 
 from kernels.arrays import AnyInts, Bools, Int32s, Ints
 from kernels.kv_cache import KVCache
+from kernels.rounding import round_up
 
 #: Tokens in a KV tile; a multiple of every block size.
 KV_TILE = 128
@@ -46,7 +47,7 @@ class TileShape:
 
     def rows(self, query_tile: int) -> int:
         """Rows of a query tile's products: tokens x query heads of one KV head, padded to a multiple of 4."""
-        return -(-query_tile * self.group_size // 4) * 4
+        return round_up(query_tile * self.group_size, 4)
 
 
 @dataclass(frozen=True)

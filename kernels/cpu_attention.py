@@ -9,6 +9,7 @@ from kernels.cpu_attention_plan import AttentionPlan
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_structs import AttentionArguments, CacheShape
+from kernels.rounding import round_up
 from kernels.scratch import Scratch
 
 
@@ -65,5 +66,5 @@ class CpuAttention:
             scratch = self._scratch.get("scratch", (scratch_bytes * num_threads + 64,), torch.uint8)
             num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
             partials = self._scratch.get("partials", (num_floats,), torch.float32)
-            self._places = partials.data_ptr(), -(-scratch.data_ptr() // 64) * 64
+            self._places = partials.data_ptr(), round_up(scratch.data_ptr(), 64)
         arguments.partials, arguments.scratch = self._places

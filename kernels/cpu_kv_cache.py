@@ -10,13 +10,14 @@ import torch
 from kernels.cpu_library import ELEMENT_TYPES
 from kernels.cpu_structs import CacheShape
 from kernels.kv_cache import KVCache
+from kernels.rounding import round_up
 
 CHUNK = 16  # tokens
 
 
 def padded_dim(head_dim: int) -> int:
     """Numbers that a head takes in the cache."""
-    return -(-head_dim // 16) * 16
+    return round_up(head_dim, 16)
 
 
 class CpuKVCache(KVCache):

@@ -12,6 +12,7 @@ import torch
 from kernels.cpu_build import CpuLibraryError
 from kernels.cpu_library_file import find_library
 from kernels.cpu_structs import check_structs
+from kernels.rounding import round_up
 
 #: enum in elements.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -61,7 +62,7 @@ class CpuLibrary:
             if num_bytes >= _CHUNK_BYTES:
                 return chunk
             self._chunk = chunk
-        taken, end = self._chunk[:num_bytes], -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        taken, end = self._chunk[:num_bytes], round_up(num_bytes, _ALIGNMENT)
         self._chunk = self._chunk[end:]
         return taken
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kernels.arrays import Int32s
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_structs import SamplingArguments
+from kernels.rounding import round_up
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
@@ -41,7 +42,7 @@ class CpuSampler:
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
             self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
-            self._arguments.scratch = -(-self._scratch.data_ptr() // 64) * 64
+            self._arguments.scratch = round_up(self._scratch.data_ptr(), 64)
             self._room = room
         for buffer, column in zip(self._columns, columns, strict=True):
             buffer[:num_rows] = column

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.rounding import round_up
 from kernels.whole_vectors import LANES, in_whole_vectors
 
 #: What the two rest on.
@@ -39,7 +40,7 @@ def _gated(gate_up: torch.Tensor, activation_: Callable[[torch.Tensor], torch.Te
     out = gate_up.new_empty(num_rows, width)
     for first in range(0, num_rows, rows):
         gate, up = gate_up[first : first + rows].chunk(2, -1)
-        padded = torch.zeros(len(gate), -(-width // LANES) * LANES)
+        padded = torch.zeros(len(gate), round_up(width, LANES))
         inner = padded[:, :width]
         inner.copy_(gate)
         activation_(padded)

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from kernels.arrays import Floats
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import CpuLibrary
+from kernels.rounding import ceil_div
 
 #: A tensor to a tensor: what models are put together from.
 Operation = Callable[[torch.Tensor], torch.Tensor]
@@ -205,7 +206,7 @@ def probe_inputs(out_features: int, in_features: int, dtype: torch.dtype) -> tup
     w = np.zeros((_NUM_PROBE_COLUMNS, in_features), np.float32)
     x[:, : 2 * half] = np.concatenate((row, row), 1)[:, order]
     w[:, : 2 * half] = np.concatenate((columns, -columns), 1)[:, order]
-    repeats = -(-out_features // _NUM_PROBE_COLUMNS)
+    repeats = ceil_div(out_features, _NUM_PROBE_COLUMNS)
     weight = torch.from_numpy(w).to(dtype).repeat(repeats, 1)[:out_features]
     return torch.from_numpy(x).to(dtype), weight
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kernels.arrays import AnyInts, Int32s
+from kernels.rounding import ceil_div
 from kernels.triton.device import power_of_2
 
 #: Tokens of context that one decode program reads: fixed, so that the order of summation is the request's own.
@@ -68,14 +69,14 @@ def work_columns(num_tokens: AnyInts, context_lens: AnyInts, group_size: int) ->
     longest = int(context_lens[alone].max(initial=0))
     size = tile_tokens(group_size)
     counts, starts = num_tokens[~alone], first[~alone]
-    num_tiles = -(-counts // size)
+    num_tiles = ceil_div(counts, size)
     which = np.repeat(np.arange(len(counts)), num_tiles)
     number = np.arange(len(which)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     return WorkColumns(
         first[alone].astype(np.int32),
         (starts[which] + number * size).astype(np.int32),
         np.minimum(counts[which] - number * size, size).astype(np.int32),
-        -(-longest // SPLIT),
+        ceil_div(longest, SPLIT),
     )
 
 

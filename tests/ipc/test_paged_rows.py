@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc.paged_rows import PagedRows
+from kernels.rounding import ceil_div
 from tests.columns import num_used_pages
 
 
@@ -76,7 +77,7 @@ def test_fill_writes_each_row_whatever_its_length_and_wherever_the_pool_grows() 
                 rows.fill(ints(*some), values)
             model |= dict(zip(some, values, strict=True))
         assert all((rows.read(row, 0, lengths[row]) == values).all() for row, values in model.items())
-        assert num_used_pages(rows) == sum(-(-length // 4) for length in lengths.values())
+        assert num_used_pages(rows) == sum(ceil_div(length, 4) for length in lengths.values())
         rows.clear_all(ints(*range(40)))
         assert num_used_pages(rows) == 0
 
@@ -133,4 +134,4 @@ def test_agrees_with_lists(operations: list[Operation], page_size: int) -> None:
         for at, expected in enumerate(model):
             assert rows.read(at, 0, len(expected)).tolist() == expected
         # append to an empty row, and an extend by nothing, take the pages they need and no more
-        assert num_used_pages(rows) == sum(-(-len(expected) // page_size) for expected in model)
+        assert num_used_pages(rows) == sum(ceil_div(len(expected), page_size) for expected in model)

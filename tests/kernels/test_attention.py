@@ -11,6 +11,7 @@ from kernels.attention import attention_variant, paged_attention
 from kernels.attention_metadata import TileShape, attention_metadata
 from kernels.attention_reference import reference_attention, sdpa_attention
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div
 
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 3, 80)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,7 +31,7 @@ class Bench:
         width = 2 * num_kv_heads * head_dim
         self.kv = [torch.randn(n, width, generator=g).to(dtype) for n, g in zip(lengths, numbers, strict=True)]
         rng = np.random.default_rng(seed)
-        num_blocks = [-(-n // block_size) for n in lengths]
+        num_blocks = [ceil_div(n, block_size) for n in lengths]
         self.cache = KVCache(1, sum(num_blocks) + 9, block_size, num_kv_heads, head_dim, dtype)
         self.cache.layers[0][1:] = torch.nan
         blocks = iter(rng.permutation(np.arange(1, self.cache.num_blocks)).tolist())

@@ -9,6 +9,7 @@ from kernels.attention import paged_attention
 from kernels.attention_metadata import TileShape, attention_metadata
 from kernels.attention_reference import reference_attention, sdpa_attention
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div
 from tests.kernels.test_attention import BLOCK_SIZE, DTYPES, LENGTHS, Bench, chunkings
 
 HEADS = (8, 4, 16)
@@ -67,7 +68,7 @@ def test_kv_tiles_wholly_before_the_window_are_not_visited(count, window):
     first_tile = max(0, 2000 - count - window + 1) // 128
     for group in metadata.groups:
         seen_together = window + group.query_tile - 1  # tokens, by all rows of a query tile
-        assert len(group.counts) <= -(-seen_together // 128) + 1
+        assert len(group.counts) <= ceil_div(seen_together, 128) + 1
         blocks = np.unique(group.kv_rows.numpy() // (2 * 3))
         assert blocks[blocks > 0].min() >= first_tile * 8 + 1
 
