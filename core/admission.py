@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.batch import Batch
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.decisions import Cause, Examined, Verdict
 from core.delay import Delay
 from core.draft import Draft
@@ -13,10 +13,9 @@ from core.policies import Policy
 from core.preemption import Preemption
 from core.request import Request
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
-from ipc.paged_rows import Int32s, Ints
-
-_NOBODY: Ints = np.zeros(0, np.int64)
+from kernels.rounding import ceil_div
 
 #: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
@@ -60,7 +59,7 @@ class Admission:
     def never_fits(self, request: Request) -> str | None:
         """Why the request could not run even alone, with the numbers; None when it could."""
         length = request.max_total_tokens - 1  # its last token is never computed
-        needed, there_are = -(-length // self._block_size), self._batch.pool.num_blocks - 1
+        needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
         if not self._is_chunked and length > self._budget:
@@ -130,16 +129,16 @@ class Admission:
             if start.num_tokens < start.num_missing_tokens:
                 refusal = self._cut(start, draft.budget, draft, room)
         else:
-            refusal = self._make_way(start, lack, draft, room)
+            refusal = self._preempt_for(start, lack, draft, room)
         if refusal is None:
             self._start(start, draft, room)
         return refusal
 
-    def _make_way(self, start: Start, lack: int, draft: Draft, room: "_Room") -> Examined | None:
+    def _preempt_for(self, start: RequestStart, lack: int, draft: Draft, room: "_Room") -> Examined | None:
         """Take the missing row, blocks and tokens from those who must yield to the request, or say what it lacks;
         nobody is preempted for one that cannot start."""
         request, rows = start.request, self._batch.rows
-        yields = self._preemption.in_order_of_sacrifice(rows[self._policy.must_yield(request, rows)])
+        yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
         num_victims, given = self._count_victims(yields, start.hits, 1 - room.rows, lack)
         needed = start.num_blocks - start.num_hits
         if given < lack:
@@ -159,7 +158,7 @@ class Admission:
             draft.take_budget(yields[num_victims:], start.num_tokens - draft.budget)
         return None
 
-    def _cut(self, start: Start, budget: int, draft: Draft, room: "_Room") -> Examined | None:
+    def _cut(self, start: RequestStart, budget: int, draft: Draft, room: "_Room") -> Examined | None:
         """Give the request of its tokens what the budget allows, or say why that is not enough."""
         missing = start.num_missing_tokens
         if start.num_tokens > budget:
@@ -179,7 +178,7 @@ class Admission:
         is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
         return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))
 
-    def _start_of(self, request: Request, room: "_Room") -> Start:
+    def _start_of(self, request: Request, room: "_Room") -> RequestStart:
         """What the request would start with."""
         hits, content = self._batch.prefix_cache.find(request)
         num_hits, length = len(hits), len(request.token_ids)
@@ -192,10 +191,10 @@ class Admission:
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
         if is_reserved:
             length = request.max_total_tokens - 1
-        num_blocks = -(-length // self._block_size)
-        return Start(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
+        num_blocks = ceil_div(length, self._block_size)
+        return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
-    def _blocks_left(self, start: Start, room: "_Room") -> int:
+    def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
         oftener the request was preempted, so that it does not come back only to be preempted again."""
         pool, request = self._batch.pool, start.request
@@ -205,7 +204,7 @@ class Admission:
         if room.rows < room.row_limit:
             left -= self._watermark
             if request.num_preemptions:
-                most = -(-(request.max_total_tokens - 1) // self._block_size) - start.num_blocks
+                most = ceil_div(request.max_total_tokens - 1, self._block_size) - start.num_blocks
                 left -= min((1 << request.num_preemptions) - 1, most)
         return left
 
@@ -224,10 +223,10 @@ class Admission:
             count += 1
         return count, given
 
-    def _start(self, start: Start, draft: Draft, room: "_Room") -> None:
+    def _start(self, start: RequestStart, draft: Draft, room: "_Room") -> None:
         request, count = start.request, start.num_tokens
         end = start.num_computed_tokens + count
-        num_given = start.num_given = start.num_blocks if start.is_reserved else -(-end // self._block_size)
+        num_given = start.num_given = start.num_blocks if start.is_reserved else ceil_div(end, self._block_size)
         if start.num_hits:
             self._batch.pool.hold(start.hits)  # before anything is allocated, which might evict them
         room.settling.append(start)
@@ -266,7 +265,7 @@ class _Room:
         self.row_limit = row_limit
         self.rows = row_limit - len(batch)  # fewer than row_limit: somebody runs beside who starts now
         self.promised = batch.num_promised_blocks()  # blocks
-        self.settling: list[Start] = []  # they start in this step and have not got their blocks yet
+        self.settling: list[RequestStart] = []  # they start in this step and have not got their blocks yet
         self.unsettled = 0  # blocks that those will get
         self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
         self.partial = 0  # prompts that start in this step and take more

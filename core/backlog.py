@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from core.request_events import join_events
+from ipc.arrays import Ints
 from ipc.messages import Outputs, ServerMessage, encode
-from ipc.paged_rows import Ints
 
 #: Bytes of columns that are merged into one message; in it no row comes near the 65,535 tokens that a count can say.
 MAX_MERGED_BYTES = 64 << 10

@@ -5,7 +5,7 @@ import numpy as np
 
 from core.row_group import RowGroup
 from core.runner_table import RunnerTable
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints
 
 
 class BadWords:

@@ -4,14 +4,15 @@ from collections import deque
 
 import numpy as np
 
-from core.batch_table import BatchTable, Start
+from core.batch_table import BatchTable, RequestStart
 from core.block_pool import BlockPool
 from core.draft import Carried
 from core.prefix_cache import PrefixCache
 from core.request import Request
 from core.stop_check import StopCheck
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
+from kernels.rounding import ceil_div
 
 
 class Batch:
@@ -37,7 +38,7 @@ class Batch:
         """Blocks that so many tokens take."""
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
-    def num_blocks_at_most(self, rows: Ints) -> Ints:
+    def num_blocks_at_most(self, rows: Rows) -> Ints:
         """Blocks that the rows can ever need: a request's last token is never computed."""
         return self.num_blocks_of(self.table.max_total_tokens[rows] - 1)
 
@@ -48,9 +49,9 @@ class Batch:
 
     def num_promised_blocks_of(self, row: int) -> int:
         """Of these, the row's."""
-        return max(0, -(-int(self.table.num_tokens[row]) // self.block_size) - int(self.table.num_blocks[row]))
+        return max(0, ceil_div(int(self.table.num_tokens[row]), self.block_size) - int(self.table.num_blocks[row]))
 
-    def launch(self, starts: list[Start]) -> Ints:
+    def launch(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows."""
         rows = self.table.add(starts)
         for start in starts:
@@ -64,7 +65,7 @@ class Batch:
             self.rows = merged[np.lexsort(keys)]
         return rows
 
-    def release(self, rows: Ints) -> list[Request]:
+    def release(self, rows: Rows) -> list[Request]:
         """Free the rows and their blocks, tail first."""
         table = self.table
         counts = table.num_blocks[rows]

@@ -10,12 +10,11 @@ import msgspec
 import numpy as np
 
 from core.request import NO_ROW, Request
-from ipc.paged_rows import Int32s, Ints, PagedRows
+from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, Rows, TokenIds
+from ipc.paged_rows import PagedRows
 
-_NO_BLOCKS = np.zeros(0, np.int32)
 
-
-class Start(msgspec.Struct, eq=False, gc=False):
+class RequestStart(msgspec.Struct, eq=False, gc=False):
     """How a waiting request starts: first what it would need, then what it has got."""
 
     request: Request
@@ -28,7 +27,7 @@ class Start(msgspec.Struct, eq=False, gc=False):
     num_blocks: int  # hits included; all of them must fit
     is_reserved: bool  # all are taken at once
     num_given: int = 0  # blocks that it gets, hits included: enough for this step's tokens
-    block_ids: Int32s = _NO_BLOCKS
+    block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
 
 
@@ -83,7 +82,7 @@ class BatchTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_tenancies = 0
 
-    def add(self, starts: list[Start]) -> Ints:
+    def add(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows; their tokens move into the table."""
         free, entries = self._free_rows, list[int]()
         numbers = free[: -len(starts) - 1 : -1]
@@ -101,7 +100,7 @@ class BatchTable:
         self.blocks.fill(rows, [start.block_ids for start in starts])
         return rows
 
-    def _entries(self, start: Start) -> tuple[int, ...]:
+    def _entries(self, start: RequestStart) -> tuple[int, ...]:
         """In the order of the columns."""
         request = start.request
         params, num_prompt_tokens = request.params, request.num_prompt_tokens
@@ -126,7 +125,7 @@ class BatchTable:
             1 if params.stop_token_ids else 0,
         )
 
-    def remove(self, rows: Ints) -> list[Request]:
+    def remove(self, rows: Rows) -> list[Request]:
         """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
         removed = []
         for row in rows.tolist():
@@ -148,7 +147,7 @@ class BatchTable:
     def block_ids(self, row: int) -> Int32s:
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
 
-    def append_blocks(self, rows: Ints, counts: Ints, block_ids: Ints) -> Ints:
+    def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:
         """counts[i] > 0 more blocks for rows[i], taken from block_ids in order; returns the row of each block."""
         starts = self.num_blocks[rows]
         self.blocks.ensure(rows, starts + counts)
@@ -160,7 +159,7 @@ class BatchTable:
         self.blocks.set(rows, starts, block_ids)
         return rows
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> Ints:
+    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> Ints:
         """One sampled token for each of these rows; returns their tokens now."""
         lengths = self.num_tokens[rows]
         longer: Ints = lengths + 1

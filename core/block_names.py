@@ -8,22 +8,21 @@ few column operations, whatever the number of rows.
 
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from core.kv_events import KVEventLog
-from ipc.paged_rows import Int32s, Ints
+from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
 
 #: Content number of a block that has no name. Numbers of blocks are positive, those of roots negative.
 UNNAMED = 0
 
 _MASK = 2**64 - 1
-_ONE, _HALF = np.uint64(1), np.uint64(32)
-_NO_BLOCKS = np.zeros(0, np.int32)
+_ONE = np.uint64(1)
 _ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
-_CONTENT_FACTOR, _FINAL_FACTOR = np.uint64(_ODD_CONTENT), np.uint64(_ODD_FINAL)
+_Number = TypeVar("_Number", int, UInt64s)
 
 
 def root_content(cache_salt: str) -> int:
@@ -34,13 +33,13 @@ def root_content(cache_salt: str) -> int:
 
 
 @lru_cache(maxsize=8)
-def _powers(block_size: int) -> npt.NDArray[np.uint64]:
+def _powers(block_size: int) -> UInt64s:
     return np.cumprod(np.full(block_size, _ODD_FINAL, np.uint64), dtype=np.uint64)
 
 
-def hash_blocks(token_ids: Int32s) -> npt.NDArray[np.uint64]:
+def hash_blocks(token_ids: TokenIds) -> UInt64s:
     """token_ids [n, block_size] -> a hash of each row; equal in every process."""
-    hashes: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
+    hashes: UInt64s = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
     return hashes
 
 
@@ -62,7 +61,7 @@ class BlockNames:
         """Blocks that can be found."""
         return len(self.block_of_key)
 
-    def find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[Int32s, int]:
+    def find(self, root: int, token_ids: TokenIds, hashes: list[int]) -> tuple[Int32s, int]:
         """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
         hashes: of these blocks."""
         content, found, contents = root, [], [root]
@@ -74,14 +73,14 @@ class BlockNames:
             found.append(block)
             contents.append(content)
         if not found:
-            return _NO_BLOCKS, root
+            return NO_INT32S, root
         blocks = np.array(found, np.int32)
         right = (self._parent[blocks] == contents[:-1]) & (self._tokens[blocks] == token_ids[: len(found)]).all(1)
         if not right.all():
             blocks = blocks[: int(right.argmin())]
         return blocks, contents[len(blocks)]
 
-    def name(self, blocks: Int32s, parents: Ints, token_ids: Int32s) -> Ints:
+    def name(self, blocks: Int32s, parents: Ints, token_ids: TokenIds) -> Ints:
         """Name one block of each of several rows: parents [n] contents before them, token_ids [n, block_size] theirs.
         Returns the contents [n]. The first block of a content keeps the name: block tables are append-only."""
         contents = self._new_contents(len(blocks))
@@ -93,7 +92,7 @@ class BlockNames:
             contents[old[same]] = self.content[owners[old[same]]]
         return contents
 
-    def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: Int32s) -> Ints:
+    def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: TokenIds) -> Ints:
         """Name consecutive blocks of several requests, none of which has any of these contents yet: request i has the
         next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size]. Returns the content
         of each one's last block.
@@ -112,10 +111,10 @@ class BlockNames:
         self._num_contents += count
         return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
 
-    def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: Int32s) -> Ints | None:
+    def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: TokenIds) -> Ints | None:
         """Let the blocks be found under their keys. Returns None where all of them are; else who is found in place of
         each [n]: the block that was entered first keeps the name, and the others enter nothing."""
-        keys, numbers = _keys(parents, token_ids), blocks.tolist()
+        keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
         blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)
@@ -132,13 +131,12 @@ class BlockNames:
             self.events.stored(contents, parents, token_ids)
         return owners
 
-    def name_run(self, blocks: Int32s, parent: int, token_ids: Int32s, hashes: list[int]) -> int:
+    def name_run(self, blocks: Int32s, parent: int, token_ids: TokenIds, hashes: list[int]) -> int:
         """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
         last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
         content, enter = parent, self.block_of_key.setdefault
         for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
-            key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
-            key ^= key >> 32
+            key = block_key(content, value)
             owner = enter(key, block)
             if owner != block and self._holds(owner, content, token_ids[index]):
                 content = int(self.content[owner])
@@ -154,7 +152,7 @@ class BlockNames:
             content = self._num_contents
         return content
 
-    def forget(self, blocks: Ints) -> None:
+    def forget(self, blocks: BlockIds) -> None:
         """These blocks, which have names, are not found any more."""
         if self.events is not None:
             self.events.removed(self.content[blocks])
@@ -175,7 +173,7 @@ class BlockNames:
         named = named[np.argsort(self.content[named])]
         return self.content[named], self._parent[named], self._tokens[named]
 
-    def _holds(self, block: int, parent: int, token_ids: Int32s) -> bool:
+    def _holds(self, block: int, parent: int, token_ids: TokenIds) -> bool:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 
     def check_integrity(self) -> None:
@@ -190,14 +188,9 @@ class BlockNames:
             assert self.block_of_key.get(key) == block, f"block {block} is not found under its name"
 
 
-def _keys(parents: Ints, token_ids: Int32s) -> npt.NDArray[np.uint64]:
-    """block_key() of many; parents are int64."""
-    keys = (parents.view(np.uint64) * _CONTENT_FACTOR + hash_blocks(token_ids)) * _FINAL_FACTOR
-    keys ^= keys >> _HALF
-    return keys
-
-
-def block_key(content: int, value: int) -> int:
-    """Of the block with this hash after this content."""
-    key = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
-    return key ^ (key >> 32)
+def block_key(content: _Number, value: _Number) -> _Number:
+    """Lookup key of a block: its token hash and the preceding content number, or of many blocks as columns [n] uint64.
+    Columns wrap at 64 bits by themselves."""
+    mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs take >> 32 for a signed number
+    key: _Number = mixed ^ (mixed >> 32)
+    return key

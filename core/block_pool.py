@@ -6,13 +6,13 @@ whose last user was least urgent, of them the least recently freed.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from core.block_names import UNNAMED, BlockNames
 from core.block_ring import BlockRing
-from ipc.paged_rows import Ints
+from ipc.arrays import BlockIds, Bools, Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1
@@ -59,11 +59,11 @@ class BlockPool:
         self.ref_count[blocks] = 1
         return blocks
 
-    def num_revived(self, blocks: Ints) -> int:
+    def num_revived(self, blocks: BlockIds) -> int:
         """How many of these found blocks are free now, and would leave the free lists when held."""
         return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
 
-    def hold(self, blocks: Ints) -> None:
+    def hold(self, blocks: BlockIds) -> None:
         """One more reference to found blocks; to be done before anything is allocated, which might evict them."""
         self.num_free -= self.num_revived(blocks)
         self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
@@ -72,17 +72,16 @@ class BlockPool:
         self._fence_of[blocks] = _NO_FENCE
         self.ref_count[blocks] += 1
 
-    def free(self, blocks: Ints, fence: int | None) -> None:
+    def free(self, blocks: BlockIds, fence: int | None) -> None:
         """Drop one reference for each of these, which go in this order: give a request's tail first.
 
         fence: the last step in flight that may touch them, None when there is none.
         """
-        blocks = blocks.astype(np.int64, copy=False)
-        if np.count_nonzero(self.ref_count[blocks] == 1) == len(blocks):
-            self.ref_count[blocks] = 0
-            released = blocks
+        released: Ints = blocks.astype(np.int64, copy=False)
+        if np.count_nonzero(self.ref_count[released] == 1) == len(released):
+            self.ref_count[released] = 0
         else:
-            released = self._drop(blocks)
+            released = self._drop(released)
         if fence is None:
             self._make_free(released)
         elif len(released):
@@ -90,7 +89,7 @@ class BlockPool:
             self._fenced.append((fence, released))
             self.num_fenced += len(released)
 
-    def _drop(self, blocks: Ints) -> Ints:
+    def _drop(self, blocks: BlockIds) -> Ints:
         """One reference less for each; returns those that nobody holds any more."""
         places = np.arange(len(blocks))
         self._place[blocks] = places
@@ -117,11 +116,11 @@ class BlockPool:
         for ring in self._rings:
             self._push_blank(ring.clear())
 
-    def forget_names(self, blocks: Ints) -> None:
+    def forget_names(self, blocks: BlockIds) -> None:
         """These held blocks are not found any more."""
         self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
 
-    def _make_free(self, blocks: Ints) -> None:
+    def _make_free(self, blocks: BlockIds) -> None:
         self.num_free += len(blocks)
         named = self.names.content[blocks] != UNNAMED
         self._push_blank(blocks[~named])
@@ -133,7 +132,7 @@ class BlockPool:
         for number, ring in enumerate(self._rings):
             ring.push(blocks[urgency == number])
 
-    def _push_blank(self, blocks: Ints) -> None:
+    def _push_blank(self, blocks: BlockIds) -> None:
         self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
         self._num_blank += len(blocks)
 
@@ -148,7 +147,7 @@ class BlockPool:
         self.names.forget(evicted)
         return evicted
 
-    def check_integrity(self, tables: list[Ints]) -> None:
+    def check_integrity(self, tables: Sequence[BlockIds]) -> None:
         """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""
         expected = np.zeros(self.num_blocks, np.int32)
         expected[NULL_BLOCK] = 1
@@ -176,7 +175,7 @@ class BlockPool:
         assert self.num_fenced == states[:, 3].sum(), f"{self.num_fenced} fenced, {states[:, 3].sum()} found"
         self._check_names(states)
 
-    def _check_names(self, states: npt.NDArray[np.bool_]) -> None:
+    def _check_names(self, states: Bools) -> None:
         self.names.check_integrity()
         named = self.names.content != UNNAMED
         assert not states[named, 1].any(), "a blank block has a name"

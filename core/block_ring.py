@@ -5,9 +5,8 @@ go stale when a hit revives their blocks.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from ipc.paged_rows import Ints
+from ipc.arrays import BlockIds, Bools, Ints
 
 _NOT_HERE = -1
 
@@ -25,12 +24,12 @@ class BlockRing:
     def __len__(self) -> int:
         return self._length
 
-    def holds(self, blocks: Ints) -> npt.NDArray[np.bool_]:
+    def holds(self, blocks: BlockIds) -> Bools:
         """Which of these are here."""
-        here: npt.NDArray[np.bool_] = self._position[blocks] != _NOT_HERE
+        here: Bools = self._position[blocks] != _NOT_HERE
         return here
 
-    def push(self, blocks: Ints) -> None:
+    def push(self, blocks: BlockIds) -> None:
         """These are the latest now, the last one most."""
         if self._tail + len(blocks) - self._head > len(self._entries):
             self._compact()
@@ -44,7 +43,7 @@ class BlockRing:
         self._tail += len(blocks)
         self._length += len(blocks)
 
-    def discard(self, blocks: Ints) -> None:
+    def discard(self, blocks: BlockIds) -> None:
         """Take out those of these that are here."""
         self._length -= int(np.count_nonzero(self.holds(blocks)))
         self._position[blocks] = _NOT_HERE

@@ -13,8 +13,8 @@ from core.capture_writer import CaptureWriter, open_capture
 from core.engine import EngineCore, EngineInput, EngineReply
 from core.executor.interface import Executor, ModelInfo, StepHandle
 from core.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
+from ipc.arrays import Int32s
 from ipc.config import EngineConfig
-from ipc.paged_rows import Int32s
 
 DIGEST_BYTES = 8
 

@@ -7,11 +7,11 @@ thread of its own numbers, frames and writes them, a batch every BATCH_S at most
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import time
 from collections import deque
 
+from core import log
 from core.capture_records import TAGS, Close, Gap, Header, Input, Step, encode_record
 from ipc.errors import ConfigError
 from ipc.log_frames import pack_frame
@@ -97,7 +97,7 @@ class CaptureWriter:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)  # a log that ends on a whole record
             text = f"{error.strerror}; it ends after {self._size} bytes, the engine goes on without it"
-            print(f"engine-core: the capture {self._path} stopped: {text}", file=sys.stderr, flush=True)
+            log.say(f"engine-core: the capture {self._path} stopped: {text}")
         finally:
             self._has_ended = True
             self._queue.clear()

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from core.decode_graphs import DecodeGraphs
@@ -15,11 +14,12 @@ from core.logprobs import gather_logprobs
 from core.model_runner import ModelRunner
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.sampler import SamplingInputs, processed_logits
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
 from ipc.config import LogprobsMode
-from ipc.paged_rows import Int32s, Ints
+from kernels.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import pack_columns, sample_tokens
@@ -30,10 +30,10 @@ class _Batch(NamedTuple):
 
     num_tokens: Int32s  # [R]
     context_lens: Ints  # [R]
-    rows: Ints  # [T] row of each token
+    rows: Rows  # [T] row of each token
     positions: Ints  # [T]
-    samples: npt.NDArray[np.bool_]  # [R]
-    last: Ints  # [R] index of each row's last token
+    samples: Bools  # [R]
+    last: AnyInts  # [R] index of each row's last token
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Sampled:
     tokens: torch.Tensor  # [S] int32, host memory; valid after the event
     reporting: Ints  # which of the S rows report log probabilities
     num_top: Ints  # [len(reporting)]
-    told: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
+    reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
 
 
 class CudaStep:
@@ -56,8 +56,8 @@ class CudaStep:
         self,
         runner: "CudaModelRunner",
         plan: SchedulerOutput,
-        samples: npt.NDArray[np.bool_],
-        logprobs: list[TokenLogprobs],
+        samples: Bools,
+        logprobs: list[LogprobColumns],
         sampled: _Sampled | None,
     ) -> None:
         self._runner, self._number, self._samples = runner, plan.step, samples
@@ -84,7 +84,7 @@ class CudaStep:
                 in_plan = np.flatnonzero(self._samples)[which]
                 columns = known[which], sampled.num_top, in_plan, sampled.positions[which]
                 normalized = not self._runner.tells_logits
-                logprobs = [*logprobs, gather_logprobs(sampled.told, *columns, normalized=normalized)]
+                logprobs = [*logprobs, gather_logprobs(sampled.reported, *columns, normalized=normalized)]
             self._runner.learn(sampled.rows, sampled.positions, sampled.tenancies, known)
         return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs))
 
@@ -136,7 +136,7 @@ class CudaModelRunner(ModelRunner):
         size, device = self.block_size, self._device
         count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
         counts = np.array([count])
-        blocks = np.arange(1, -(-count // size) + 1, dtype=np.int32)[None]
+        blocks = np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None]
         work = triton_work(counts, counts, blocks, self._group_size, device)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         token_ids = torch.zeros(count, dtype=torch.int64, device=device)
@@ -162,7 +162,7 @@ class CudaModelRunner(ModelRunner):
             self._pending.result()
         batch = self._batch(plan)
         hidden, logits = self._launch(batch)
-        logprobs: list[TokenLogprobs] = []
+        logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, hidden)
         sampled = self._sample(plan.rows[batch.samples], logits) if batch.samples.any() else None
@@ -181,7 +181,7 @@ class CudaModelRunner(ModelRunner):
         event.record()
         return event
 
-    def learn(self, rows: Int32s, positions: Ints, tenancies: Ints, tokens: Int32s) -> None:
+    def learn(self, rows: Int32s, positions: Positions, tenancies: Ints, tokens: TokenIds) -> None:
         """Sampled tokens, of the rows that are still their requests'."""
         here = self._tenancy[rows] == tenancies
         self.table.tokens.set(rows[here], positions[here], tokens[here])
@@ -229,17 +229,17 @@ class CudaModelRunner(ModelRunner):
         positions = self.table.num_tokens[rows]
         inputs = self.sampling.inputs(rows, self.table)
         reporting = self.sampling.reporting(rows)
-        told = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
+        reported = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
         apply_edits(logits, inputs.edits)
         if len(reporting) and self._tells_processed:
-            told = processed_logits(logits.cpu(), reporting, inputs)
+            reported = processed_logits(logits.cpu(), reporting, inputs)
         tokens = self._draw(logits, inputs, rows, positions)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # learned later
         columns = rows, positions, self._tenancy[rows]
-        return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(told))
+        return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
 
-    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Ints) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Positions) -> torch.Tensor:
         words = pack_columns(inputs[:7])
         sent = self._tables.send(np.concatenate((words, rows[None], positions[None])).astype(np.int32))
         tokens = sample_tokens(logits, sent[:-2])

@@ -4,7 +4,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from core.request import Request
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints, Rows
 
 
 class Verdict(IntEnum):
@@ -46,7 +46,7 @@ class Decision(NamedTuple):
 
     step: int
     now_ns: int
-    rows: Ints
+    rows: Rows
     counts: Ints
     num_started: int
     num_skipped: int  # running rows that wanted tokens and got none

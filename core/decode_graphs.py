@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.rounding import round_up
+
 #: Rows of the largest graph; more are launched kernel by kernel, which takes less time than they run.
 MAX_ROWS = 512
 
@@ -61,7 +63,7 @@ class DecodeGraphs:
 
 def padded_rows(num_rows: int) -> int:
     """1, 2, 4, and then multiples of 8."""
-    return next((size for size in (1, 2, 4) if num_rows <= size), -(-num_rows // 8) * 8)
+    return next((size for size in (1, 2, 4) if num_rows <= size), round_up(num_rows, 8))
 
 
 def padded_splits(num_splits: int) -> int:

@@ -10,10 +10,10 @@ import torch
 
 from core.plan import SchedulerOutput
 from core.runner_table import RunnerTable
-from ipc.paged_rows import Ints
+from ipc.arrays import NO_INTS, AnyInts, Ints, Positions, Rows
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div, round_up
 
-_NONE = np.zeros(0, np.int64)
 _ALIGNMENT = 4  # int32 numbers
 
 
@@ -23,7 +23,7 @@ class DeviceTables:
     def __init__(self, num_rows: int, max_model_len: int, cache: KVCache) -> None:
         self.device = cache.layers[0].device
         num_tokens = max_model_len + 1  # the last sampled one is never computed
-        shape = num_rows, -(-num_tokens // cache.block_size)
+        shape = num_rows, ceil_div(num_tokens, cache.block_size)
         self.tokens = torch.zeros((num_rows, num_tokens), dtype=torch.int32, device=self.device)
         self.blocks = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
@@ -47,16 +47,16 @@ class DeviceTables:
         """One sampled token for each of these rows; all on the device, int32. No token, negative, is written as 0."""
         self.tokens[rows.long(), positions.long()] = tokens.clamp_min(0)
 
-    def send(self, column: Ints) -> torch.Tensor:
+    def send(self, column: AnyInts) -> torch.Tensor:
         """A column on the device; the host does not wait."""
         tensor = torch.from_numpy(np.ascontiguousarray(column))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def send_columns(self, columns: Sequence[Ints]) -> list[torch.Tensor]:
+    def send_columns(self, columns: Sequence[AnyInts]) -> list[torch.Tensor]:
         """Columns on the device, int32, by one transfer. Each begins at a multiple of 16 bytes: Triton compiles a
         kernel anew for pointers that do not."""
         lengths = np.array([len(column) for column in columns])
-        ends = np.cumsum(-(-lengths // _ALIGNMENT) * _ALIGNMENT)
+        ends = np.cumsum(round_up(lengths, _ALIGNMENT))
         packed = np.zeros(int(ends[-1]), np.int32)
         starts = np.concatenate(([0], ends[:-1])).tolist()
         for column, start in zip(columns, starts, strict=True):
@@ -64,13 +64,13 @@ class DeviceTables:
         sent = self.send(packed)
         return [sent[start : start + length] for start, length in zip(starts, lengths.tolist(), strict=True)]
 
-    def _write(self, table: torch.Tensor, rows: Ints, positions: Ints, values: Ints) -> None:
+    def _write(self, table: torch.Tensor, rows: Rows, positions: Positions, values: AnyInts) -> None:
         if len(rows):
             places = self.send(rows.astype(np.int64) * table.shape[1] + positions)
             table.view(-1)[places] = self.send(values.astype(np.int32))
 
 
-def _starts_of_runs(values: Ints) -> Ints:
+def _starts_of_runs(values: AnyInts) -> Ints:
     """For each value the index where its run of equal values begins."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else _NONE
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else NO_INTS
     return np.repeat(starts, np.diff(starts, append=len(values)))

@@ -4,13 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.decisions import Examined, Preempted
 from core.plan import NewRow, SchedulerOutput
-from ipc.paged_rows import Int32s, Ints
-
-_NO_INTS = np.zeros(0, np.int64)
-_NO_BLOCKS = np.zeros(0, np.int32)
+from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
 
 
 class Copies(NamedTuple):
@@ -28,7 +25,7 @@ class Copies(NamedTuple):
 
     def columns(self) -> tuple[Int32s, Int32s]:
         if not self.sources:
-            return _NO_BLOCKS, _NO_BLOCKS
+            return NO_INT32S, NO_INT32S
         return np.concatenate(self.sources), np.concatenate(self.targets)
 
 
@@ -40,11 +37,11 @@ class Draft:
         self.step = step
         self.now_ns = now_ns
         self.budget = budget
-        self.rows: Ints = _NO_INTS
-        self.counts: Ints = _NO_INTS
-        self.block_rows: Ints = _NO_INTS
-        self.block_ids: Ints = _NO_INTS
-        self.starts: list[Start] = []
+        self.rows: Ints = NO_INTS
+        self.counts: Ints = NO_INTS
+        self.block_rows: Rows = NO_INTS
+        self.block_ids: BlockIds = NO_INTS
+        self.starts: list[RequestStart] = []
         self.added: list[NewRow] = []
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
@@ -58,7 +55,7 @@ class Draft:
         kept = self.block_rows != row
         self.block_rows, self.block_ids = self.block_rows[kept], self.block_ids[kept]
 
-    def tokens_of(self, rows: Ints) -> int:
+    def tokens_of(self, rows: Rows) -> int:
         """Tokens that these rows get in this step, so far."""
         return int(self.counts[np.isin(self.rows, rows)].sum())
 
@@ -82,9 +79,9 @@ class Carried:
         self.back = Copies([], [])
 
 
-def finish_plan(draft: Draft, rows: Ints, counts: Ints, carried: Carried) -> SchedulerOutput:
-    def column(values: Ints | list[int]) -> Int32s:
-        return np.asarray(values, np.int32) if len(values) else _NO_BLOCKS
+def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
+    def column(values: AnyInts | list[int]) -> Int32s:
+        return np.asarray(values, np.int32) if len(values) else NO_INT32S
 
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()

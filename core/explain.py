@@ -13,7 +13,7 @@ from ipc.scheduling_messages import (
     Explanation,
     Reason,
     RequestExplanation,
-    RequestState,
+    SchedulingState,
 )
 
 #: Requests in one answer; a larger limit is this.
@@ -103,7 +103,7 @@ class _Explainer:
         reason, needed, available = (Reason.NONE, 0, 0) if count else self._why_skipped(row)
         return self._explanation(
             request,
-            RequestState.RUNNING,
+            SchedulingState.RUNNING,
             (reason, needed, available),
             last_tokens=count,
             position=self._places[row],
@@ -133,9 +133,9 @@ class _Explainer:
 
     def _waiting(self, request: Request) -> RequestExplanation:
         needs = self._scheduler.admission.appraise(request)
-        state = RequestState.WAITING if request.swapped is None else RequestState.SWAPPED
+        state = SchedulingState.WAITING if request.swapped is None else SchedulingState.SWAPPED
         if self._scheduler.waiting.is_held(request.client):
-            state = RequestState.ON_HOLD
+            state = SchedulingState.ON_HOLD
         reason, holder = self._why_waiting(request)
         return self._explanation(
             request,
@@ -183,7 +183,7 @@ class _Explainer:
     def _explanation(
         self,
         request: Request,
-        state: RequestState,
+        state: SchedulingState,
         reason: tuple[Reason, int, int],
         *,
         position: int,

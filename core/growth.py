@@ -1,4 +1,4 @@
-"""Growth: running rows get their next tokens and the blocks for them."""
+"""RunningRows: running rows get their next tokens and the blocks for them."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from core.draft import Draft
 from core.policies import Policy
 from core.preemption import Preemption
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
 
 
-class Growth:
+class RunningRows:
     """Rows are served in the policy's order. One that is short of blocks takes them from those served after it; where
     nobody there may be preempted, it and those after it keep what they have and get tokens for that only: it waits, and
     the budget goes to those whose end will give it blocks."""
@@ -52,7 +52,7 @@ class Growth:
         draft.rows, draft.counts = rows, counts
         draft.budget -= num_tokens
 
-    def _demand(self, rows: Ints, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
+    def _demand(self, rows: Rows, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
         """Tokens for each row, cut where the budget ends, and their sum; blocks that each lacks for them, and their
         sum. Only the first num_growing rows may lack blocks, where it is given."""
         table = self._batch.table
@@ -77,7 +77,7 @@ class Growth:
     def _first_short(self, needs: Ints) -> int:
         return int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
 
-    def _victim(self, rows: Ints, needs: Ints) -> int | None:
+    def _victim(self, rows: Rows, needs: Ints) -> int | None:
         """Whom the first row that is short of blocks takes them from: somebody served after it, but of its own level
         nobody who has all the blocks that he can ever need, and so is sure to end and give them back."""
         table = self._batch.table
@@ -87,4 +87,4 @@ class Growth:
         candidates = later[~(sure & (table.level[later] == table.level[rows[short]]))]
         if not len(candidates):
             return None
-        return int(self._preemption.in_order_of_sacrifice(candidates)[0])
+        return int(self._preemption.victims_first(candidates)[0])

@@ -41,7 +41,7 @@ _FLUSH_S = 0.5  # given to slow clients when the engine stops
 _TICKS_PER_LEASE = 8
 _LOG_S = 0.5  # for the last lines on standard error
 
-Addressed = tuple[int, ServerMessage]
+AddressedMessage = tuple[int, ServerMessage]
 _NOBODY = 0  # client of an input that is no client's
 
 
@@ -52,7 +52,7 @@ class IOThread:
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self.inbox = Inbox()
         self.sessions = Sessions(router.socket, self.inbox, served.client_weights)
-        self._outbox: SimpleQueue[Sequence[Addressed]] = SimpleQueue()
+        self._outbox: SimpleQueue[Sequence[AddressedMessage]] = SimpleQueue()
         self._stopping: EngineStopping | None = None  # to be said when the outbox is empty
         self._is_asleep = False  # or about to be: it has to be woken for what is put into the outbox
         self._sleep_s: float | None = None  # how long at most; None = until it is woken
@@ -107,7 +107,7 @@ class IOThread:
                 self._fail()
         return self.inbox.drain()
 
-    def put(self, messages: Sequence[Addressed]) -> None:
+    def put(self, messages: Sequence[AddressedMessage]) -> None:
         """What a step produced; the engine thread calls this. Waits while MAX_OUTBOX_STEPS are unsent."""
         if not messages or (len(messages) <= _MAX_SENT_BY_ENGINE and self._send_for_engine(messages)):
             return
@@ -156,7 +156,7 @@ class IOThread:
         with self._using:
             self._sources.modify(self._socket_fd, select.EPOLLIN)
 
-    def _send_for_engine(self, messages: Sequence[Addressed]) -> bool:
+    def _send_for_engine(self, messages: Sequence[AddressedMessage]) -> bool:
         """False: they are to be put behind others."""
         if not self._using.acquire(blocking=False):
             return False
@@ -259,7 +259,7 @@ class IOThread:
         for _ in range(min(_STEPS_PER_ROUND, self._outbox.qsize())):
             self._send(self._outbox.get_nowait(), now)
 
-    def _send(self, messages: Sequence[Addressed], now: float) -> None:
+    def _send(self, messages: Sequence[AddressedMessage], now: float) -> None:
         for client, message in messages:
             session = self.sessions.of_client(client)
             if session is not None:

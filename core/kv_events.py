@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
+from ipc.arrays import Ints, TokenIds
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
-from ipc.paged_rows import Int32s, Ints
 
 
 class KVEventLog:
@@ -19,7 +19,7 @@ class KVEventLog:
         self._block_size = block_size
         self._events: list[KVEvent] = []
 
-    def stored(self, contents: Ints, parents: Ints, token_ids: Int32s) -> None:
+    def stored(self, contents: Ints, parents: Ints, token_ids: TokenIds) -> None:
         """contents, parents [n]; token_ids [n, block_size]."""
         if len(contents):
             ids, before = contents.astype("<i8").tobytes(), parents.astype("<i8").tobytes()

@@ -39,7 +39,7 @@ class Lease:
         self.making_files = threading.Lock()  # held by who makes files, so that an exit removes all of them or none
         self._lock = threading.Lock()
         self._io: IOThread | None = None
-        self._num_told: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
+        self._num_commands: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
         self._unread: list[bytes] = []  # frames that came together with Start
         self.start = self._read_start()
         self._at_exit: list[Callable[[], None]] = [self._remove_private_directory]
@@ -91,8 +91,8 @@ class Lease:
                 self._drain_or_stop(Drain)
 
     def _drain_or_stop(self, kind: object) -> None:
-        self._num_told[kind] += 1
-        if self._num_told[kind] == 1:
+        self._num_commands[kind] += 1
+        if self._num_commands[kind] == 1:
             self._drain()
             return
         if self._io is not None:

@@ -8,32 +8,28 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
-
-_NO_INDICES = np.zeros(0, np.int64)
-_NO_FLOATS = np.zeros(0, np.float32)
+from ipc.arrays import NO_FLOATS, NO_INTS, Floats, Ints
 
 
 class LogitEdits(NamedTuple):
     """Entries over the S rows of a batch; every token id is in the vocabulary but those of `forbidden`, of which
     others are ignored. No (row, token) is twice in bias or counted."""
 
-    limited: Indices = _NO_INDICES  # [A] rows that may draw only what `allowed` names
-    allowed_row: Indices = _NO_INDICES  # [n]
-    allowed_token: Indices = _NO_INDICES
-    forbidden_row: Indices = _NO_INDICES  # [F] bad words about to be complete, and what min_tokens forbids
-    forbidden_token: Indices = _NO_INDICES
-    bias_row: Indices = _NO_INDICES  # [B]
-    bias_token: Indices = _NO_INDICES
-    bias: NDArray[np.float32] = _NO_FLOATS
-    counted_row: Indices = _NO_INDICES  # [C] tokens of rows with penalties
-    counted_token: Indices = _NO_INDICES
-    occurrences: Indices = _NO_INDICES  # in the output; 0 = in the prompt only
-    repetition: NDArray[np.float32] = _NO_FLOATS  # [C] the row's penalty, beside each of its tokens
-    frequency: NDArray[np.float32] = _NO_FLOATS
-    presence: NDArray[np.float32] = _NO_FLOATS
+    limited: Ints = NO_INTS  # [A] rows that may draw only what `allowed` names
+    allowed_row: Ints = NO_INTS  # [n]
+    allowed_token: Ints = NO_INTS
+    forbidden_row: Ints = NO_INTS  # [F] bad words about to be complete, and what min_tokens forbids
+    forbidden_token: Ints = NO_INTS
+    bias_row: Ints = NO_INTS  # [B]
+    bias_token: Ints = NO_INTS
+    bias: Floats = NO_FLOATS
+    counted_row: Ints = NO_INTS  # [C] tokens of rows with penalties
+    counted_token: Ints = NO_INTS
+    occurrences: Ints = NO_INTS  # in the output; 0 = in the prompt only
+    repetition: Floats = NO_FLOATS  # [C] the row's penalty, beside each of its tokens
+    frequency: Floats = NO_FLOATS
+    presence: Floats = NO_FLOATS
 
 
 NO_EDITS = LogitEdits()
@@ -72,5 +68,5 @@ def _penalize(logits: torch.Tensor, edits: LogitEdits) -> None:
     logits[rows, tokens] = torch.from_numpy(values).to(logits.device)
 
 
-def _index(entries: Indices) -> torch.Tensor:
+def _index(entries: Ints) -> torch.Tensor:
     return torch.from_numpy(entries)

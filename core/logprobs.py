@@ -2,11 +2,9 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from core.plan import TokenLogprobs
-
-Ints = NDArray[np.integer]
+from core.plan import LogprobColumns
+from ipc.arrays import AnyInts, Doubles, Ints, Positions, Rows
 
 #: Totals over the vocabulary are summed in blocks: torch splits the sum of one long row between threads, not of many.
 _SUM_BLOCK = 4096
@@ -14,8 +12,14 @@ _SUM_BLOCK = 4096
 
 @torch.inference_mode()
 def gather_logprobs(
-    logits: torch.Tensor, tokens: Ints, num_top: Ints, rows: Ints, positions: Ints, *, normalized: bool = True
-) -> TokenLogprobs:
+    logits: torch.Tensor,
+    tokens: AnyInts,
+    num_top: AnyInts,
+    rows: Rows,
+    positions: Positions,
+    *,
+    normalized: bool = True,
+) -> LogprobColumns:
     """logits [L, V] float32; tokens [L] int; num_top [L] how many of the most likely tokens, cut to V. normalized:
     their log probabilities, else the logits as they are.
 
@@ -38,7 +42,7 @@ def gather_logprobs(
     order = np.argsort(row, kind="stable")
     row, token = row[order], token[order]
     values = logits[torch.from_numpy(row), torch.from_numpy(token)].double().numpy() - base[row]
-    return TokenLogprobs(
+    return LogprobColumns(
         rows=rows.astype(np.int32),
         positions=positions.astype(np.int32),
         counts=np.bincount(row, minlength=len(tokens)).astype(np.int32),
@@ -48,7 +52,7 @@ def gather_logprobs(
     )
 
 
-def _most_likely(logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _most_likely(logits: torch.Tensor, count: int) -> tuple[Ints, Ints]:
     """(row, token) of the count largest logits of each row, in descending order, ties by lower id. topk alone would
     leave open which of equal values it takes; of bfloat16 models there are many."""
     last = logits.topk(count, dim=-1).values[:, -1:]
@@ -60,10 +64,10 @@ def _most_likely(logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], N
     return row[kept], token[kept]
 
 
-def _log_totals(logits: torch.Tensor) -> NDArray[np.float64]:
+def _log_totals(logits: torch.Tensor) -> Doubles:
     """log of the sum of exp(logits) of each row [L]."""
     maximum = logits.max(-1, keepdim=True).values
     weights = (logits - maximum).exp_()
     blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]
-    totals: NDArray[np.float64] = (torch.stack(blocks, -1).cumsum(-1)[:, -1].log() + maximum[:, 0]).numpy()
+    totals: Doubles = (torch.stack(blocks, -1).cumsum(-1)[:, -1].log() + maximum[:, 0]).numpy()
     return totals

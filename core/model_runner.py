@@ -6,14 +6,15 @@ import torch
 from core.executor.interface import Costs
 from core.logprobs import gather_logprobs
 from core.models.interface import Model
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner_table import RunnerTable
 from core.sampler import processed_logits, sample, sample_greedily
 from core.sampling_columns import SamplingColumns
 from core.step_inputs import InputMaker, StepInputs
+from ipc.arrays import AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
-from ipc.paged_rows import Int32s, Ints
+from kernels.rounding import ceil_div
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32
@@ -51,25 +52,25 @@ class ModelRunner:
         self.model.wake()
         inputs = self.prepare(plan)
         hidden, logits = self.forward(inputs)
-        logprobs: list[TokenLogprobs] = []
+        logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, hidden)
         token_ids = self._append_sampled(plan, inputs, logits, logprobs) if inputs.num_samples else _no_tokens(plan)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
 
     def _append_sampled(
-        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[TokenLogprobs]
+        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[LogprobColumns]
     ) -> Int32s:
         """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
         everywhere = inputs.num_samples == len(inputs.rows)
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
-        told = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
         sampled = self.sample(rows, logits)
         if len(reporting):
             if self._tells_processed:
-                told = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
-            logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, told))
+                reported = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
+            logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, reported))
         token_ids, is_finite = sampled, min(sampled.tolist()) >= 0
         if not everywhere:
             token_ids = _no_tokens(plan)
@@ -96,7 +97,7 @@ class ModelRunner:
             slots=torch.from_numpy(positions + size),  # from block 1 on
             num_tokens=np.array([count]),
             context_lens=np.array([count]),
-            block_tables=np.arange(1, -(-count // size) + 1, dtype=np.int32)[None],
+            block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
             samples=np.zeros(1, np.bool_),
             num_samples=0,
             logits_rows=torch.zeros(0, dtype=torch.int64),
@@ -130,8 +131,8 @@ class ModelRunner:
         )
 
     def _prompt_logprobs(
-        self, plan: SchedulerOutput, num_tokens: Ints, context_lens: Ints, hidden: torch.Tensor
-    ) -> list[TokenLogprobs]:
+        self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, hidden: torch.Tensor
+    ) -> list[LogprobColumns]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
         are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
         wanted = self.sampling.num_prompt_logprobs[plan.rows]
@@ -157,17 +158,18 @@ class ModelRunner:
         ]
 
     def _sampled_logprobs(
-        self, inputs: StepInputs, rows: Ints, sampled: Int32s, reporting: Ints, told: torch.Tensor
-    ) -> TokenLogprobs:
-        """reporting: which of the sampling rows report; told [len(reporting), vocab]: their logits, raw or processed.
-        A row that failed has any token; the scheduler drops it."""
+        self, inputs: StepInputs, rows: Rows, sampled: Int32s, reporting: Ints, reported: torch.Tensor
+    ) -> LogprobColumns:
+        """reporting: indices of the sampling rows that report; reported [len(reporting), vocab]: their logits, raw or
+        processed.
+        A failed row has any token; the scheduler drops it."""
         tokens = np.maximum(sampled[reporting], 0)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         in_plan = np.flatnonzero(inputs.samples)[reporting]
         positions = self.table.num_tokens[rows[reporting]]
-        return gather_logprobs(told, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
+        return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
-    def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
+    def sample(self, rows: Rows, logits: torch.Tensor) -> Int32s:
         """The next token of each of these rows [S]; negative where its logits are not finite."""
         if self.sampling.is_greedy:
             return sample_greedily(logits, self.model.sampler)

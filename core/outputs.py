@@ -1,20 +1,19 @@
-"""OutputColumns: what a step has for the clients, gathered as columns and split by client once."""
+"""OutputCollector: what a step has for the clients, gathered as columns and split by client once."""
 
 import struct
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from core.batch_table import Start
-from core.plan import TokenLogprobs
+from core.batch_table import RequestStart
+from core.plan import LogprobColumns
 from core.request import Request
 from core.request_events import RequestEventLog
+from ipc.arrays import NO_INT32S, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
 from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
-from ipc.paged_rows import Int32s, Ints
 
 #: (client, message) in the order in which they are to be sent.
-Addressed: TypeAlias = tuple[int, Outputs | RequestFailed]
+ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]
 
 
 class _Rows(NamedTuple):
@@ -23,12 +22,12 @@ class _Rows(NamedTuple):
     clients: Ints
     numbers: Ints
     choices: Ints
-    positions: Ints
+    positions: Positions
     tokens: Int32s  # one per row, or none at all
-    finish: npt.NDArray[np.uint8]
-    stop_tokens: npt.NDArray[np.bool_]  # the row's token was one of its stop_token_ids
+    finish: UInt8s
+    stop_tokens: Bools  # the row's token was one of its stop_token_ids
 
-    def take(self, rows: Ints) -> "_Rows":
+    def take(self, rows: Rows) -> "_Rows":
         return _Rows(
             self.clients[rows],
             self.numbers[rows],
@@ -55,7 +54,7 @@ class _Packed:
         self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
 
 
-class OutputColumns:
+class OutputCollector:
     """Filled during a step, drained at its end."""
 
     def __init__(self, epoch: int) -> None:
@@ -64,17 +63,17 @@ class OutputColumns:
         self._rows: list[_Rows] = []
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
         self._logprobs: dict[int, Logprobs] = {}
-        self._failed: list[Addressed] = []
+        self._failed: list[ClientOutput] = []
 
     def add_tokens(
         self,
         clients: Ints,
         numbers: Ints,
         choices: Ints,
-        positions: Ints,
-        tokens: Int32s,
-        finish: npt.NDArray[np.uint8],
-        stop_tokens: npt.NDArray[np.bool_],
+        positions: Positions,
+        tokens: TokenIds,
+        finish: UInt8s,
+        stop_tokens: Bools,
     ) -> None:
         """One row per sampled token."""
         if len(clients):
@@ -88,13 +87,13 @@ class OutputColumns:
                 np.array([request.number], np.uint32),
                 np.array([request.choice], np.uint16),
                 np.array([num_output_tokens]),
-                np.zeros(0, np.int32),
+                NO_INT32S,
                 np.array([reason], np.uint8),
                 np.zeros(1, np.bool_),
             )
         )
 
-    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: TokenLogprobs) -> None:
+    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
         """clients, numbers, choices [L]: of each position. Once in a step."""
         for client in np.unique(clients).tolist():
             mine = clients == client
@@ -109,7 +108,7 @@ class OutputColumns:
                 choices=_choices(choices[mine]),
             )
 
-    def add_starts(self, starts: list[Start], now_ns: int) -> None:
+    def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
         """Before has_started of their requests is set."""
         self.events.add_starts(starts, now_ns)
         for start in starts:
@@ -121,9 +120,9 @@ class OutputColumns:
     def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
         self._failed.append((client, RequestFailed(number, code, message)))
 
-    def drain(self, step: int) -> list[Addressed]:
+    def drain(self, step: int) -> list[ClientOutput]:
         """Everything added since the last drain."""
-        messages: list[Addressed] = []
+        messages: list[ClientOutput] = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
         others = dict.fromkeys((*self._started, *self._logprobs, *self.events.clients))
@@ -132,7 +131,7 @@ class OutputColumns:
         self._rows, self._failed = [], []
         return messages
 
-    def _split(self, step: int, rows: _Rows) -> list[Addressed]:
+    def _split(self, step: int, rows: _Rows) -> list[ClientOutput]:
         """One message for each client, cut out of the encoded columns of all."""
         clients = rows.clients
         if clients[0] == clients[-1] and np.count_nonzero(clients == clients[0]) == len(clients):

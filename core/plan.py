@@ -4,25 +4,19 @@ A plan is immutable, self-contained and encodable: an executor learns of rows, t
 that it may live in another process and run behind the scheduler by several steps.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from ipc.paged_rows import Int32s
+from ipc.arrays import NO_INT32S, Bools, Floats, Int32s
 from ipc.sampling_params import SamplingParams
-
-Floats: TypeAlias = npt.NDArray[np.float32]
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
 #: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone. An executor that runs
 #: behind the scheduler still counts a token for the row: the next plan may cover it already.
 FAILED_TOKEN = -2
-
-
-_NO_BLOCKS = np.zeros(0, np.int32)
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,10 +48,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_ids: Int32s  # [n]
     rows: Int32s  # [R] the batch, in scheduling order
     num_scheduled_tokens: Int32s  # [R] > 0
-    swapped_out_blocks: Int32s = _NO_BLOCKS  # [n] of the cache, copied to
-    swapped_out_slots: Int32s = _NO_BLOCKS  # [n] blocks of the host pool
-    swapped_in_slots: Int32s = _NO_BLOCKS  # [m] of the host pool, copied to
-    swapped_in_blocks: Int32s = _NO_BLOCKS  # [m] blocks of the cache
+    swapped_out_blocks: Int32s = NO_INT32S  # [n] of the cache, copied to
+    swapped_out_slots: Int32s = NO_INT32S  # [n] blocks of the host pool
+    swapped_in_slots: Int32s = NO_INT32S  # [m] of the host pool, copied to
+    swapped_in_blocks: Int32s = NO_INT32S  # [m] blocks of the cache
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +63,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
         return len(self.rows) == 0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities at L positions of some rows, ascending in each row; see ipc.messages.Logprobs."""
 
     rows: Int32s  # [L] index in the plan's rows
@@ -79,19 +73,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Int32s  # [sum(counts)]
     values: Floats  # [sum(counts)]
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "TokenLogprobs":
+    def where(self, keep: Bools) -> "LogprobColumns":
         """Those in the mask keep [L]."""
         entries = keep.repeat(self.counts)
         columns = (self.rows[keep], self.positions[keep], self.counts[keep], self.ranks[keep])
-        return TokenLogprobs(*columns, self.token_ids[entries], self.values[entries])
+        return LogprobColumns(*columns, self.token_ids[entries], self.values[entries])
 
 
-def concat_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+def concat_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
     """One after the other; None for none."""
     if not parts:
         return None
-    names = TokenLogprobs.__struct_fields__
-    return TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    names = LogprobColumns.__struct_fields__
+    return LogprobColumns(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +93,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN
-    logprobs: TokenLogprobs | None = None
+    logprobs: LogprobColumns | None = None
 
 
 def _encode_array(value: Any) -> bytes:
@@ -108,18 +102,5 @@ def _encode_array(value: Any) -> bytes:
     raise TypeError(f"a plan holds int32 columns, not {type(value).__name__}")
 
 
-def _decode_array(kind: Any, value: Any) -> Int32s:
-    return np.frombuffer(value, "<i4").astype(np.int32, copy=False)
-
-
 def encode_plan(plan: SchedulerOutput) -> bytes:
     return msgspec.msgpack.encode(plan, enc_hook=_encode_array)
-
-
-def decode_plan(data: bytes) -> SchedulerOutput:
-    return _plan_decoder.decode(data)
-
-
-_plan_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Decoder(
-    SchedulerOutput, dec_hook=_decode_array
-)

@@ -9,13 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from core.batch_table import BatchTable, Start
+from core.batch_table import BatchTable, RequestStart
 from core.request import Request
-from core.stop_check import Bools
 from core.virtual_time import TOKEN, VirtualTime
 from core.waiting_lines import FairLine, Line
+from ipc.arrays import Bools, Ints, Rows
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
 
 NS_PER_S = 1_000_000_000
 _FARTHEST = 2**62  # ranks are int64; 146 years
@@ -39,20 +38,20 @@ class Policy(Protocol):
     def set_weight(self, client: int, weight: float) -> None:
         """The client's share."""
 
-    def start(self, start: Start) -> None:
+    def start(self, start: RequestStart) -> None:
         """A request starts."""
 
-    def serve(self, rows: Ints, counts: Ints) -> None:
+    def serve(self, rows: Rows, counts: Ints) -> None:
         """These rows get so many tokens in this step, which are not counted as computed yet; those of requests that
         start are left out."""
 
     def in_order(self, rows: Ints) -> Ints:
         """The rows, first to be served first."""
 
-    def must_yield(self, request: Request, rows: Ints) -> Bools:
+    def must_yield(self, request: Request, rows: Rows) -> Bools:
         """Which of the rows make room for this waiting request."""
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         """Columns, the most significant first: the row with the largest values is the first victim."""
 
 
@@ -75,20 +74,20 @@ class Fcfs:
     def set_weight(self, client: int, weight: float) -> None:
         """Clients do not matter."""
 
-    def start(self, start: Start) -> None:
+    def start(self, start: RequestStart) -> None:
         """Served tokens do not matter."""
 
-    def serve(self, rows: Ints, counts: Ints) -> None:
+    def serve(self, rows: Rows, counts: Ints) -> None:
         """Served tokens do not matter."""
 
     def in_order(self, rows: Ints) -> Ints:
         """rows are in this order already: ranks do not change while a request runs."""
         return rows
 
-    def must_yield(self, request: Request, rows: Ints) -> Bools:
+    def must_yield(self, request: Request, rows: Rows) -> Bools:
         return np.zeros(len(rows), np.bool_)
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         return ()
 
 
@@ -105,14 +104,14 @@ class Priority(Fcfs):
         rank = request.arrival_ns + request.priority * self._aging_ns if self._aging_ns else request.priority
         request.rank = max(-_FARTHEST, min(rank, _FARTHEST))
 
-    def must_yield(self, request: Request, rows: Ints) -> Bools:
+    def must_yield(self, request: Request, rows: Rows) -> Bools:
         table = self._table
         rank, level = table.rank[rows], table.level[rows]
         later = (rank > request.rank) | ((rank == request.rank) & (table.serial[rows] > request.serial))
         yields: Bools = (level > request.level) & later
         return yields
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         return (self._table.level[rows],)
 
 
@@ -143,11 +142,11 @@ class Fair:
     def set_weight(self, client: int, weight: float) -> None:
         self._times.set_weight(client, weight)
 
-    def start(self, start: Start) -> None:
+    def start(self, start: RequestStart) -> None:
         new = start.num_computed_tokens + start.num_tokens - start.request.num_computed_before
         self._times.charge_one(start.request.client, max(0, min(new, start.num_tokens)))
 
-    def serve(self, rows: Ints, counts: Ints) -> None:
+    def serve(self, rows: Rows, counts: Ints) -> None:
         table = self._table
         new = table.num_computed_tokens[rows] + counts - table.num_computed_before[rows]
         self._times.charge(table.client[rows], np.clip(new, 0, counts))
@@ -157,17 +156,17 @@ class Fair:
         order = np.lexsort((table.serial[rows], table.rank[rows], table.client[rows], self._at(rows)))
         return rows[order]
 
-    def must_yield(self, request: Request, rows: Ints) -> Bools:
+    def must_yield(self, request: Request, rows: Rows) -> Bools:
         own = self._table.client[rows] == request.client
         less_urgent = self._table.level[rows] > request.level
         ahead = self._at(rows) > self._times.of(request.client) + self._quantum
         yields: Bools = np.where(own, less_urgent, ahead)
         return yields
 
-    def strata(self, rows: Ints) -> tuple[Ints, ...]:
+    def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         return self._at(rows), self._table.client[rows], self._table.level[rows]
 
-    def _at(self, rows: Ints) -> Ints:
+    def _at(self, rows: Rows) -> Ints:
         return self._times.at(self._table.client[rows])
 
 

@@ -10,8 +10,9 @@ from core.request import Request, Swapped
 from core.scheduler_stats import SchedulerStats
 from core.swap_space import SwapSpace
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Int32s, Ints, Rows
 from ipc.config import EngineConfig
-from ipc.paged_rows import Int32s, Ints
+from kernels.rounding import ceil_div
 
 
 class Preemption:
@@ -30,19 +31,19 @@ class Preemption:
         self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks or 0)
         self.num_swapped = 0  # requests that wait with a copy on the host
 
-    def in_order_of_sacrifice(self, candidates: Ints) -> Ints:
+    def victims_first(self, candidates: Ints) -> Ints:
         """These rows, given in the order in which they are served, the first victim first: what the policy values
         least, of that the cheapest, of those the last."""
         position = np.arange(len(candidates))
-        strata = self._policy.strata(candidates)
-        order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(strata))))
+        victim_keys = self._policy.victim_keys(candidates)
+        order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(victim_keys))))
         return candidates[order]
 
     def preempt(self, draft: Draft, row: int, cause: Cause) -> None:
         """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
         sampled again: same ids, same position, same token."""
         computed = int(self._batch.table.num_computed_tokens[row])
-        self.uncount(row)
+        self.undo_recompute_count(row)
         swapped = self._swap_out(row)
         request = self._batch.release_to_wait(row)
         request.swapped = swapped
@@ -55,7 +56,7 @@ class Preemption:
         self._stats.num_preemptions += 1
         self._stats.num_swapped_out_blocks += num_swapped
 
-    def uncount(self, row: int) -> None:
+    def undo_recompute_count(self, row: int) -> None:
         """The row goes before its time: what it was to compute again, which was counted at its start, and has not."""
         table = self._batch.table
         missing = int(table.num_computed_before[row]) - int(table.num_computed_tokens[row])
@@ -91,7 +92,7 @@ class Preemption:
         if request.params.prompt_logprobs is not None and table.num_tokens[row] == table.num_prompt_tokens[row]:
             return None  # those of a step in flight would be lost: computed again they are told again
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
-        count = -(-kept // self._batch.block_size)
+        count = ceil_div(kept, self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
             return None
         slots = self.swap_space.take(count)
@@ -102,7 +103,7 @@ class Preemption:
     def _prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
         return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
 
-    def _costs(self, rows: Ints) -> Ints:
+    def _costs(self, rows: Rows) -> Ints:
         """ns to bring each row back to where it is."""
         computed = self._batch.table.num_computed_tokens[rows]
         again = computed * self._recompute_ns

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from core.executor.interface import Costs
+from ipc.arrays import Int32s
 from kernels.kv_cache import KVCache
 
 NUM_TOKENS = 128  # of the prompt that is timed: a chunk that keeps the processor busy
@@ -33,7 +33,7 @@ def measure_costs(
     count = min(_NUM_BLOCKS, cache.num_blocks - 1, swap_cache.num_blocks)
     blocks, slots = np.arange(1, count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
 
-    def copy(source: KVCache, sources: NDArray[np.int32], target: KVCache, targets: NDArray[np.int32]) -> None:
+    def copy(source: KVCache, sources: Int32s, target: KVCache, targets: Int32s) -> None:
         source.copy_blocks(sources, target, targets)
         wait()
 

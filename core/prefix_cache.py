@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from core.batch_table import BatchTable, Start
+from core.batch_table import BatchTable, RequestStart
 from core.block_names import BlockNames, block_key, hash_blocks
 from core.request import Request
-from ipc.paged_rows import Int32s, Ints
-
-_NONE = np.zeros(0, np.int32)
+from ipc.arrays import NO_INT32S, Int32s, Ints, Rows
 
 
 class PrefixCache:
@@ -33,12 +31,12 @@ class PrefixCache:
         which has to be computed; none where the prompt's log probabilities are wanted, for which all of it has to
         be."""
         if request.first_key not in self._names.block_of_key or request.wants_prompt_logprobs:
-            return _NONE, request.root
+            return NO_INT32S, request.root
         count = (len(request.token_ids) - 1) // self._block_size
         token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
         return self._names.find(request.root, token_ids, request.block_hashes[:count])
 
-    def name_full_blocks(self, rows: Ints, ends: Ints) -> None:
+    def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
         """Name the blocks whose tokens are all known and computed by the end of the step being planned, which is when
         `ends` tokens of these rows are.
 
@@ -66,13 +64,13 @@ class PrefixCache:
             table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
             table.num_named_blocks[row] = start + count
 
-    def name_starts(self, starts: list[Start]) -> None:
+    def name_starts(self, starts: list[RequestStart]) -> None:
         """Name the full blocks of these requests, of which the hits have names already. No two of them have the same
         first block, unless it was a hit, and then no two the same next one."""
         if not self._enabled:
             return
         size, shift, names = self._block_size, self._shift, self._names
-        fresh: list[Start] = []  # whose next content is new
+        fresh: list[RequestStart] = []  # whose next content is new
         blocks, tokens, lengths = [], [], []
         for start in starts:
             request, named = start.request, start.num_hits
@@ -96,7 +94,7 @@ class PrefixCache:
             for start, last in zip(fresh, lasts.tolist(), strict=True):
                 start.content = last
 
-    def _name_one_each(self, rows: Ints, indices: Ints) -> None:
+    def _name_one_each(self, rows: Rows, indices: Ints) -> None:
         """The rows' blocks at these indices."""
         table, size = self._table, self._block_size
         token_ids = table.tokens.get_runs(rows, indices * size, size)

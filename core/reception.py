@@ -11,7 +11,7 @@ import zmq
 
 from core.inbox import Inbox, num_tokens
 from core.lease_clock import LeaseClock
-from core.request_ledger import Standing
+from core.request_ledger import NumberStatus
 from core.request_validation import decode_request_number, validate_request
 from core.sessions import MAX_SESSIONS, Session, Sessions
 from ipc.errors import InvalidRequestError, MalformedMessageError
@@ -224,11 +224,11 @@ class Reception:
     def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
         """Put a request into the inbox, or say why not. One that is running already is not begun again."""
         number = message.number
-        standing = session.requests.standing(number, frame.buffer)
-        if standing is Standing.SAME:
+        status = session.requests.status(number, frame.buffer)
+        if status is NumberStatus.SAME:
             return None
-        if standing is not Standing.NEW:
-            text = f"request number {number} is {standing.value} in this session; numbers are never reused"
+        if status is not NumberStatus.NEW:
+            text = f"request number {number} is {status.value} in this session; numbers are never reused"
             return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from core.block_names import root_content
+from ipc.arrays import Int32s
 from ipc.messages import AddRequest
-from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 
 NO_ROW = -1

@@ -4,7 +4,7 @@ told. Steps without such events pay nothing."""
 import struct
 from typing import TypeAlias
 
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.decisions import Preempted
 from core.request import Request
 from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
@@ -30,7 +30,7 @@ class RequestEventLog:
     def clients(self) -> list[int]:
         return list(self._events)
 
-    def add_starts(self, starts: list[Start], now_ns: int) -> None:
+    def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
         """Before has_started of their requests is set."""
         for start in starts:
             request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host

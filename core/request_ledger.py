@@ -14,8 +14,8 @@ from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_ch
 MAX_FINISHED = 8192
 
 
-class Standing(Enum):
-    """How a request stands to those its session has sent before."""
+class NumberStatus(Enum):
+    """Use of a request number by its session so far."""
 
     NEW = "new"
     SAME = "same"  # as one that is running, byte for byte
@@ -37,11 +37,11 @@ class RequestLedger:
         self._finished: OrderedDict[int, None] = OrderedDict()  # oldest first
         self.num_bytes = 0  # of live requests, as they were sent
 
-    def standing(self, number: int, frame: bytes | memoryview) -> Standing:
+    def status(self, number: int, frame: bytes | memoryview) -> NumberStatus:
         live = self._live.get(number)
         if live is not None:
-            return Standing.SAME if live.digest == _digest(frame) else Standing.IN_USE
-        return Standing.FINISHED if number in self._finished else Standing.NEW
+            return NumberStatus.SAME if live.digest == _digest(frame) else NumberStatus.IN_USE
+        return NumberStatus.FINISHED if number in self._finished else NumberStatus.NEW
 
     def __len__(self) -> int:
         return len(self._live)

@@ -7,6 +7,7 @@ import msgspec
 from core.executor.interface import Costs, ModelInfo
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
+from kernels.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
 _PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block
@@ -44,9 +45,9 @@ def resolve(
         )
     memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
     available = config.num_blocks_override or blocks_in(memory_bytes, config.block_size)
-    bytes_per_block = -(-_PROBE_BYTES // max(1, blocks_in(_PROBE_BYTES, config.block_size)))
+    bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
-    useful = config.max_num_seqs * num_blocks_of(max_model_len, config.block_size) + 1
+    useful = config.max_num_seqs * ceil_div(max_model_len, config.block_size) + 1
     return msgspec.structs.replace(
         config,
         dtype=info.dtype,
@@ -78,17 +79,12 @@ def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
     return min(config.swap_space_bytes // bytes_per_block, 2**30)
 
 
-def num_blocks_of(num_tokens: int, block_size: int) -> int:
-    """Blocks that num_tokens tokens take."""
-    return -(-num_tokens // block_size)
-
-
 def _max_model_len(
     config: EngineConfig, info: ModelInfo, available: int, memory_bytes: int, bytes_per_block: int
 ) -> int:
     fitting = (available - 1) * config.block_size  # tokens; block 0 is the null block
     if fitting < 2:
-        needed = num_blocks_of(2, config.block_size) + 1
+        needed = ceil_div(2, config.block_size) + 1
         raise OutOfMemoryError(
             f"the KV cache has room for {max(0, available)} blocks of {config.block_size} tokens and needs at least "
             f"{needed} (the null block is one): {_remedy(config, memory_bytes, needed, bytes_per_block)}"
@@ -96,7 +92,7 @@ def _max_model_len(
     if config.max_model_len is None:
         return min(info.max_model_len, fitting)
     if config.max_model_len > fitting:
-        needed = num_blocks_of(config.max_model_len, config.block_size) + 1
+        needed = ceil_div(config.max_model_len, config.block_size) + 1
         raise OutOfMemoryError(
             f"a request of max_model_len={config.max_model_len} tokens needs {needed} KV blocks of "
             f"{config.block_size} tokens (the null block included) and the cache has {available}: set max_model_len "

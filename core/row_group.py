@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints
 
 
 class RowGroup:

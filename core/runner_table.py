@@ -1,10 +1,10 @@
 """RunnerTable: the executor's own mirror of the batch table, learned from plans alone."""
 
 import numpy as np
-import numpy.typing as npt
 
 from core.plan import NewRow, SchedulerOutput
-from ipc.paged_rows import Int32s, Ints, PagedRows
+from ipc.arrays import Bools, Int32s, Rows, TokenIds
+from ipc.paged_rows import PagedRows
 
 TOKENS_PER_PAGE = 256
 BLOCKS_PER_PAGE = 64
@@ -49,7 +49,7 @@ class RunnerTable:
         self.tokens.fill(rows, [new.token_ids for new in added])
         self.blocks.fill(rows, [new.block_ids for new in added])
 
-    def _append_blocks(self, rows: Ints, block_ids: Int32s) -> None:
+    def _append_blocks(self, rows: Rows, block_ids: Int32s) -> None:
         """One for each entry; those of a row stand together."""
         places = self.num_blocks[rows]
         owners, lengths = rows, places + 1
@@ -62,7 +62,7 @@ class RunnerTable:
         self.blocks.set(rows, places, block_ids)
         self.num_blocks[owners] = lengths
 
-    def advance(self, plan: SchedulerOutput) -> npt.NDArray[np.bool_]:
+    def advance(self, plan: SchedulerOutput) -> Bools:
         """Count the batch's tokens as computed; True for the rows [R] that sample a token in this step."""
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
@@ -70,15 +70,15 @@ class RunnerTable:
         assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
         assert not np.count_nonzero(ends > capacity), f"scheduled up to {ends} tokens on blocks for {capacity}"
         self.num_computed_tokens[rows] = ends
-        samples: npt.NDArray[np.bool_] = ends == known
+        samples: Bools = ends == known
         return samples
 
-    def block_tables(self, rows: Ints, width: int) -> Int32s:
+    def block_tables(self, rows: Rows, width: int) -> Int32s:
         """The first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
         columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
         return self.blocks.get(rows[:, None], columns)
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
+    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> None:
         """One sampled token for each of these rows."""
         lengths = self.num_tokens[rows]
         self.tokens.ensure(rows, lengths + 1)

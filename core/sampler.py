@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from core.logit_edits import NO_EDITS, LogitEdits, apply_edits
+from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu_sampling import CpuSampler
 from kernels.philox import uniform
 
@@ -29,29 +29,25 @@ _MAX_LOGITS = 1 << 22
 #: Totals over the vocabulary are summed in blocks: torch splits the sum of one long row between threads, not of many.
 _SUM_BLOCK = 4096
 
-Bools = NDArray[np.bool_]
-Doubles = NDArray[np.float64]
-Indices = NDArray[np.int64]
-
 
 class SamplingInputs(NamedTuple):
     """Parameters of S rows, as columns [S]; and the index groups of what uncommon options change."""
 
-    temperature: NDArray[np.float32]  # 0 = greedy
-    top_k: NDArray[np.int64]  # 0 = all
-    top_p: NDArray[np.float32]  # (0, 1]
-    min_p: NDArray[np.float32]  # [0, 1]
-    seed: NDArray[np.uint64]
-    position: NDArray[np.int64]  # index of the token to draw in its request's output
-    choice: NDArray[np.int64]  # of its request
+    temperature: Floats  # 0 = greedy
+    top_k: Ints  # 0 = all
+    top_p: Floats  # (0, 1]
+    min_p: Floats  # [0, 1]
+    seed: UInt64s
+    position: Ints  # index of the token to draw in its request's output
+    choice: Ints  # of its request
     edits: LogitEdits = NO_EDITS
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
+def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None) -> Int32s:
     """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
     not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations."""
     if len(logits) == 0:
-        return np.zeros(0, np.int32)
+        return NO_INT32S
     if inputs.edits is not NO_EDITS:
         apply_edits(logits, inputs.edits)
     if kernel is None:
@@ -61,22 +57,22 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | No
     return kernel(logits, columns, is_edited=inputs.edits is not NO_EDITS)
 
 
-def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> NDArray[np.int32]:
+def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:
     """sample() where every temperature is 0 and nothing edits the logits, which stay as they are."""
     if kernel is not None:
         return kernel.largest(logits)
-    return _largest(logits) if len(logits) else np.zeros(0, np.int32)
+    return _largest(logits) if len(logits) else NO_INT32S
 
 
 @torch.inference_mode()
-def _largest(logits: torch.Tensor) -> NDArray[np.int32]:
+def _largest(logits: torch.Tensor) -> Int32s:
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
     finite = logits.gather(1, best[:, None])[:, 0].isfinite()
     return torch.where(finite, best, NOT_A_TOKEN).int().numpy()
 
 
 @torch.inference_mode()
-def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int32]:
+def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> Int32s:
     vocab_size = logits.shape[1]
     best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
     maximum = logits.gather(1, best[:, None])[:, 0]
@@ -96,7 +92,7 @@ def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> NDArray[np.int
 
 
 @torch.inference_mode()
-def processed_logits(logits: torch.Tensor, rows: Indices, inputs: SamplingInputs) -> torch.Tensor:
+def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> torch.Tensor:
     """What sample() drew from: the logits [S, V], as it leaves them, of these rows [n] -> [n, V], divided by the
     temperature, -inf for the tokens that min_p, top_k and top_p leave out. A greedy row has none of these."""
     vocab_size = logits.shape[1]
@@ -118,13 +114,13 @@ def processed_logits(logits: torch.Tensor, rows: Indices, inputs: SamplingInputs
     return scaled
 
 
-def _parts(rows: Indices, vocab_size: int) -> list[Indices]:
+def _parts(rows: Ints, vocab_size: int) -> list[Ints]:
     size = max(1, _MAX_LOGITS // vocab_size)
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
 def _scaled(
-    logits: torch.Tensor, maximum: torch.Tensor, rows: Indices, inputs: SamplingInputs
+    logits: torch.Tensor, maximum: torch.Tensor, rows: Ints, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits / temperature [n, V] and their maximum [n, 1] of these rows."""
     temperature = torch.from_numpy(inputs.temperature[rows])[:, None]
@@ -132,17 +128,15 @@ def _scaled(
     return logits.index_select(0, index).div_(temperature), maximum[index, None].div_(temperature)
 
 
-def _draw_in_vocabulary_order(
-    scaled: torch.Tensor, maximum: torch.Tensor, rows: Indices, inputs: SamplingInputs
-) -> Indices:
+def _draw_in_vocabulary_order(scaled: torch.Tensor, maximum: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> Ints:
     weights = _weights_above_min_p(scaled, maximum, inputs.min_p[rows])
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = _targets(cumulative[:, -1].numpy(), rows, inputs)
-    found: Indices = torch.searchsorted(cumulative, torch.from_numpy(target)[:, None], right=True)[:, 0].numpy()
+    found: Ints = torch.searchsorted(cumulative, torch.from_numpy(target)[:, None], right=True)[:, 0].numpy()
     return found
 
 
-def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: NDArray[np.float32]) -> torch.Tensor:
+def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: Floats) -> torch.Tensor:
     """exp(scaled - maximum) [n, V], 0 below the row's min_p (the largest weight is 1); overwrites scaled."""
     weights = scaled.sub_(maximum).exp_()
     users = np.flatnonzero(min_p > 0)
@@ -153,7 +147,7 @@ def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: NDA
     return weights
 
 
-def _targets(total: Doubles, rows: Indices, inputs: SamplingInputs) -> Doubles:
+def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
     """A uniform number in (0, total) of each row: below total also after rounding."""
     drawn: Doubles = np.minimum(
         uniform(inputs.seed[rows], inputs.position[rows], inputs.choice[rows]) * total, np.nextafter(total, 0.0)
@@ -162,8 +156,8 @@ def _targets(total: Doubles, rows: Indices, inputs: SamplingInputs) -> Doubles:
 
 
 def _draw_in_descending_order(
-    scaled: torch.Tensor, maximum: torch.Tensor, rows: Indices, top_k: Indices, inputs: SamplingInputs
-) -> Indices:
+    scaled: torch.Tensor, maximum: torch.Tensor, rows: Ints, top_k: Ints, inputs: SamplingInputs
+) -> Ints:
     """Rows go through the buckets from the first that can hold their top_k, until one is seen to be enough."""
     num_rows, vocab_size = scaled.shape
     tokens = np.zeros(num_rows, np.int64)
@@ -204,8 +198,8 @@ def _sums(weights: torch.Tensor) -> Doubles:
 class _Candidates(NamedTuple):
     """The largest logits of some rows [n, bucket], descending."""
 
-    values: NDArray[np.float32]  # scaled logits
-    ids: Indices
+    values: Floats  # scaled logits
+    ids: Ints
     weights: Doubles  # exp(value - the row's maximum)
 
     def select(self, rows: Bools) -> "_Candidates":
@@ -214,11 +208,11 @@ class _Candidates(NamedTuple):
 
 def _keep(
     candidates: _Candidates,
-    top_k: Indices,
+    top_k: Ints,
     total: Doubles,
-    top_p: NDArray[np.float32],
-    min_p: NDArray[np.float32],
-) -> tuple[Indices, Bools]:
+    top_p: Floats,
+    min_p: Floats,
+) -> tuple[Ints, Bools]:
     """How many of the first candidates stay (every filter keeps a prefix), and whether this is sure: not if a token
     outside the bucket may have the value of the last one kept."""
     values, weights = candidates.values, candidates.weights
@@ -238,12 +232,12 @@ def _keep(
     return kept, enough | (last == -np.inf)
 
 
-def _draw(candidates: _Candidates, kept: Indices, rows: Indices, inputs: SamplingInputs) -> Indices:
+def _draw(candidates: _Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
     """Tokens [n] from the first kept[i] candidates of each row."""
     order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # topk leaves ties in any order
     ids = np.take_along_axis(candidates.ids, order, -1)
     cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights: their order is nothing to it
     each = np.arange(len(kept))
     target = _targets(cumulative[each, kept - 1], rows, inputs)
-    chosen: Indices = ids[each, (cumulative <= target[:, None]).sum(-1)]
+    chosen: Ints = ids[each, (cumulative <= target[:, None]).sum(-1)]
     return chosen

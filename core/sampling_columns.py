@@ -3,18 +3,17 @@
 import numpy as np
 
 from core.bad_words import BadWords
-from core.logit_edits import NO_EDITS, Indices, LogitEdits
+from core.logit_edits import NO_EDITS, LogitEdits
 from core.plan import NewRow
 from core.row_group import RowGroup
 from core.runner_table import RunnerTable
 from core.sampler import SamplingInputs
 from core.token_counts import TokenCounts
-from ipc.paged_rows import Int32s, Ints
+from ipc.arrays import NO_INTS, Ints, Positions, Rows, TokenIds
 from ipc.sampling_params import SamplingParams
 
 _NOT_SAMPLED = -1
 _NO_LOGPROBS = -1
-_NO_ROWS: Indices = np.zeros(0, np.int64)
 _ALL_LOGPROBS = 2**31 - 1
 
 
@@ -89,9 +88,9 @@ class SamplingColumns:
             self._num_edited += 1
             self._add_edits(new)
 
-    def reporting(self, rows: Ints) -> Indices:
+    def reporting(self, rows: Rows) -> Ints:
         """Which of these rows want their tokens' log probabilities: indices into them."""
-        return np.flatnonzero(self.num_logprobs[rows] >= 0) if self.num_reporting else _NO_ROWS
+        return np.flatnonzero(self.num_logprobs[rows] >= 0) if self.num_reporting else NO_INTS
 
     def _reports(self, row: int) -> bool:
         return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)
@@ -115,14 +114,14 @@ class SamplingColumns:
             repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count outputs
             self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
 
-    def append_tokens(self, rows: Ints, token_ids: Int32s) -> None:
+    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> None:
         """One sampled token for each of these rows."""
         if self._num_edited:
             counted = self._is_penalized[rows]
             if counted.any():
                 self._counts.append(rows[counted], token_ids[counted])
 
-    def inputs(self, rows: Ints, table: RunnerTable) -> SamplingInputs:
+    def inputs(self, rows: Rows, table: RunnerTable) -> SamplingInputs:
         """The columns of these rows [S], in their order, for the token that each is about to get."""
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
         return SamplingInputs(
@@ -136,7 +135,7 @@ class SamplingColumns:
             edits=self._edits(rows, positions, table) if self._num_edited else NO_EDITS,
         )
 
-    def _edits(self, rows: Ints, positions: Ints, table: RunnerTable) -> LogitEdits:
+    def _edits(self, rows: Rows, positions: Positions, table: RunnerTable) -> LogitEdits:
         place = np.full(len(self.seed), _NOT_SAMPLED)  # row of the table -> row of the batch
         place[rows] = np.arange(len(rows))
         output_len = np.zeros(len(self.seed), np.int64)

@@ -15,8 +15,8 @@ from core.admission import Admission
 from core.batch import Batch
 from core.decisions import Decision
 from core.draft import Carried, Draft, finish_plan
-from core.growth import Growth
-from core.outputs import Addressed, OutputColumns
+from core.growth import RunningRows
+from core.outputs import ClientOutput, OutputCollector
 from core.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
 from core.policies import build_policy
 from core.preemption import Preemption
@@ -24,9 +24,9 @@ from core.request import NO_ROW, Request
 from core.request_index import RequestIndex
 from core.scheduler_stats import SchedulerStats
 from core.waiting_queue import WaitingQueue
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
-from ipc.paged_rows import Ints
 
 
 class Scheduler:
@@ -42,13 +42,13 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats = SchedulerStats()
-        self.outputs = OutputColumns(epoch)
+        self.outputs = OutputCollector(epoch)
         self.batch = Batch(config, eos_token_ids)
         self.table, self.pool = self.batch.table, self.batch.pool
         self.policy = build_policy(config, self.table)
         self.waiting = WaitingQueue(self.policy.line)
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
-        self._growth = Growth(config, self.batch, self.waiting, self.policy, self.preemption)
+        self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
@@ -70,7 +70,7 @@ class Scheduler:
             self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
             return
         for request in choices:
-            finish = self.batch.stop_check.of_delivered(request)
+            finish = self.batch.stop_check.finish_of_delivered(request)
             if finish:  # the client has all of its tokens already
                 self.outputs.add_finish(request, request.num_output_tokens, finish)
                 continue
@@ -92,7 +92,7 @@ class Scheduler:
                     self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
-        """The client is gone: its requests end and nobody is told."""
+        """End all requests of a client that is gone; nothing is reported."""
         for request in self._requests.of_client(client):
             self._take_out(request)
         self.waiting.release(client)
@@ -103,7 +103,7 @@ class Scheduler:
         the prefix cache remembers the blocks as long as nobody needs the room."""
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
-            self.preemption.uncount(row)
+            self.preemption.undo_recompute_count(row)
             request = self.batch.release_to_wait(row)
             self.outputs.events.add_hold(request, now_ns)
             self.waiting.push(request)
@@ -171,7 +171,7 @@ class Scheduler:
         """Forget what all blocks hold; requests that run keep theirs, and nobody else finds them."""
         self.pool.forget()
 
-    def take_outputs(self) -> list[Addressed]:
+    def take_outputs(self) -> list[ClientOutput]:
         """What there is to tell without a result: refusals, aborts."""
         return self.outputs.drain(self._step)
 
@@ -186,17 +186,17 @@ class Scheduler:
 
     def _running_first(self, draft: Draft) -> None:
         """Chunked prefill: prompts share the step with whoever runs already."""
-        self._growth.fill(draft)
+        self._running_rows.fill(draft)
         self.admission.fill(draft, self.max_num_seqs)
 
     def _prompts_first(self, draft: Draft) -> None:
         """No chunked prefill: a step either starts requests, with whole prompts, or serves those that run."""
         self.admission.fill(draft, self.max_num_seqs)
         if not draft.starts:
-            self._growth.fill(draft)
+            self._running_rows.fill(draft)
 
-    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Addressed]:
-        """Append the sampled tokens, end what has to end, and return what the clients are to be told."""
+    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
+        """Append the sampled tokens, end what has to end, and return the messages for the clients."""
         table = self.table
         step, rows, tenancies = self.batch.in_flight.popleft()
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
@@ -204,8 +204,8 @@ class Scheduler:
         live = table.tenancy[rows] == tenancies  # the others were aborted or preempted meanwhile
         tokens = output.token_ids
         if output.logprobs is not None:
-            told = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
-            self.outputs.add_logprobs(*self._address(rows[told.rows]), told)
+            reported = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
+            self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
         sampled = live & (tokens >= 0)
         if np.count_nonzero(sampled) < len(rows):
             self._fail_rows(rows[live & (tokens == FAILED_TOKEN)])
@@ -220,7 +220,7 @@ class Scheduler:
             self._end(rows[finish > 0])
         return self.outputs.drain(step)
 
-    def _address(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
         """(client, number, choice) of each row."""
         return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
 
@@ -273,7 +273,7 @@ class Scheduler:
             start.request.has_started = True
         return rows
 
-    def _decision(self, draft: Draft, rows: Ints, counts: Ints) -> Decision:
+    def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
         return Decision(
             draft.step,
             draft.now_ns,
@@ -290,7 +290,7 @@ class Scheduler:
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
-    def _fail_rows(self, rows: Ints) -> None:
+    def _fail_rows(self, rows: Rows) -> None:
         """Requests whose logits were not finite fail alone; nobody is to find what they have stored."""
         for row in rows.tolist():
             self.pool.forget_names(self.table.block_ids(row))
@@ -318,11 +318,11 @@ class Scheduler:
             self.waiting.discard(request)
             self.preemption.end(request)
         else:
-            self.preemption.uncount(request.row)
+            self.preemption.undo_recompute_count(request.row)
             self.batch.release(np.array([request.row]))
         self._forget([request])
 
-    def _end(self, rows: Ints) -> None:
+    def _end(self, rows: Rows) -> None:
         """The requests of these rows have all their tokens."""
         self._forget(self.batch.release(rows))
         self.stats.num_finished += len(rows)

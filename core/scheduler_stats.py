@@ -2,10 +2,10 @@
 
 import msgspec
 
-from core.batch_table import Start
+from core.batch_table import RequestStart
 from core.block_pool import BlockPool
 from core.decisions import Decision, Verdict
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints, Rows
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
     verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST
@@ -35,7 +35,7 @@ class SchedulerStats(msgspec.Struct):
     num_head_no_blocks: int = 0
     num_head_partial_prefills: int = 0
 
-    def count_starts(self, starts: list[Start]) -> None:
+    def count_starts(self, starts: list[RequestStart]) -> None:
         """Before has_started of their requests is set."""
         num_prompt_tokens = 0
         for start in starts:
@@ -54,7 +54,7 @@ class SchedulerStats(msgspec.Struct):
             name = _HEAD_COUNTERS[decision.examined[0].verdict]
             setattr(self, name, getattr(self, name) + 1)
 
-    def count_step(self, rows: Ints, counts: Ints, pool: BlockPool) -> None:
+    def count_step(self, rows: Rows, counts: Ints, pool: BlockPool) -> None:
         self.num_steps += 1
         self.num_scheduled_tokens += int(counts.sum())
         self.num_scheduled_rows += len(rows)

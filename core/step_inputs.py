@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from core.plan import SchedulerOutput
 from core.runner_table import TOKENS_PER_PAGE, RunnerTable
-from ipc.paged_rows import Int32s, Ints
+from ipc.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
 
 #: Columns of block tables are made in multiples of so many, at least one more than there are blocks: room to move on.
 _TABLE_COLUMNS = 8
@@ -33,7 +32,7 @@ class StepInputs(NamedTuple):
     num_tokens: Ints  # [R]
     context_lens: Ints  # [R] tokens in the cache after this step
     block_tables: Int32s  # [R, P], P at least the blocks of the longest row
-    samples: npt.NDArray[np.bool_]  # [R]
+    samples: Bools  # [R]
     num_samples: int  # S
     logits_rows: torch.Tensor  # [S] int64 index of each sampling row's last token
 
@@ -74,7 +73,7 @@ class InputMaker:
         self._table.num_computed_tokens[decoding.inputs.rows] = decoding.context_lens
         return decoding.inputs
 
-    def append(self, rows: Ints, tokens: Int32s) -> None:
+    def append(self, rows: Rows, tokens: TokenIds) -> None:
         """The rows of the last plan, all of them, got these tokens [R]: into the table. Not for steps in which some row
         got none."""
         table, decoding = self._table, self._decoding
@@ -123,7 +122,7 @@ class InputMaker:
             self._decoding = _Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
         return inputs
 
-    def _slots(self, blocks: Int32s, positions: Ints) -> Ints:
+    def _slots(self, blocks: Int32s, positions: Positions) -> Ints:
         """Of the cache."""
         slots: Ints = blocks * np.int64(self._block_size) + (positions & self._mask)
         return slots
@@ -162,7 +161,7 @@ class InputMaker:
         return True
 
 
-def _steps_to_end(positions: Ints, mask: int) -> int:
+def _steps_to_end(positions: Positions, mask: int) -> int:
     """How often all can go on by one before one is past the end of its run of mask + 1."""
     return mask - int((positions & mask).max())
 

@@ -1,16 +1,11 @@
 """StopCheck: which of the sampled tokens end their requests, and why."""
 
-from typing import TypeAlias
-
 import numpy as np
-import numpy.typing as npt
 
 from core.batch_table import BatchTable
 from core.request import Request
+from ipc.arrays import Bools, Ints, Rows, TokenIds, UInt8s
 from ipc.messages import FinishReason
-from ipc.paged_rows import Int32s, Ints
-
-Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 class StopCheck:
@@ -25,12 +20,12 @@ class StopCheck:
         keys = (np.int64(row) << 32) | np.array(stop_token_ids, np.int64)
         self._keys = np.union1d(self._keys, keys)
 
-    def remove(self, rows: Ints) -> None:
+    def remove(self, rows: Rows) -> None:
         """Rows without stop_token_ids among them are ignored."""
         if len(self._keys):
             self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
 
-    def of_delivered(self, request: Request) -> FinishReason:
+    def finish_of_delivered(self, request: Request) -> FinishReason:
         """How the tokens that a request arrives with have ended it; NONE where it goes on."""
         params, num_output_tokens = request.params, request.num_output_tokens
         if num_output_tokens and num_output_tokens >= params.min_tokens:
@@ -39,7 +34,7 @@ class StopCheck:
                 return FinishReason.STOP
         return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE
 
-    def __call__(self, rows: Ints, tokens: Int32s, lengths: Ints) -> tuple[npt.NDArray[np.uint8], Bools]:
+    def __call__(self, rows: Rows, tokens: TokenIds, lengths: Ints) -> tuple[UInt8s, Bools]:
         """FinishReason of each row after its new token, which makes its tokens `lengths`, and whether that token is one
         of its stop_token_ids.
 
@@ -60,7 +55,7 @@ class StopCheck:
         finish[by_eos | by_stop_token] = int(FinishReason.STOP)
         return finish, by_stop_token
 
-    def _match(self, rows: Ints, tokens: Int32s) -> Bools:
+    def _match(self, rows: Rows, tokens: TokenIds) -> Bools:
         keys = (rows.astype(np.int64) << 32) | tokens
         if not len(keys):
             return np.zeros(0, np.bool_)

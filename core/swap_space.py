@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ipc.paged_rows import Int32s
+from ipc.arrays import Int32s
 
 
 class SwapSpace:

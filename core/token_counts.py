@@ -1,9 +1,8 @@
 """TokenCounts: how often each token occurs in the output of each row with penalties, kept up as tokens come."""
 
 import numpy as np
-import numpy.typing as npt
 
-from ipc.paged_rows import Int32s, Ints
+from ipc.arrays import AnyInts, Int32s, Ints, Rows, TokenIds
 
 _ROW_SHIFT = 32
 
@@ -19,11 +18,11 @@ class TokenCounts:
         self.counts = np.zeros(0, np.int64)
 
     @property
-    def rows(self) -> npt.NDArray[np.int64]:
+    def rows(self) -> Ints:
         return self.keys >> _ROW_SHIFT
 
     @property
-    def tokens(self) -> npt.NDArray[np.int64]:
+    def tokens(self) -> Ints:
         return self.keys & ((1 << _ROW_SHIFT) - 1)
 
     def add(self, row: int, prompt: Int32s, output: Int32s) -> None:
@@ -37,7 +36,7 @@ class TokenCounts:
         self.keys = np.delete(self.keys, slice(first, last))
         self.counts = np.delete(self.counts, slice(first, last))
 
-    def append(self, rows: Ints, token_ids: Int32s) -> None:
+    def append(self, rows: Rows, token_ids: TokenIds) -> None:
         """One more output token of each of these distinct rows."""
         keys = _keys(rows, token_ids)
         places = np.searchsorted(self.keys, keys)
@@ -47,12 +46,12 @@ class TokenCounts:
         if not known.all():
             self._insert(keys[~known], np.ones(np.count_nonzero(~known), np.int64))
 
-    def _insert(self, keys: npt.NDArray[np.int64], counts: npt.NDArray[np.integer]) -> None:
+    def _insert(self, keys: Ints, counts: AnyInts) -> None:
         merged = np.concatenate([self.keys, keys])
         order = np.argsort(merged, kind="stable")  # finds the long run that is sorted already
         self.keys, self.counts = merged[order], np.concatenate([self.counts, counts])[order]
 
 
-def _keys(rows: Ints | int, token_ids: Ints) -> npt.NDArray[np.int64]:
-    keys: npt.NDArray[np.int64] = (np.asarray(rows, np.int64) << _ROW_SHIFT) | token_ids
+def _keys(rows: Rows | int, token_ids: AnyInts) -> Ints:
+    keys: Ints = (np.asarray(rows, np.int64) << _ROW_SHIFT) | token_ids
     return keys

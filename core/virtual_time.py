@@ -6,7 +6,7 @@ back after a pause is lifted to the least served of those at work, so that nobod
 
 import numpy as np
 
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints
 
 #: Virtual time of one token at weight 1. Integers: sums are exact, and the same in every process.
 TOKEN = 1 << 16

@@ -21,6 +21,7 @@ from ipc.safetensors import read_safetensors_folder
 from kernels.cpu_dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu_library import CpuLibrary
 from kernels.dequantize import BLOCK_SIZES, dequantize
+from kernels.rounding import round_up
 
 #: safetensors dtype -> type name of kernels.dequantize, under which both formats are converted.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -203,7 +204,7 @@ def _convert(
 
 def _release(file: mmap.mmap, stored: _Stored) -> None:
     """Of the mapping's pages, those with nothing but this tensor; who still needs them reads them again."""
-    begin, end = -(-stored.begin // mmap.PAGESIZE) * mmap.PAGESIZE, stored.end // mmap.PAGESIZE * mmap.PAGESIZE
+    begin, end = round_up(stored.begin, mmap.PAGESIZE), stored.end // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 

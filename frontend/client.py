@@ -21,9 +21,9 @@ import numpy as np
 from frontend.client_errors import fresh, refusal, request_error
 from frontend.journal import Journal, Progress
 from frontend.kv_event_stream import KVEventStream
-from frontend.output_columns import Int64s
 from frontend.transport import Transport
 from frontend.typed_calls import TypedCalls
+from ipc.arrays import Ints
 from ipc.errors import (
     CallFailedError,
     EngineCoreError,
@@ -158,7 +158,7 @@ class EngineClient(TypedCalls):
                     raise
         return number
 
-    def wait(self, numbers: Int64s, timeout: float | None = None) -> Int64s:
+    def wait(self, numbers: Ints, timeout: float | None = None) -> Ints:
         """Those of `numbers` (int64) with news, waiting until there is one; empty after `timeout` seconds.
 
         Errors: EngineDeadError when the session has ended and none of them has news left.
@@ -174,7 +174,7 @@ class EngineClient(TypedCalls):
                 self._changed.wait(left)
             return ready
 
-    def take_ready(self) -> Int64s:
+    def take_ready(self) -> Ints:
         """Numbers of all requests with news not taken yet; for listeners."""
         with self._changed:
             return self._journal.take_ready()

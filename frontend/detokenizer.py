@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from frontend.tokenizer import Tokenizer, TokenTable, is_byte_token
+from ipc.arrays import Int32s
 
 #: Tokens of settled text that WindowStream decodes again, so that the new ones are decoded in their context.
 _CONTEXT_TOKENS = 6
@@ -153,7 +153,7 @@ class Detokenizer:
         self._undelivered.clear()
         return delta
 
-    def update(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def update(self, token_ids: Sequence[int] | Int32s) -> None:
         """Take further tokens; after a stop string was found they are ignored."""
         assert not self._finished, f"update() after finish(), {self.num_tokens} tokens taken"
         ids: Sequence[int] = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids

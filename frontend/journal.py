@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
-from frontend.output_columns import Int64s, OutputColumns, columns_of
+from frontend.output_columns import OutputColumns, columns_of
 from frontend.request_events import RequestEvent, read_events
+from ipc.arrays import AnyInts, Int32s, Ints
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import Abort, AddRequest, FinishReason, Outputs
-from ipc.paged_rows import Int32s, PagedRows
+from ipc.paged_rows import PagedRows
 
 _PAGE_SIZE = 64  # tokens
 _SIBLINGS_PAGE = 4  # rows
@@ -206,11 +206,11 @@ class Journal:
 
     # --- columns ------------------------------------------------------------------------------------------------
 
-    def rows_of(self, numbers: npt.NDArray[np.integer], choices: Int64s | None = None) -> Int64s:
+    def rows_of(self, numbers: AnyInts, choices: Ints | None = None) -> Ints:
         """The rows of these requests' choices (None = the first), -1 where one is not live. Errors:
         MalformedMessageError for a choice that a request has not."""
         slots = numbers.astype(np.int64) - (self._first_number - 1)
-        rows: Int64s = self._row_of.take(slots, mode="clip")
+        rows: Ints = self._row_of.take(slots, mode="clip")
         if choices is None:
             return rows
         others = np.flatnonzero((choices > 0) & (rows >= 0))
@@ -220,7 +220,7 @@ class Journal:
         rows[others] = self._siblings.get(first, choice)
         return rows
 
-    def take_ready(self, numbers: Int64s | None = None) -> Int64s:
+    def take_ready(self, numbers: Ints | None = None) -> Ints:
         """Numbers (of these, or of all) with news not taken yet: finished, or new tokens while streaming."""
         rows = np.flatnonzero(self._ready) if numbers is None else self.rows_of(numbers)
         rows = rows[(rows >= 0) & self._ready[rows]]
@@ -235,11 +235,11 @@ class Journal:
             rows = [row for number in numbers for row in self._rows_of_request(number)]
         self._aborted[[row for row in rows if row >= 0]] = True
 
-    def unfinished(self) -> Int64s:
+    def unfinished(self) -> Ints:
         """Numbers of the requests that go on, ascending: what a new engine would be given."""
         return np.unique(self._number[(self._number >= 0) & (self._finish == 0)])
 
-    def apply(self, outputs: Outputs, now: float) -> Int64s:
+    def apply(self, outputs: Outputs, now: float) -> Ints:
         """Enter what one step produced; returns the touched rows [N].
 
         Rows of requests that are gone or finished, and tokens at positions that were delivered before, are dropped; a
@@ -275,16 +275,16 @@ class Journal:
             self._finished_time[rows[finished]] = now
             touched = touched | finished
         self._apply_events(outputs)
-        news: Int64s = rows[touched]
+        news: Ints = rows[touched]
         awaited = news[self._streaming[news] | (self._finish[news] > 0)]
         self._ready[self._first[awaited]] = True
         return news
 
-    def any_ready(self, rows: Int64s) -> bool:
+    def any_ready(self, rows: Ints) -> bool:
         """Whether one of these rows has news its consumer waits for."""
         return bool(np.count_nonzero(self._ready[self._first[rows]]))
 
-    def _write_tokens(self, columns: OutputColumns, rows: Int64s, delivered: Int64s, ends: Int64s) -> None:
+    def _write_tokens(self, columns: OutputColumns, rows: Ints, delivered: Ints, ends: Ints) -> None:
         if not len(columns.tokens):
             return
         self._tokens.ensure(rows, ends)

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from frontend.outputs import Logprob, TokenLogprobs
 from frontend.token_texts import TokenTexts
+from ipc.arrays import Floats, Int32s, UInt16s, UInt32s
 from ipc.errors import MalformedMessageError
 from ipc.messages import Logprobs
-from ipc.paged_rows import Int32s
 
 
 class PositionLogprobs(NamedTuple):
@@ -18,7 +17,7 @@ class PositionLogprobs(NamedTuple):
 
     rank: int  # of the first
     token_ids: Int32s  # [n]
-    values: npt.NDArray[np.float32]  # [n]
+    values: Floats  # [n]
 
 
 class ReceivedLogprobs:
@@ -43,13 +42,13 @@ class ReceivedLogprobs:
 class LogprobColumns(NamedTuple):
     """The wire's columns, L positions."""
 
-    numbers: npt.NDArray[np.uint32]
-    positions: npt.NDArray[np.uint32]
-    counts: npt.NDArray[np.uint32]
-    ranks: npt.NDArray[np.uint32]
+    numbers: UInt32s
+    positions: UInt32s
+    counts: UInt32s
+    ranks: UInt32s
     token_ids: Int32s
-    values: npt.NDArray[np.float32]
-    choices: npt.NDArray[np.uint16]
+    values: Floats
+    choices: UInt16s
 
     def split(self) -> list[tuple[int, int, int, PositionLogprobs]]:
         """(number, choice, position, what is there) of each."""

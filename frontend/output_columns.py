@@ -1,15 +1,12 @@
 """An Outputs message as NumPy columns, checked to fit one another."""
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ipc.arrays import Bools, Int32s, Ints, UInt8s
 from ipc.errors import MalformedMessageError
 from ipc.messages import FinishReason, Outputs
-from ipc.paged_rows import Int32s
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
 
 _LAST_FINISH = int(max(FinishReason))
 
@@ -17,14 +14,14 @@ _LAST_FINISH = int(max(FinishReason))
 class OutputColumns(NamedTuple):
     """R rows and their T tokens. Columns that need no widening are views of the message."""
 
-    numbers: Int64s  # [R]
-    positions: Int64s  # [R]
-    counts: Int64s  # [R]
+    numbers: Ints  # [R]
+    positions: Ints  # [R]
+    counts: Ints  # [R]
     tokens: Int32s  # [T]
-    finish: npt.NDArray[np.uint8] | None  # [R]; None = none finished
-    choices: Int64s | None = None  # [R]; None = all 0
+    finish: UInt8s | None  # [R]; None = none finished
+    choices: Ints | None = None  # [R]; None = all 0
 
-    def where(self, keep: npt.NDArray[np.bool_]) -> "OutputColumns":
+    def where(self, keep: Bools) -> "OutputColumns":
         """The columns of the rows in the mask keep [R]."""
         return OutputColumns(
             self.numbers[keep],

@@ -1,4 +1,4 @@
-"""Session: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
+"""EngineHandle: the engine (started or connected to), the client and the tokenizer that LLM and AsyncLLM share."""
 
 import contextlib
 import hashlib
@@ -48,8 +48,8 @@ class PreparedRequest(NamedTuple):
     priority: int
 
 
-class Session:
-    """An open session; close() ends it, and the engine with it where the session started it.
+class EngineHandle:
+    """An engine in use; close() ends its session, and the engine where this handle started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
     address of a running engine, instead of a model. seed: of the requests that bring none; None = 0. tokenizer: path to
@@ -186,7 +186,7 @@ class Session:
         return output
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the session, and within `timeout` seconds the engine this session started."""
+        """End the session, and within `timeout` seconds the engine this handle started."""
         self.client.close()
         if self._process is not None and self._owner == os.getpid():
             self._process.stop(timeout)

@@ -4,16 +4,14 @@ models. Numerics level L0: the order of torch's sums depends on the shapes of a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kernels.arrays import AnyInts, Ints
 from kernels.kv_cache import KVCache
-
-Ints = NDArray[np.int64]
-AnyInts = NDArray[np.integer[Any]]
+from kernels.rounding import ceil_div
 
 #: Scores (4 bytes each) that one product makes for each head, at most: bounds memory, and stays in a CPU's cache.
 _MAX_SCORES = 1 << 18
@@ -57,7 +55,7 @@ def attention_metadata(
     ends = np.cumsum(counts)  # of each request's tokens, rows of q
     groups = []
     for requests, positions in _cuts(counts, lengths):
-        num_blocks = -(-int(positions.max() + 1) // cache.block_size)
+        num_blocks = ceil_div(int(positions.max() + 1), cache.block_size)
         columns = np.arange(num_blocks * cache.block_size)
         is_visible = columns <= positions[:, :, None]
         if window is not None:

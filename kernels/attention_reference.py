@@ -4,6 +4,7 @@ import torch
 
 from kernels.attention import AttentionMetadata
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div
 
 
 def reference_attention(
@@ -32,7 +33,7 @@ def _context(
     cache: KVCache, layer: int, metadata: AttentionMetadata, index: int, context_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V [context_len, Hkv, D] of one request."""
-    num_blocks = -(-context_len // cache.block_size)
+    num_blocks = ceil_div(context_len, cache.block_size)
     blocks = torch.from_numpy(metadata.block_tables[index, :num_blocks].astype("int64"))
     keys = cache.keys(layer).index_select(0, blocks).flatten(0, 1)[:context_len]
     values = cache.values(layer).index_select(0, blocks).flatten(0, 1)[:context_len]

@@ -5,9 +5,7 @@ for a prompt of 2,000 tokens took a tenth of its time. So pages are taken while 
 up to a bounded number beyond the highest one in use - the pool hands out new blocks in ascending order.
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kernels.arrays import Int32s
 from kernels.huge_pages import take_pages
 from kernels.kv_cache import KVCache
 
@@ -31,7 +29,7 @@ class BlocksAhead:
         self._end = 0  # and so many in the layers before this one
         self._layer = 0
 
-    def use(self, block_ids: NDArray[np.int32]) -> None:
+    def use(self, block_ids: Int32s) -> None:
         """These blocks are in use now."""
         if len(block_ids):
             self._highest = max(self._highest, int(block_ids.max()))

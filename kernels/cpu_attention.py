@@ -6,26 +6,11 @@ import math
 import torch
 
 from kernels.cpu_attention_plan import AttentionPlan
-from kernels.cpu_kv_cache import CacheShape, CpuKVCache
+from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
+from kernels.cpu_structs import AttentionArguments, CacheShape
+from kernels.rounding import round_up
 from kernels.scratch import Scratch
-
-
-class AttentionArguments(ctypes.Structure):
-    """struct Attention."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("q", "layer", "out", "block_tables", "items", "members", "merges", "partials", "scratch")
-        ),
-        ("shape", CacheShape),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_heads", "table_width", "num_items", "num_merges", "max_item_tokens", "window")
-        ),
-        ("scale", ctypes.c_float),
-    )
 
 
 class CpuAttention:
@@ -61,7 +46,7 @@ class CpuAttention:
             scale=scale * math.log2(math.e),
         )
         work = plan.arguments
-        arguments.block_tables, arguments.table_width = work.block_tables, work.table_width
+        arguments.block_tables, arguments.table_width = work.blocks, work.width
         arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members
         arguments.merges, arguments.num_merges = work.merges, work.num_merges
         arguments.max_item_tokens, arguments.window = work.max_item_tokens, work.window
@@ -81,5 +66,5 @@ class CpuAttention:
             scratch = self._scratch.get("scratch", (scratch_bytes * num_threads + 64,), torch.uint8)
             num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
             partials = self._scratch.get("partials", (num_floats,), torch.float32)
-            self._places = partials.data_ptr(), -(-scratch.data_ptr() // 64) * 64
+            self._places = partials.data_ptr(), round_up(scratch.data_ptr(), 64)
         arguments.partials, arguments.scratch = self._places

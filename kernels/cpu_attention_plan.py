@@ -7,10 +7,10 @@ How the work is cut changes no bit of any result (kernels/cpu/attention.h), so s
 import ctypes
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kernels.attention import AnyInts, Ints
+from kernels.arrays import AnyInts, Int32s, Ints
 from kernels.cpu_library import CpuLibrary
+from kernels.cpu_structs import AttentionItem, AttentionMember, AttentionMerge, PlanArguments, TileUser
 
 #: Tokens; enum in attention.h.
 TILE = 512
@@ -26,34 +26,9 @@ MAX_SPLIT_ROWS = 64
 MAX_SHARED_ROWS = 24
 
 #: Numbers, int32, that a plan has room for, for each item.
-_ROOM = {"items": 9, "merges": 5, "members": 2, "tile_users": 9, "places": 2, "wanted_items": 9, "wanted_merges": 5}
-
-Int32s = NDArray[np.int32]
-
-
-_POINTERS = ("num_tokens", "context_lens", *_ROOM, "block_tables")
-
-
-class PlanArguments(ctypes.Structure):
-    """struct AttentionPlan."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("table_width", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("num_requests", "max_items")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_kv_heads", "group", "window", "max_item_tokens", "max_split_rows", "max_members")
-        ),
-        *((name, ctypes.c_int64) for name in ("num_items", "num_merges", "num_members", "num_partials")),
-        *((name, ctypes.c_int64) for name in ("num_tile_users", "num_rows", "longest")),
-        *((name, ctypes.c_int64) for name in ("num_wanted_items", "num_wanted_merges")),
-    )
-    num_rows: int
-    longest: int
-    num_partials: int
-    max_item_tokens: int
+_STRUCTS = {"items": AttentionItem, "merges": AttentionMerge, "members": AttentionMember, "tile_users": TileUser}
+_STRUCTS |= {"wanted_items": AttentionItem, "wanted_merges": AttentionMerge}
+_ROOM = {name: ctypes.sizeof(struct) // 4 for name, struct in _STRUCTS.items()} | {"places": 2}
 
 
 class AttentionPlan:
@@ -123,7 +98,7 @@ class AttentionPlan:
         self.block_tables = np.ascontiguousarray(block_tables, np.int32)
         arguments = self.arguments
         arguments.num_tokens, arguments.context_lens = self.num_tokens.ctypes.data, self.context_lens.ctypes.data
-        arguments.block_tables, arguments.table_width = self.block_tables.ctypes.data, self.block_tables.shape[1]
+        arguments.blocks, arguments.width = self.block_tables.ctypes.data, self.block_tables.shape[1]
         arguments.num_requests = len(self.num_tokens)
 
     def reserve(self, max_items: int) -> None:

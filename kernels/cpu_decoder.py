@@ -9,71 +9,19 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.cpu_attention import AttentionArguments, CpuAttention
+from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import AttentionPlan
 from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gemm import GemmArguments, PackedMatrix
+from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
 from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import RotaryTable
 from kernels.cpu_sampling import CpuSampler
+from kernels.cpu_structs import DecoderArguments, KindArguments, LayerArguments, StepArguments
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES = 64 << 20  # of the last level, where the system does not tell
-
-_NUM_KINDS = 2  # of layers: those that see everything, those that slide
-
-
-class _LayerArguments(ctypes.Structure):
-    """struct DecoderLayer."""
-
-    _fields_ = (
-        *((name, GemmArguments) for name in ("qkv", "o", "gate_up", "down")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "head_norms")
-        ),
-        ("scale", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-    )
-
-
-class _DecoderArguments(ctypes.Structure):
-    """struct Decoder."""
-
-    _fields_ = (
-        ("layers", ctypes.c_void_p),
-        ("head", GemmArguments),
-        *((name, ctypes.c_void_p) for name in ("embeddings", "norm")),
-        ("hidden_size", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("num_layers", "num_heads", "dtype")),
-        *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
-        ("embeddings_packing", ctypes.c_int32),
-    )
-
-
-class _KindArguments(ctypes.Structure):
-    """struct DecoderKind."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "plan")),
-        ("attention", AttentionArguments),
-    )
-
-
-_BUFFERS = ("hidden", "x", "qkv", "q", "attended", "gated", "added", "normed", "last_hidden")
-
-
-class _StepArguments(ctypes.Structure):
-    """struct DecoderStep."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("decoder", "kinds", "cache")),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "logits_rows")),
-        *((name, ctypes.c_void_p) for name in (*_BUFFERS, "logits", "largest")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_logits", "is_narrow")),
-    )
 
 
 class LayerParts(NamedTuple):
@@ -89,7 +37,7 @@ class LayerParts(NamedTuple):
     gate_up: PackedMatrix
     down: PackedMatrix
     mlp_out_norm: CpuNorm | None
-    slides: bool
+    kind: int  # index into the plans and tables that a step has for each kind of layer
 
 
 class CpuDecoder:
@@ -107,11 +55,11 @@ class CpuDecoder:
         *,
         num_heads: int,
     ) -> None:
-        """head gives float32; tables: for each kind of layer, or one for both; sampler: is told of the largest
+        """head gives float32; tables: one for each kind of layer, which kinds may share; sampler: gets the largest
         logits."""
         assert head.out_dtype == torch.float32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # what the pointers point to
-        self._layers = (_LayerArguments * len(layers))(*map(_layer_arguments, layers))
+        self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features, norm.dtype
         first = layers[0]
         self._decoder = _decoder_arguments(embedding, norm, head)
@@ -125,12 +73,11 @@ class CpuDecoder:
         self._widths |= {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
         self._widths |= {"gated": first.down.in_features}
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
-        kinds = sorted({int(parts.slides) for parts in layers})
-        self._kinds = (_KindArguments * _NUM_KINDS)()
+        self._kinds = (KindArguments * len(tables))()
         # Each with room of its own.
-        self._attention = [(kind, CpuAttention(library), self._kinds[kind].attention) for kind in kinds]
+        self._attention = [(CpuAttention(library), kind.attention) for kind in self._kinds]
         self._plans: tuple[AttentionPlan, ...] = ()
-        self._step = _StepArguments(
+        self._step = StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
         self._sampler = sampler
@@ -140,7 +87,7 @@ class CpuDecoder:
         self._columns: tuple[torch.Tensor, ...] = (torch.zeros(0, dtype=torch.int64),) * 4  # of the last step
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
         self._reserve(1, 1)
-        pointer = ctypes.POINTER(_StepArguments)
+        pointer = ctypes.POINTER(StepArguments)
         self._run = library.function("decoder_step", pointer)
         self._run_logits = library.function("decoder_logits", pointer)
 
@@ -154,7 +101,7 @@ class CpuDecoder:
         logits_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
-        kind of layer, or once for both, a plan -> the last layer's input [T, hidden], which stands for the step in
+        kind of layer a plan -> the last layer's input [T, hidden], which stands for the step in
         logits(), and logits [S, vocab], float32. What is given again, with other numbers in it, is not looked at
         again: next to the weights each object touched costs microseconds."""
         columns = (token_ids, positions, slots, logits_rows)
@@ -164,8 +111,8 @@ class CpuDecoder:
             self._use(cache, plans)
         if (longest := plans[0].arguments.longest) > self._num_positions:
             self._reach(longest)
-        for index, attention, arguments in self._attention:
-            attention.reserve(arguments, cache, plans[-index], self._num_heads)
+        for plan, (attention, arguments) in zip(plans, self._attention, strict=True):
+            attention.reserve(arguments, cache, plan, self._num_heads)
         self._run(self._step)
         return self._results
 
@@ -201,8 +148,8 @@ class CpuDecoder:
 
     def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
         self._cache, self._plans = cache, tuple(plans)
-        for index, _, arguments in self._attention:
-            self._kinds[index].plan = ctypes.addressof(plans[-index].arguments)
+        for plan, kind, (_, arguments) in zip(plans, self._kinds, self._attention, strict=True):
+            kind.plan = ctypes.addressof(plan.arguments)
             arguments.shape, arguments.num_heads = cache.shape, self._num_heads
         pointers = (tensor.data_ptr() for tensor in cache.layers)
         self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
@@ -214,9 +161,8 @@ class CpuDecoder:
             table.reach(num_positions)
         self._rotations = [(table.cos, table.sin) for table in self._tables]  # whoever else reaches on makes others
         self._num_positions = min(len(cos) for cos, _ in self._rotations)
-        for index, *_ in self._attention:
-            cos, sin = self._rotations[-index]
-            self._kinds[index].cos, self._kinds[index].sin = cos.data_ptr(), sin.data_ptr()
+        for kind, (cos, sin) in zip(self._kinds, self._rotations, strict=True):
+            kind.cos, kind.sin = cos.data_ptr(), sin.data_ptr()
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
         """Buffers for so many rows; they only grow, by powers of two."""
@@ -253,9 +199,9 @@ def exceed_caches(num_bytes: int) -> bool:
     return num_bytes > max(sizes, default=_USUAL_CACHE_BYTES)
 
 
-def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> _DecoderArguments:
+def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> DecoderArguments:
     """All but what concerns layers and heads."""
-    return _DecoderArguments(
+    return DecoderArguments(
         head=head.arguments,
         embeddings=embedding.table.data_ptr(),
         norm=norm.weight.data_ptr(),
@@ -267,11 +213,11 @@ def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatri
     )
 
 
-def _layer_arguments(parts: LayerParts) -> _LayerArguments:
+def _layer_arguments(parts: LayerParts) -> LayerArguments:
     def weight(norm: CpuNorm | None) -> int | None:
         return None if norm is None else norm.weight.data_ptr()
 
-    return _LayerArguments(
+    return LayerArguments(
         qkv=parts.qkv.arguments,
         o=parts.o.arguments,
         gate_up=parts.gate_up.arguments,
@@ -282,5 +228,5 @@ def _layer_arguments(parts: LayerParts) -> _LayerArguments:
         mlp_out_norm=weight(parts.mlp_out_norm),
         head_norms=None if parts.head_norms is None else parts.head_norms.data_ptr(),
         scale=parts.scale * math.log2(math.e),
-        kind=int(parts.slides),
+        kind=parts.kind,
     )

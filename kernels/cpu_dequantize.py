@@ -5,20 +5,11 @@ import ctypes
 import torch
 
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
+from kernels.cpu_structs import DequantizeArguments
 from kernels.dequantize import BLOCK_SIZES
 
 #: enum in dequantize.h.
 _TYPES = {name: index for index, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))}
-
-
-class DequantizeArguments(ctypes.Structure):
-    """struct Dequantize."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("blocks", "out")),
-        ("num_blocks", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("type", "dtype")),
-    )
 
 
 def has_cpu_kernel(type_name: str, dtype: torch.dtype) -> bool:

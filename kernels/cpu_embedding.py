@@ -6,20 +6,9 @@ import torch
 
 from kernels.cpu_gemm import PackedMatrix
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
+from kernels.cpu_structs import EmbeddingArguments
 
 NOT_PACKED, PACKED, COMPACT = range(3)  # enum in embedding.h
-
-
-class EmbeddingArguments(ctypes.Structure):
-    """struct Embedding."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "table", "out")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "width")),
-        ("dtype", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("packing", ctypes.c_int32),
-    )
 
 
 class CpuEmbedding:

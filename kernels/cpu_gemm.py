@@ -5,31 +5,10 @@ import ctypes
 import torch
 
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
+from kernels.cpu_structs import GemmArguments, PackArguments
 
 #: Gated activations; enum in gate.h, by transformers' names.
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
-
-
-class GemmArguments(ctypes.Structure):
-    """struct Gemm."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth", "x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "y_dtype", "gate", "streams", "is_compact", "reserved")),
-        ("next", ctypes.c_void_p),
-    )
-
-
-class _PackArguments(ctypes.Structure):
-    """struct GemmPack."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "packed")),
-        *((name, ctypes.c_int64) for name in ("num_columns", "depth", "source_stride")),
-        *((name, ctypes.c_int32) for name in ("source_dtype", "dtype", "is_gated", "reserved")),
-        ("plan", ctypes.c_void_p),
-    )
 
 
 class PackedMatrix:
@@ -96,10 +75,10 @@ def _pack(
     """weight [out, in], any strides -> its bytes, packed, and whether these are compact."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    pointer = ctypes.POINTER(_PackArguments)
+    pointer = ctypes.POINTER(PackArguments)
     plan_bytes = library.function("compact_plan_bytes", ctypes.c_int64, result=ctypes.c_int64)
     plan = torch.empty(plan_bytes(weight.shape[0]), dtype=torch.uint8)
-    arguments = _PackArguments(
+    arguments = PackArguments(
         source=weight.data_ptr(),
         num_columns=weight.shape[0],
         depth=weight.shape[1],

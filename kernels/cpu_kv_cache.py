@@ -5,25 +5,19 @@ dimensions, token], V is [pairs of tokens, dimension]. A head's width is a multi
 tokens are plain rows. The kernels read and write the tensors themselves; what is here serves tests and references.
 """
 
-import ctypes
-
 import torch
 
 from kernels.cpu_library import ELEMENT_TYPES
+from kernels.cpu_structs import CacheShape
 from kernels.kv_cache import KVCache
+from kernels.rounding import round_up
 
 CHUNK = 16  # tokens
 
 
-class CacheShape(ctypes.Structure):
-    """struct CacheShape."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("num_kv_heads", "head_dim", "block_size", "dtype"))
-
-
 def padded_dim(head_dim: int) -> int:
     """Numbers that a head takes in the cache."""
-    return -(-head_dim // 16) * 16
+    return round_up(head_dim, 16)
 
 
 class CpuKVCache(KVCache):

@@ -11,6 +11,8 @@ import torch
 
 from kernels.cpu_build import CpuLibraryError
 from kernels.cpu_library_file import find_library
+from kernels.cpu_structs import check_structs
+from kernels.rounding import round_up
 
 #: enum in elements.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -28,9 +30,10 @@ class CpuLibrary:
     Python: what they are given must live until they return."""
 
     def __init__(self, variant: str, path: Path) -> None:
-        """Errors: OSError."""
+        """Errors: OSError; CpuLibraryError where its structs are not those of kernels/cpu_structs.py."""
         self.variant = variant
         self._functions = ctypes.CDLL(str(path))
+        check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self._chunk = torch.empty(0, dtype=torch.uint8)
@@ -63,7 +66,7 @@ class CpuLibrary:
             if num_bytes >= _CHUNK_BYTES:
                 return chunk
             self._chunk = chunk
-        taken, end = self._chunk[:num_bytes], -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        taken, end = self._chunk[:num_bytes], round_up(num_bytes, _ALIGNMENT)
         self._chunk = self._chunk[end:]
         return taken
 

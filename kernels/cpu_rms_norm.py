@@ -5,17 +5,7 @@ import ctypes
 import torch
 
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary
-
-
-class NormArguments(ctypes.Structure):
-    """struct Norm."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("hidden", "x", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "width")),
-        *((name, ctypes.c_int32) for name in ("x_dtype", "out_dtype")),
-        ("eps", ctypes.c_float),
-    )
+from kernels.cpu_structs import NormArguments
 
 
 class CpuNorm:

@@ -4,23 +4,13 @@ import ctypes
 
 import torch
 
-from kernels.cpu_kv_cache import CacheShape, CpuKVCache
+from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
+from kernels.cpu_structs import RopeArguments
 from kernels.rope import rotary_tables
 
 MAX_HEAD_DIM = 4096  # enum in rope.c: a longer head would not fit where it is rotated
 _LEAST_POSITIONS = 1024  # of a table
-
-
-class RopeArguments(ctypes.Structure):
-    """struct RopeKvWrite."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "positions", "head_norms", "slots", "q", "layer")),
-        ("shape", CacheShape),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_tokens")),
-        ("eps", ctypes.c_float),
-    )
 
 
 class RotaryTable:

@@ -7,19 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.arrays import Int32s
 from kernels.cpu_library import CpuLibrary
+from kernels.cpu_structs import SamplingArguments
+from kernels.rounding import round_up
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
-
-
-class SamplingArguments(ctypes.Structure):
-    """struct Sampling."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", *_COLUMNS, "largest", "tokens", "scratch")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size")),
-    )
 
 
 class CpuSampler:
@@ -35,22 +29,20 @@ class CpuSampler:
         self._tokens = np.zeros(0, np.int32)
         self._room: tuple[int, ...] = ()  # what the scratch is for
         self._logits: torch.Tensor | None = None  # what the arguments point to
-        self._known: tuple[torch.Tensor, NDArray[np.int32]] | None = None  # logits, and what largest() is of them
+        self._known: tuple[torch.Tensor, Int32s] | None = None  # logits, and what largest() is of them
 
-    def expect(self, logits: torch.Tensor, largest: NDArray[np.int32]) -> None:
+    def expect(self, logits: torch.Tensor, largest: Int32s) -> None:
         """Whoever writes these logits [S, V], each time he does, writes into largest [S] what largest() is of them."""
         self._known = logits, largest
 
-    def __call__(
-        self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], *, is_edited: bool = False
-    ) -> NDArray[np.int32]:
+    def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], *, is_edited: bool = False) -> Int32s:
         """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
         token ids [S]; -1 where a row's largest logit over its temperature is no finite number. is_edited: the logits
         are not as their writer left them."""
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
             self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
-            self._arguments.scratch = -(-self._scratch.data_ptr() // 64) * 64
+            self._arguments.scratch = round_up(self._scratch.data_ptr(), 64)
             self._room = room
         for buffer, column in zip(self._columns, columns, strict=True):
             buffer[:num_rows] = column
@@ -60,7 +52,7 @@ class CpuSampler:
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
-    def largest(self, logits: torch.Tensor) -> NDArray[np.int32]:
+    def largest(self, logits: torch.Tensor) -> Int32s:
         """The same where every temperature is 0; of logits that are as their writer left them."""
         known = self._largest_of(logits)
         if known is not None:
@@ -70,7 +62,7 @@ class CpuSampler:
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
-    def _largest_of(self, logits: torch.Tensor) -> NDArray[np.int32] | None:
+    def _largest_of(self, logits: torch.Tensor) -> Int32s | None:
         return self._known[1] if self._known is not None and logits is self._known[0] else None
 
     def _point_to(self, logits: torch.Tensor) -> int:

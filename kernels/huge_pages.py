@@ -5,6 +5,8 @@ import mmap
 
 import torch
 
+from kernels.rounding import round_up
+
 _HUGE = 2 << 20  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
@@ -25,6 +27,6 @@ def take_pages(tensor: torch.Tensor, begin: int, end: int) -> bool:
 def _advise(address: int, num_bytes: int, advice: int) -> bool:
     """Of all pages that have one of these bytes."""
     page = mmap.PAGESIZE
-    first, last = address // page * page, -(-(address + num_bytes) // page) * page
+    first, last = address // page * page, round_up(address + num_bytes, page)
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))
     return bool(done == 0)

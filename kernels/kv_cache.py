@@ -8,8 +8,8 @@ yields the operands of a batched product per head, without a transposition.
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kernels.arrays import Int32s
 from kernels.huge_pages import want_huge_pages
 
 
@@ -77,7 +77,7 @@ class KVCache:
         heads = torch.arange(2 * self.num_kv_heads)
         return ((block[:, None] * (2 * self.num_kv_heads) + heads) * self.block_size + offset[:, None]).flatten()
 
-    def copy_blocks(self, sources: NDArray[np.int32], target: "KVCache", targets: NDArray[np.int32]) -> None:
+    def copy_blocks(self, sources: Int32s, target: "KVCache", targets: Int32s) -> None:
         """Copy whole blocks of all layers to another cache of the same layout, sources[i] to targets[i]."""
         if len(sources):
             read, write = torch.from_numpy(sources.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))

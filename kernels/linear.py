@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+#: A tensor to a tensor: what models are put together from.
+Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TorchLinear:
@@ -25,7 +26,7 @@ class TorchLinear:
         return (y if self._bias is None else y.add_(self._bias)).to(self._out_dtype)
 
 
-def prepacked_product(weight: torch.Tensor) -> Product:
+def prepacked_product(weight: torch.Tensor) -> Operation:
     """Return the product with a weight [out, in] in oneDNN's own blocked layout: for few rows two to three times as
     fast as F.linear. Errors: RuntimeError or AttributeError where this build or CPU has none for the dtype."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -34,13 +35,13 @@ def prepacked_product(weight: torch.Tensor) -> Product:
     return lambda x: product(x, packed, None, "none", [], "")
 
 
-def plain_product(weight: torch.Tensor) -> Product:
+def plain_product(weight: torch.Tensor) -> Operation:
     """Return F.linear with a copy of a weight [out, in], which may lie in a mapped file."""
     weight = weight.clone(memory_format=torch.contiguous_format)
     return lambda x: linear(x, weight)
 
 
-def best_product(weight: torch.Tensor) -> tuple[str, Product]:
+def best_product(weight: torch.Tensor) -> tuple[str, Operation]:
     """Return the faster product that this build of torch has, and its name."""
     try:
         return "torch-prepacked", prepacked_product(weight)

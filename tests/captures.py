@@ -16,8 +16,9 @@ from core.engine import EngineInput
 from core.executor.interface import load_executor
 from ipc.config import EngineConfig
 from ipc.log_frames import Frame, pack_frame, read_frames
-from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache, pack_numbers
+from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache
 from ipc.sampling_params import SamplingParams
+from tests.columns import pack_numbers
 from tools.cli import main
 
 VOCAB = 1000

@@ -96,6 +96,13 @@ def test_a_function_fits_a_screen() -> None:
     assert long == {}
 
 
+def test_array_types_and_empty_columns_have_one_file() -> None:
+    """ipc/arrays.py, and kernels/arrays.py for the kernels, name them; no other file does."""
+    alias = re.compile(r"(?m)^\w+(?:: TypeAlias)? = (?:npt\.)?NDArray\[np\.|^_?[A-Z_]+(?:: \w+)? = np\.zeros\(0,")
+    found = {str(path) for path in product_files() if alias.search((ROOT / path).read_text())}
+    assert found == {"ipc/arrays.py", "kernels/arrays.py"}
+
+
 def test_readme_maps_every_file() -> None:
     """The README's section "Files" has one line for each file, which begins with the file's path."""
     text = (ROOT / "README.md").read_text()

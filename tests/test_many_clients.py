@@ -36,8 +36,8 @@ from ipc.messages import (
     Statistics,
     Welcome,
     encode,
-    pack_numbers,
 )
+from tests.columns import pack_numbers
 from tests.core.running_engine import VOCAB, expected
 from tests.ipc.test_messages import CLIENT_MESSAGES, mutate
 from tests.raw_client import PATIENCE_S, RawClient, request

@@ -15,6 +15,7 @@ from core.models.triton_operations import TritonOperations
 from core.plan import SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
+from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import pack_columns, sample_tokens
 
@@ -74,7 +75,7 @@ class CudaExecutor(LocalExecutor):
     def _tables_bytes(self) -> int:
         """Of core/device_tables.py, which comes later."""
         num_tokens = self._max_model_len() + 1
-        return 4 * self._config.max_num_seqs * (num_tokens + -(-num_tokens // self._config.block_size))
+        return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
@@ -86,7 +87,7 @@ class CudaExecutor(LocalExecutor):
         counts[: num_tokens % num_requests] += 1
         block_size = self._config.block_size
         cache = model.allocate_cache(1, block_size)
-        blocks = np.zeros((num_requests, -(-int(counts.max()) // block_size)), np.int32)
+        blocks = np.zeros((num_requests, ceil_div(int(counts.max()), block_size)), np.int32)
         work = triton_work(counts, counts, blocks, operations.group_size, self._device)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         metadata = tuple(work._replace(window=window) for window in model.windows)
@@ -94,8 +95,8 @@ class CudaExecutor(LocalExecutor):
         logits = model.compute_logits(hidden, zeros[:num_requests])
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
-        told = logits.clone()  # what a step keeps of them for log probabilities
-        sample_tokens(told, torch.from_numpy(words).to(self._device))
+        reported = logits.clone()  # what a step keeps of them for log probabilities
+        sample_tokens(reported, torch.from_numpy(words).to(self._device))
 
     @torch.inference_mode()
     def _largest_decode(self) -> None:
@@ -104,7 +105,7 @@ class CudaExecutor(LocalExecutor):
         model, _ = self._parts()
         num_rows, device = padded_rows(self._config.max_num_seqs), self._device
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        splits = padded_splits(-(-self._max_model_len() // SPLIT))
+        splits = padded_splits(ceil_div(self._max_model_len(), SPLIT))
         alone = torch.arange(num_rows, dtype=torch.int32, device=device)
         work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
         metadata = tuple(work._replace(window=window) for window in model.windows)

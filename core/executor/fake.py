@@ -5,15 +5,12 @@ depends on every id before it, a token lost, doubled or taken from a neighbour s
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from core.executor.interface import Costs, FinishedStep, ModelInfo, StepHandle
-from core.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenLogprobs, concat_logprobs
+from core.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.runner_table import RunnerTable
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
-
-UInt64s = npt.NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -25,13 +22,13 @@ def mix(value: UInt64s) -> UInt64s:
     return value ^ (value >> np.uint64(31))
 
 
-def checksum(token_ids: npt.NDArray[np.integer], start: int = 0) -> np.uint64:
+def checksum(token_ids: AnyInts, start: int = 0) -> np.uint64:
     """Order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
     positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
     return np.uint64(_terms(token_ids, positions).sum(dtype=np.uint64))
 
 
-def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> npt.NDArray[np.int32]:
+def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> Int32s:
     """Token at `positions` after ids with these checksums; seeds are 0 for greedy rows."""
     return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
 
@@ -51,15 +48,15 @@ def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -
     return ids[len(prompt) :]
 
 
-def _terms(token_ids: npt.NDArray[np.integer], positions: UInt64s) -> UInt64s:
+def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:
     return mix((token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + mix(positions + np.uint64(1)))
 
 
-def fake_logprobs(tokens: Ints, positions: Ints, num_top: Ints, rows: Ints, vocab_size: int) -> TokenLogprobs:
+def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: Rows, vocab_size: int) -> LogprobColumns:
     """Made up of the token and its position: the token first, of rank 3, then token + 1, token + 2, ... ids."""
     counts = 1 + np.minimum(num_top, vocab_size)
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return TokenLogprobs(
+    return LogprobColumns(
         rows=rows.astype(np.int32),
         positions=positions.astype(np.int32),
         counts=counts.astype(np.int32),
@@ -116,7 +113,7 @@ class FakeExecutor:
         token_ids[samples] = sampled
         return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs))
 
-    def _logprobs(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> TokenLogprobs | None:
+    def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
         """One row after the other, tokens already appended."""
         table, parts = self._table, []
         for index, row in enumerate(plan.rows.tolist()):

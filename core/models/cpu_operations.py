@@ -1,15 +1,14 @@
 """CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import rotary_embeddings
+from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.unchanged import unchanged
-from kernels.attention import AnyInts
+from ipc.arrays import AnyInts
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu_decoder import exceed_caches
@@ -21,8 +20,7 @@ from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache, bytes_per_block
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from kernels.linear import Operation
 
 
 class CpuStep(NamedTuple):
@@ -35,7 +33,7 @@ class CpuStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuAttend:
-    """One layer's attention; kind: index into what the step has for each kind."""
+    """One layer's attention; kind: see layer_kinds.py."""
 
     rope: CpuRope
     attention: CpuAttention
@@ -53,7 +51,7 @@ class CpuOperations:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
         self._config, self._dtype, self.library = config, dtype, library
         self._is_kept = not exceed_caches(_matrix_bytes(config, dtype))
-        self.tables = tuple(RotaryTable(*rotary) for rotary in rotary_embeddings(config))
+        self.tables = of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
         self._attention = CpuAttention(library)
         self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
         self.sampler = CpuSampler(library)

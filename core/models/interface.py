@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 
 from core.models.operations import AttentionWork
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention import AnyInts
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
 

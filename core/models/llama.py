@@ -9,10 +9,11 @@ import torch
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.layer import build_layer, build_norm
+from core.models.layer_kinds import windows
 from core.models.operations import AttentionWork, Operations, Product, choose_operations
 from core.models.weight_parts import WeightParts
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention import AnyInts
 from kernels.cpu_kv_cache import CpuKVCache
 from kernels.cpu_library import CpuLibrary
 from kernels.kv_cache import KVCache
@@ -45,7 +46,7 @@ class Llama:
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         scale = torch.tensor(scale, dtype=dtype).item()
-        self.windows = _windows(config)
+        self.windows = windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
             table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
@@ -138,10 +139,3 @@ class Llama:
         if self._decoder is not None and self._decoder.is_of_last_step(hidden):
             return self._decoder.logits(rows)
         return self._head(self._norm(hidden.index_select(0, rows.to(hidden.device))))
-
-
-def _windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Those of the layers that see everything and of those that slide, as far as there are such layers."""
-    num_sliding = len(config.sliding_layers)
-    kinds = ((None, config.num_hidden_layers - num_sliding), (config.sliding_window, num_sliding))
-    return tuple(window for window, num_layers in kinds if num_layers)

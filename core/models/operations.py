@@ -8,13 +8,12 @@ import torch
 from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.torch_operations import TorchOperations
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention import AnyInts
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_sampling import CpuSampler
 from kernels.kv_cache import KVCache
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from kernels.linear import Operation
 
 #: A step's attention work for the layers of one window; only the operations that made it know what is in it.
 AttentionWork = Any
@@ -79,7 +78,7 @@ class Operations(Protocol):
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
     ) -> Callable[[torch.Tensor, Any, int], torch.Tensor]:
         """Of qkv [T, (H + 2 * Hkv) * D], a step and the layer's index -> [T, H * D]: heads normalised by these weights
-        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: index into what the step has for each kind."""
+        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: see layer_kinds.py."""
 
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionWork, ...], cache: KVCache

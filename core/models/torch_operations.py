@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import rotary_embeddings
-from kernels.attention import AnyInts, AttentionMetadata, attention_metadata, paged_attention
+from core.models.rotary import of_each_kind, rotary_embeddings
+from ipc.arrays import AnyInts
+from kernels.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.gated_activation import gelu_tanh_mul, silu_mul
 from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import TorchLinear
+from kernels.linear import Operation, TorchLinear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_kv_write, rotary_tables
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
 
 GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
@@ -35,7 +34,7 @@ class TorchNorm:
 
 
 class TorchStep(NamedTuple):
-    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     work: tuple[AttentionMetadata, ...]
     cache: KVCache
     write_rows: torch.Tensor
@@ -90,7 +89,7 @@ class TorchOperations:
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionMetadata, ...], cache: KVCache
     ) -> TorchStep:
-        tables = [rotary_tables(positions, *rotary) for rotary in self._rotary]
+        tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
         stored = torch.nonzero(slots >= 0).flatten()
         write_tokens: torch.Tensor | slice = slice(0, len(slots)) if len(stored) == len(slots) else stored
         return TorchStep(tables, work, cache, cache.slot_rows(slots[stored]), write_tokens)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described, eos_token_ids, load_transformers_model
+from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
-from kernels.attention import AnyInts, AttentionMetadata, attention_metadata, paged_attention
+from kernels.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.kv_cache import KVCache, bytes_per_block
 
 #: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
@@ -217,7 +217,7 @@ class TransformersModel:
         )
 
     @torch.inference_mode()
-    def _eager_logits(self, prompt: NDArray[np.int64]) -> torch.Tensor:
+    def _eager_logits(self, prompt: Ints) -> torch.Tensor:
         """Logits of the last token [1, vocab], by the model's code alone."""
         self._model.set_attn_implementation("eager")
         try:
@@ -227,7 +227,7 @@ class TransformersModel:
         logits: torch.Tensor = output.logits[0, -1:].float()
         return logits
 
-    def _logits_of(self, prompts: list[NDArray[np.int64]]) -> torch.Tensor:
+    def _logits_of(self, prompts: list[Ints]) -> torch.Tensor:
         """Logits of the last token of each prompt [n, vocab], in a cache of their own."""
         cache = self.allocate_cache(len(prompts) + 1, 16)
         lengths = np.array([len(prompt) for prompt in prompts])

@@ -13,7 +13,7 @@ import torch
 from core.model_config import read_model_config
 from core.models.llama import Llama
 from core.weights import load_weights
-from ipc.paged_rows import Ints
+from ipc.arrays import Ints
 from kernels.cpu_library import CpuLibrary, load_cpu_library
 from tests.core.test_golden import generate
 from tests.core.test_llama import Requests
@@ -124,7 +124,7 @@ def golden(case: str) -> Golden:
 def our_logits(
     path: Path, prompts: list[Ints], *, library: CpuLibrary | None = None, **wrong: Any
 ) -> list[torch.Tensor]:
-    """In chunks, all prompts at once. library: of the C kernels, None = torch's; wrong: changed fields of the config."""
+    """In chunks, all prompts at once. library: None = torch's operations; wrong: changed fields of the config."""
     config = msgspec.structs.replace(read_model_config(path), **wrong)
     model = Llama(config, load_weights(path, config, torch.float32), torch.float32, library=library)
     requests = Requests(model, prompts)

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from core.engine import EngineCore, EngineInput, EngineReply
-from core.executor.fake import FakeExecutor, UInt64s, choice_seed, fake_tokens, mix, next_token
-from core.outputs import Addressed
+from core.executor.fake import FakeExecutor, choice_seed, fake_tokens, mix, next_token
+from core.outputs import ClientOutput
 from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
 from core.request import request_from_message
 from core.runner_table import RunnerTable
 from core.scheduler import Scheduler
+from ipc.arrays import Int32s, UInt64s
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
-from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
@@ -342,7 +342,7 @@ class ByHand:
             self.mirror.append_tokens(rows, np.zeros(len(rows), np.int32))  # lengths matter, ids do not
         return plan
 
-    def update(self, plan: SchedulerOutput, token: int | Callable[[int], int] = 7) -> list[Addressed]:
+    def update(self, plan: SchedulerOutput, token: int | Callable[[int], int] = 7) -> list[ClientOutput]:
         """token: what every row samples, or a function of the row."""
         token_of = token if callable(token) else lambda _: token
         samples = self._samples.pop(plan.step)

@@ -22,9 +22,9 @@ from core.scheduler import Scheduler
 from core.step_inputs import StepInputs
 from core.weights import expected_shapes
 from frontend.logprobs import ReceivedLogprobs, logprob_columns_of
+from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig, SchedulingPolicy
 from ipc.messages import AddRequest, FinishReason, Outputs
-from ipc.paged_rows import Int32s, Ints
 from ipc.sampling_params import SamplingParams
 from kernels.cpu_library import load_cpu_library
 

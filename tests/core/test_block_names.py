@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from core.block_names import UNNAMED, BlockNames, hash_blocks, root_content
+from core.block_names import UNNAMED, BlockNames, block_key, hash_blocks, root_content
 from core.kv_events import KVEventLog
+from ipc.arrays import Int32s
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
-from ipc.paged_rows import Int32s
 
 SIZE = 4
 ROOT = root_content("")
@@ -176,3 +176,12 @@ def test_a_router_can_follow_the_events() -> None:
     assert events[-2] == KVBlocksRemoved(np.array([second], "<i8").tobytes())
     assert events[-1] == KVBlocksCleared()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(events[-2]), type=KVBlocksRemoved) == events[-2]
+
+
+def test_a_column_of_keys_is_those_of_its_blocks() -> None:
+    """Contents of roots are negative: as numbers and as columns they wrap alike."""
+    parents, tokens = np.array([ROOT, root_content("salt"), 1, 2**40]), blocks_of(5, 5, 5, 2**31 - 9)
+    hashes = hash_blocks(tokens)
+    keys = block_key(parents.view(np.uint64), hashes)
+    assert keys.tolist() == list(map(block_key, parents.tolist(), hashes.tolist()))
+    assert len(set(keys.tolist())) == 4

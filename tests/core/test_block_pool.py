@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from core.block_names import hash_blocks, root_content
 from core.block_pool import NULL_BLOCK, BlockPool
-from ipc.paged_rows import Int32s
+from ipc.arrays import Int32s
 
 
 def ids(*blocks: int) -> Int32s:

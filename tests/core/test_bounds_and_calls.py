@@ -30,9 +30,9 @@ from ipc.messages import (
     Shutdown,
     TokenizerFiles,
     Welcome,
-    pack_numbers,
 )
 from ipc.sampling_params import SamplingParams
+from tests.columns import pack_numbers
 from tests.core.running_engine import LONG, NUM_ROWS, VOCAB, Running, expected, is_free, owner, start_engine, wait_for
 from tests.raw_client import RawClient, request
 

@@ -14,6 +14,7 @@ from core.capture_records import TAGS, Close, Gap, Header, Input, Step, decode_c
 from core.capture_writer import CaptureWriter
 from core.executor.fake import FakeExecutor
 from core.executor.interface import ModelInfo
+from core.log import flush
 from core.plan import SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, ConfigError
@@ -168,6 +169,7 @@ def test_a_full_disk_stops_the_capture_with_one_warning(
         log.add(STEP)
     monkeypatch.undo()
     os.close(full)
+    flush(10.0)
     (line,) = capfd.readouterr().err.splitlines()
     assert "a.cap stopped: No space left on device; it ends after" in line
     file = CaptureFile(tmp_path / "a.cap")

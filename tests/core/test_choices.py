@@ -10,7 +10,8 @@ import torch
 from core.engine import EngineCore, EngineReply
 from core.executor.fake import choice_seed, fake_tokens
 from ipc.config import EngineConfig
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed, pack_numbers
+from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
+from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, PagedExecutor, add_message, small_config
 from tests.core.invariance import neighbours, recorded_engine, tiny_model
 

@@ -81,14 +81,14 @@ def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
         library.stop_threads()
 
 
-@pytest.mark.parametrize(("told", "streams"), [("1K", True), ("1048576K", False), ("some", False), (None, False)])
+@pytest.mark.parametrize(("reported", "streams"), [("1K", True), ("1048576K", False), ("some", False), (None, False)])
 def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_give_the_same_bits(
-    told: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reported: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the system does not say how large its caches are, they are taken for larger than a tiny model."""
-    if told is not None:
+    if reported is not None:
         (tmp_path / "index3").mkdir()
-        (tmp_path / "index3" / "size").write_text(f"{told}\n")
+        (tmp_path / "index3" / "size").write_text(f"{reported}\n")
     monkeypatch.setattr(kernels.cpu_decoder, "_CACHES", tmp_path)
     model = random_model(KINDS["plain"], torch.bfloat16)
     assert model._decoder is not None

@@ -130,14 +130,16 @@ class Answers:
         if message.logprobs is not None:
             self._take_logprobs(message.logprobs)
 
-    def _take_logprobs(self, told: Logprobs) -> None:
+    def _take_logprobs(self, reported: Logprobs) -> None:
         entries = zip(
-            np.frombuffer(told.token_ids, "<i4").tolist(), np.frombuffer(told.values, "<f4").tolist(), strict=True
+            np.frombuffer(reported.token_ids, "<i4").tolist(),
+            np.frombuffer(reported.values, "<f4").tolist(),
+            strict=True,
         )
         columns = (
-            np.frombuffer(told.numbers, "<u4"),
-            np.frombuffer(told.positions, "<u4"),
-            np.frombuffer(told.counts, "<u4"),
+            np.frombuffer(reported.numbers, "<u4"),
+            np.frombuffer(reported.positions, "<u4"),
+            np.frombuffer(reported.counts, "<u4"),
         )
         for number, position, count in zip(*(column.tolist() for column in columns), strict=True):
             self.logprobs[number, position] = [next(entries) for _ in range(count)]

@@ -8,7 +8,7 @@ import torch
 from core.device_tables import DeviceTables
 from core.plan import NewRow, SchedulerOutput
 from core.runner_table import RunnerTable
-from ipc.paged_rows import Int32s
+from ipc.arrays import Int32s
 from ipc.sampling_params import SamplingParams
 
 

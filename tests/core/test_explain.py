@@ -2,7 +2,7 @@
 
 from core.engine import HoldClient
 from ipc.messages import CallFailed, Pause, PauseMode, Resume
-from ipc.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, RequestState
+from ipc.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
 from tests.core.driving import Driver, add_message, small_config
 from tools.explain import describe_all, describe_reason, describe_request, to_json
 
@@ -28,10 +28,10 @@ def test_no_row_and_behind() -> None:
     driver = Driver(small_config(60, max_num_seqs=1))
     driver.step([(1, add_message(number, [number] * 5, 30)) for number in range(3)], now_ns=4 * 10**9)
     running = why(driver, 0)
-    assert (running.state, running.reason, running.last_tokens) == (RequestState.RUNNING, Reason.NONE, 5)
+    assert (running.state, running.reason, running.last_tokens) == (SchedulingState.RUNNING, Reason.NONE, 5)
     assert (running.num_prompt_tokens, running.num_tokens, running.max_total_tokens) == (5, 6, 35)
     first, second = why(driver, 1), why(driver, 2)
-    assert (first.state, first.reason, first.position) == (RequestState.WAITING, Reason.NO_ROW, 0)
+    assert (first.state, first.reason, first.position) == (SchedulingState.WAITING, Reason.NO_ROW, 0)
     assert first.waited_ns == 5 * 10**9
     assert (second.reason, second.position) == (Reason.BEHIND, 1)
     assert (second.holder_session, second.holder_number) == (1, 1)
@@ -65,7 +65,7 @@ def test_skipped_for_the_budget() -> None:
     driver.step([(2, add_message(0, [3], 30))])
     driver.step()
     one = why(driver, 0, session=2)
-    assert (one.state, one.reason, one.available) == (RequestState.WAITING, Reason.NO_BUDGET, 0)
+    assert (one.state, one.reason, one.available) == (SchedulingState.WAITING, Reason.NO_BUDGET, 0)
     skipping = Driver(small_config(60, budget=4, max_num_seqs=2, scheduling_policy="fair", fair_quantum=10_000))
     skipping.step([(1, add_message(0, [1] * 3, 30)), (2, add_message(0, [2] * 40, 3))])
     for _ in range(3):
@@ -90,11 +90,11 @@ def test_pauses_and_holds() -> None:
     driver.step([(9, Pause(1, PauseMode.NEW)), (1, add_message(1, [1], 3))])
     assert why(driver, 0).reason == Reason.NONE
     paused = why(driver, 1)
-    assert (paused.state, paused.reason, paused.position) == (RequestState.WAITING, Reason.PAUSED, -1)
+    assert (paused.state, paused.reason, paused.position) == (SchedulingState.WAITING, Reason.PAUSED, -1)
     assert ask(driver).num_unbegun == 1
     driver.step([(2, HoldClient())])
     held = why(driver, 0, session=2)
-    assert (held.state, held.reason) == (RequestState.ON_HOLD, Reason.ON_HOLD)
+    assert (held.state, held.reason) == (SchedulingState.ON_HOLD, Reason.ON_HOLD)
     driver.step([(9, Pause(1, PauseMode.ALL))])
     assert why(driver, 0).reason == Reason.PAUSED
     answer = ask(driver)
@@ -112,7 +112,7 @@ def test_swapped_out() -> None:
         if driver.engine.statistics(0).num_swapped:
             break
         driver.step()
-    swapped = [one for one in ask(driver).requests if one.state is RequestState.SWAPPED]
+    swapped = [one for one in ask(driver).requests if one.state is SchedulingState.SWAPPED]
     assert len(swapped) > 0
     assert all(one.num_preemptions and one.num_computed_tokens for one in swapped)
 
@@ -130,6 +130,6 @@ def test_the_table_is_bounded() -> None:
     for limit, shown in ((100, (4, 16)), (6, (3, 3)), (10, (4, 6)), (1, (0, 1)), (0, (0, 0)), (-5, (0, 0))):
         answer = ask(driver, limit=limit)
         states = [one.state for one in answer.requests]
-        assert (states.count(RequestState.RUNNING), states.count(RequestState.WAITING)) == shown
+        assert (states.count(SchedulingState.RUNNING), states.count(SchedulingState.WAITING)) == shown
         assert answer.num_left_out == 20 - sum(shown)
     assert describe_all(ask(driver, limit=6))[-1] == "... and 14 more (--limit)"

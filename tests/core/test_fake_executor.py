@@ -12,6 +12,7 @@ from core.executor.interface import load_executor
 from core.plan import NO_TOKEN, NewRow, SchedulerOutput
 from core.runner_table import RunnerTable
 from ipc.sampling_params import SamplingParams
+from tests.columns import num_used_pages
 from tests.core.driving import VOCAB_SIZE, small_config
 
 
@@ -129,9 +130,9 @@ def test_runner_table_takes_several_blocks_for_several_rows() -> None:
 def test_removed_rows_give_their_pages_back() -> None:
     table = RunnerTable(2, 4)
     table.apply(plan(0, [], [], [new_row(0, [1], [1]), new_row(1, [2], [2])]))
-    assert (table.tokens.num_used_pages, table.blocks.num_used_pages) == (2, 2)
+    assert (num_used_pages(table.tokens), num_used_pages(table.blocks)) == (2, 2)
     table.apply(plan(1, [], [], removed=[0]))
-    assert (table.tokens.num_used_pages, table.blocks.num_used_pages) == (1, 1)
+    assert (num_used_pages(table.tokens), num_used_pages(table.blocks)) == (1, 1)
 
 
 def test_it_is_found_by_name_and_needs_no_torch() -> None:

@@ -8,10 +8,10 @@ from core.executor.local import LocalExecutor
 from core.model_config import read_model_config
 from core.models.llama import Llama
 from core.weights import load_weights
+from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
 from ipc.messages import Outputs, RequestFailed
 from ipc.model_files import resolve_model
-from ipc.paged_rows import Int32s, Ints
 from kernels.cpu_library import load_cpu_library
 from tests.core.invariance import (
     DTYPES,

@@ -74,15 +74,15 @@ def test_a_routers_picture_is_the_pools(seed: int, depth: int, monkeypatch: pyte
             messages.append((FOLLOWER, RenewKVEvents()))
         replies = driver.step(messages)  # type: ignore[arg-type]
         assert ((FOLLOWER, CallDone(7)) in replies) == (step in (40, 120))
-        told = [reply for client, reply in replies if isinstance(reply, KVEvents) and client == FOLLOWER]
-        for message in told:
+        reported = [reply for client, reply in replies if isinstance(reply, KVEvents) and client == FOLLOWER]
+        for message in reported:
             router.apply(message)
             num_removed += any(isinstance(event, KVBlocksRemoved) for event in message.events)
         if step >= 40:
             assert router.blocks == pool_picture(driver), step
             longest = max(longest, router.num_cached([0] * 8, 4))
         else:
-            assert not told
+            assert not reported
     assert router.sequences == list(range(len(router.sequences)))
     assert num_removed > 10
     assert longest == 8

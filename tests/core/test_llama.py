@@ -11,6 +11,7 @@ from core.models.llama import Llama
 from core.weights import expected_shapes
 from ipc.errors import ModelFileError
 from kernels.cpu_library import load_cpu_library
+from kernels.rounding import ceil_div
 
 BLOCK_SIZE = 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -58,7 +59,7 @@ class Requests:
 
     def __init__(self, model, prompts, seed=0):
         self.model, self.prompts, self.done = model, prompts, [0] * len(prompts)
-        num_blocks = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
+        num_blocks = [ceil_div(len(prompt), BLOCK_SIZE) for prompt in prompts]
         self.cache = model.allocate_cache(sum(num_blocks) + 1, BLOCK_SIZE)
         for layer in self.cache.layers:
             layer[1:] = torch.nan

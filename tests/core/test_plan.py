@@ -8,7 +8,7 @@ from core.engine import EngineCore
 from core.executor.fake import FakeExecutor, create
 from core.executor.interface import StepHandle
 from core.pipeline import Pipeline
-from core.plan import ModelRunnerOutput, NewRow, SchedulerOutput, decode_plan, encode_plan
+from core.plan import ModelRunnerOutput, NewRow, SchedulerOutput, encode_plan
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
@@ -33,6 +33,18 @@ PLAN = SchedulerOutput(
     rows=int32s(1, 2, 4, 0),
     num_scheduled_tokens=int32s(1, 20, 3, 1),
 )
+
+
+def _decode_array(kind: object, value: bytes) -> np.ndarray:
+    return np.frombuffer(value, "<i4").astype(np.int32, copy=False)
+
+
+_decoder = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_decode_array)
+
+
+def decode_plan(data: bytes) -> SchedulerOutput:
+    """The inverse of encode_plan(), as an executor in another process would have it."""
+    return _decoder.decode(data)
 
 
 def equal(one: object, other: object) -> bool:

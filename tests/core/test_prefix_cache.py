@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from core.block_names import hash_blocks
-from ipc.paged_rows import Int32s
+from ipc.arrays import Int32s
 from tests.core.driving import ByHand, Driver, add_message, expected_tokens, small_config
 
 PROMPT = list(range(100, 116))  # four blocks of four

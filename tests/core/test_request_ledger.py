@@ -6,8 +6,9 @@ import pytest
 from core import request_ledger
 from core.backlog import Backlog
 from core.lease_clock import LeaseClock
-from core.request_ledger import RequestLedger, Standing
-from ipc.messages import Abort, ErrorCode, Outputs, RequestFailed, pack_numbers
+from core.request_ledger import NumberStatus, RequestLedger
+from ipc.messages import Abort, ErrorCode, Outputs, RequestFailed
+from tests.columns import pack_numbers
 
 
 def finish(*numbers: int, running: tuple[int, ...] = ()) -> Outputs:
@@ -17,19 +18,19 @@ def finish(*numbers: int, running: tuple[int, ...] = ()) -> Outputs:
     return Outputs(0, 0, column, bytes(4 * len(rows)), bytes(2 * len(rows)), b"", finish=codes)
 
 
-def test_standing() -> None:
+def test_number_status() -> None:
     ledger = RequestLedger()
-    assert ledger.standing(5, b"a") is Standing.NEW
+    assert ledger.status(5, b"a") is NumberStatus.NEW
     ledger.add(5, b"a", 1)
     ledger.add(6, b"bcd", 1)
     assert ledger.num_bytes == 4
-    assert ledger.standing(5, memoryview(b"a")) is Standing.SAME
-    assert ledger.standing(5, b"other") is Standing.IN_USE
+    assert ledger.status(5, memoryview(b"a")) is NumberStatus.SAME
+    assert ledger.status(5, b"other") is NumberStatus.IN_USE
     ledger.note(finish(5, running=(6,)))
-    assert (ledger.standing(5, b"a"), ledger.standing(6, b"bcd")) == (Standing.FINISHED, Standing.SAME)
+    assert (ledger.status(5, b"a"), ledger.status(6, b"bcd")) == (NumberStatus.FINISHED, NumberStatus.SAME)
     ledger.note(RequestFailed(6, ErrorCode.INTERNAL, ""))
     ledger.note(finish(7))  # was never here
-    assert (ledger.standing(6, b"x"), ledger.standing(7, b"x")) == (Standing.FINISHED, Standing.NEW)
+    assert (ledger.status(6, b"x"), ledger.status(7, b"x")) == (NumberStatus.FINISHED, NumberStatus.NEW)
     assert ledger.num_bytes == 0
 
 
@@ -39,8 +40,14 @@ def test_finished_numbers_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch
     for number in range(5):
         ledger.add(number, b"x", 1)
     ledger.note(finish(4, 3, 2, 1))
-    standing = [ledger.standing(number, b"") for number in range(5)]
-    assert standing == [Standing.IN_USE, Standing.FINISHED, Standing.FINISHED, Standing.FINISHED, Standing.NEW]
+    statuses = [ledger.status(number, b"") for number in range(5)]
+    assert statuses == [
+        NumberStatus.IN_USE,
+        NumberStatus.FINISHED,
+        NumberStatus.FINISHED,
+        NumberStatus.FINISHED,
+        NumberStatus.NEW,
+    ]
 
 
 def test_the_lease_clock_stands_still_while_nobody_listens() -> None:
@@ -65,7 +72,7 @@ def test_a_number_that_is_free_again_never_meets_its_first_use_in_one_message() 
     while True:
         ledger.note(message)
         backlog.append(message)
-        if ledger.standing(1, b"x") is Standing.NEW:
+        if ledger.status(1, b"x") is NumberStatus.NEW:
             break
         number += 1
         ledger.add(number, b"x", 1)

@@ -7,6 +7,7 @@ from core.plan import NewRow, SchedulerOutput
 from core.runner_table import RunnerTable
 from core.step_inputs import InputMaker, StepInputs
 from ipc.sampling_params import SamplingParams
+from kernels.rounding import ceil_div
 from tests.core.test_step_cost import count_calls
 
 NUM_ROWS, BLOCK_SIZE = 300, 4  # the latter where a test says nothing else
@@ -58,7 +59,7 @@ class Plans:
         for row, state in self.lengths.items():
             counts.append(min(most, state[0] - state[1]))
             state[1] += counts[-1]
-            needed = -(-state[1] // self._block_size) - state[2]
+            needed = ceil_div(state[1], self._block_size) - state[2]
             block_rows += [row] * needed
             state[2] += needed
             state[0] += state[1] == state[0]
@@ -84,7 +85,7 @@ def assert_alike(moved: StepInputs, made: StepInputs, block_size: int = BLOCK_SI
         assert getattr(moved, name).tolist() == getattr(made, name).tolist(), name
     assert moved.num_samples == made.num_samples
     for row, length in enumerate(made.context_lens.tolist()):
-        used = -(-length // block_size)
+        used = ceil_div(length, block_size)
         assert moved.block_tables[row, :used].tolist() == made.block_tables[row, :used].tolist()
 
 

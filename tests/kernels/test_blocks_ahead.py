@@ -10,6 +10,7 @@ import torch
 from kernels import blocks_ahead
 from kernels.blocks_ahead import BlocksAhead
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div
 
 LAYERS, BLOCK_SIZE = 3, 16
 
@@ -74,7 +75,7 @@ def resident_pages(tensor: torch.Tensor) -> int:
     """Of the tensor's pages, those that have memory."""
     page = mmap.PAGESIZE
     first = tensor.data_ptr() // page * page
-    count = -(-(tensor.data_ptr() + tensor.nbytes - first) // page)
+    count = ceil_div(tensor.data_ptr() + tensor.nbytes - first, page)
     found = (ctypes.c_ubyte * count)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * page), found) == 0
     return sum(state & 1 for state in found)

@@ -8,6 +8,7 @@ import kernels.cpu_attention_plan
 from kernels.cpu_attention_plan import MAX_SHARED_ROWS, TILE, AttentionPlanner
 from kernels.cpu_build import usable_variants
 from kernels.cpu_library import load_cpu_library
+from kernels.rounding import ceil_div
 from tests.kernels.attention_bench import DTYPES
 from tests.kernels.test_cpu_attention import HEADS, CpuBench, attention_of
 
@@ -111,7 +112,7 @@ def plan_of(lengths, tables, *, heads=(9, 3), counts=None, block_size=16, window
 
 
 def own_tables(num_requests, length, block_size=16):
-    width = -(-length // block_size)
+    width = ceil_div(length, block_size)
     return np.arange(1, num_requests * width + 1, dtype=np.int32).reshape(num_requests, width)
 
 
@@ -126,7 +127,7 @@ def test_a_tile_in_common_is_one_item_for_as_many_as_may_be_in_one(num_requests,
     if num_requests == 1:
         assert len(shared) == len(plan.members) == 0
     else:
-        assert len(shared) == 3 * num_tiles * -(-num_requests // most)
+        assert len(shared) == 3 * num_tiles * ceil_div(num_requests, most)
         assert shared[:, 3].max() <= most
         assert shared[:, 3].max() - shared[:, 3].min() <= 1
         assert len(plan.members) == 3 * num_tiles * num_requests

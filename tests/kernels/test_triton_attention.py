@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 from kernels.attention import attention_metadata
 from kernels.attention_reference import reference_attention
 from kernels.kv_cache import KVCache
+from kernels.rounding import ceil_div
 from kernels.triton import decode_attention as decode
 from kernels.triton.attention_work import SPLIT, TritonWork, tile_tokens, triton_work, work_columns
 from kernels.triton.decode_attention import decode_attention
@@ -45,7 +46,7 @@ def batch(shape: Shape, requests: list[tuple[int, int]], dtype: torch.dtype, see
     rng = np.random.default_rng(seed)
     counts, lengths = (np.array(column, np.int64) for column in zip(*requests, strict=True))
     size = shape.block_size
-    needed = -(-lengths // size)
+    needed = ceil_div(lengths, size)
     blocks = rng.permutation(int(needed.sum())) + 1
     tables = rng.integers(0, 2**30, (len(requests), int(needed.max()) + 1)).astype(np.int32)  # ids of no block
     cache = KVCache(1, int(needed.sum()) + 1, size, shape.kv_heads, shape.head_dim, dtype)
@@ -120,7 +121,7 @@ def test_soft_cap() -> None:
     got = attend(shape, given, soft_cap=cap).double()
     token = 0
     for index, (count, length) in enumerate(zip(given.num_tokens.tolist(), given.context_lens.tolist(), strict=True)):
-        blocks = torch.from_numpy(given.tables[index, : -(-length // 16)].astype(np.int64))
+        blocks = torch.from_numpy(given.tables[index, : ceil_div(length, 16)].astype(np.int64))
         keys = given.cache.keys(0)[blocks].flatten(0, 1)[:length, 0].double()
         values = given.cache.values(0)[blocks].flatten(0, 1)[:length, 0].double()
         for position in range(length - count, length):

@@ -19,7 +19,7 @@ from ipc.errors import CallFailedError, ConfigError, EngineDeadError
 from ipc.kv_events import KVBlocksCleared, KVBlocksStored
 from ipc.messages import PauseMode
 from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Reason, RequestState
+from ipc.scheduling_messages import Reason, SchedulingState
 from tests.tools.test_cli import run, serving
 from tools.cli import main
 from tools.control import read_owner_file, write_owner_file
@@ -52,7 +52,7 @@ def test_the_programs(tmp_path: Path) -> None:
         client = EngineClient(ZmqTransport(address))
         number = client.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), seed=0)
         (own,) = client.explain(number).requests
-        assert (own.state, own.reason, own.num_prompt_tokens) == (RequestState.WAITING, Reason.PAUSED, 3)
+        assert (own.state, own.reason, own.num_prompt_tokens) == (SchedulingState.WAITING, Reason.PAUSED, 3)
         name = f"{own.session}/{number}"
         table = run("explain", "--connect", address).stdout
         assert "paused: nothing begins, what has begun goes on" in table

@@ -26,6 +26,7 @@ from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.rope import rotary_frequencies, rotary_tables, rotate
+from kernels.rounding import ceil_div
 from tools.version import DISTRIBUTION, version
 
 _SECONDS = 0.3  # for each operation
@@ -110,7 +111,7 @@ def _cases(library: CpuLibrary, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int, length: int, count: int) -> Case:
-    blocks = -(-length // 16)
+    blocks = ceil_div(length, 16)
     cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
