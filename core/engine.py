@@ -5,12 +5,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from core.executor.interface import Executor
-from core.explain import explain
-from core.kv_feed import KVFeed
-from core.pipeline import Pipeline
-from core.request import request_from_message
-from core.scheduler import Scheduler
+from core.batch.request import request_from_message
+from core.execution.executor import Executor
+from core.execution.pipeline import Pipeline
+from core.kv.event_feed import KVFeed
+from core.scheduling.explain import explain
+from core.scheduling.scheduler import Scheduler
 from ipc.config import EngineConfig
 from ipc.messages import (
     Abort,

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from frontend.client import EngineClient
-from frontend.outputs import RequestOutput
-from frontend.prompts import PromptInput, split_prompts
+from frontend.client.client import EngineClient
+from frontend.results.outputs import RequestOutput
 from frontend.session import EngineHandle, Message, PreparedRequest, check_neutral
-from frontend.tokenizer import Tokenizer
+from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
@@ -153,7 +153,7 @@ class AsyncLLM:
         await asyncio.to_thread(self._engine.client.reset_prefix_cache)
 
     async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
-        """What the engine's prefix cache holds, and every change, as frontend/kv_event_stream.py says; one at a time.
+        """What the engine's prefix cache holds, and every change, as frontend/client/kv_event_stream.py says; one at a time.
         Errors: CallFailedError, EngineDeadError."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         stream = await asyncio.to_thread(self._engine.client.follow_kv_events)

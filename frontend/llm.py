@@ -11,12 +11,12 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from frontend.client import EngineClient
-from frontend.outputs import RequestOutput
-from frontend.prompts import PromptInput, split_prompts
-from frontend.request_state import RequestState
+from frontend.client.client import EngineClient
+from frontend.results.outputs import RequestOutput
+from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, Message, PreparedRequest, check_neutral, final_only
-from frontend.tokenizer import Tokenizer
+from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError, RequestFailedError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams

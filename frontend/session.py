@@ -10,19 +10,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from frontend.bad_words import bad_words_token_ids
-from frontend.chat_template import render_chat
-from frontend.client import EngineClient
-from frontend.completion_state import needs_every_token
-from frontend.engine_process import EngineProcess
-from frontend.outputs import RequestOutput
-from frontend.prompts import Prompt, PromptInput, read_prompts
-from frontend.request_state import RequestState
-from frontend.tokenizer import Tokenizer
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
+from frontend.results.completion_state import needs_every_token
+from frontend.results.outputs import RequestOutput
+from frontend.results.request_state import RequestState
+from frontend.text.bad_words import bad_words_token_ids
+from frontend.text.chat_template import render_chat
+from frontend.text.prompts import Prompt, PromptInput, read_prompts
+from frontend.text.tokenizer import Tokenizer
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
-from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
 Message: TypeAlias = dict[str, Any]

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.capture import CapturedEngine, start_capture
-from core.capture_records import TAGS, Input, Record, Step, decode_record, encode_record
+from core.capture.engine import CapturedEngine, start_capture
+from core.capture.records import TAGS, Input, Record, Step, decode_record, encode_record
 from core.engine import EngineInput
-from core.executor.interface import load_executor
+from core.execution.executor import load_executor
 from ipc.config import EngineConfig
 from ipc.log_frames import Frame, pack_frame, read_frames
 from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache

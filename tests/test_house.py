@@ -13,7 +13,7 @@ MAX_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 #: The pure part of the core; nothing it loads may know the time, chance or the environment.
-PURE = ("core.scheduler", "core.engine")
+PURE = ("core.scheduling.scheduler", "core.engine")
 IMPURE_MODULES = {"time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "asyncio"}
 #: Names whose value differs from run to run, or that run what they are given.
 IMPURE_CALLS = {"hash", "id"}
@@ -73,7 +73,9 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_there_are_files_to_check() -> None:
-    assert {Path("ipc/config.py"), Path("core/scheduler.py"), Path("tests/test_house.py")} <= set(tracked_files())
+    assert {Path("ipc/config.py"), Path("core/scheduling/scheduler.py"), Path("tests/test_house.py")} <= set(
+        tracked_files()
+    )
 
 
 def test_init_files_are_empty() -> None:
@@ -126,12 +128,13 @@ def test_the_public_package_loads_no_engine() -> None:
 
 
 def test_the_start_of_the_engine_process_loads_no_torch() -> None:
-    assert loaded_by("import core.process, core.__main__") & {"torch", "transformers"} == set()
+    assert loaded_by("import core.process.loop, core.__main__") & {"torch", "transformers"} == set()
 
 
 def test_an_engine_on_the_cpu_loads_no_triton() -> None:
     assert (
-        loaded_by("import core.executor.local") & {"triton", "kernels.triton", "core.models.triton_operations"} == set()
+        loaded_by("import core.executors.local") & {"triton", "kernels.triton", "core.models.triton_operations"}
+        == set()
     )
 
 
@@ -147,7 +150,7 @@ def test_the_core_is_a_function_of_its_inputs() -> None:
         found += [f"{path} imports {name}" for name in imported_modules(tree) if name in IMPURE_MODULES]
         found += [f"{path} calls {name}()" for name in called_names(tree) if name in IMPURE_CALLS]
     # The executor is found by name when the process starts, not during a step.
-    assert [one for one in found if not one.startswith("core/executor/interface.py")] == []
+    assert [one for one in found if not one.startswith("core/execution/executor.py")] == []
 
 
 def test_nothing_runs_what_it_is_sent() -> None:

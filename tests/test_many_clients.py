@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from frontend.engine_process import EngineProcess
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import (
     PROTOCOL_MAJOR,
@@ -70,8 +70,8 @@ def wait_until_free(client: RawClient) -> None:
 CLIENT = """
 import sys, time
 import numpy as np
-from frontend.client import EngineClient
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
 from ipc.sampling_params import SamplingParams
 from tests.core.running_engine import expected
 address, role, me = sys.argv[1], sys.argv[2], int(sys.argv[3])

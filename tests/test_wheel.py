@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from core.executor.fake import fake_tokens
-from kernels.cpu_build import usable_variants
+from core.executors.fake import fake_tokens
+from kernels.cpu.build import usable_variants
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_packages_and_the_licence(wheel: Path) -> None:
 def test_the_wheel_brings_the_kernels_compiled(installed: Path, wheel: Path, tmp_path: Path) -> None:
     assert wheel.name.startswith("engine_core-")
     assert "-py3-none-linux_" in wheel.name
-    code = "from kernels.cpu_library import load_cpu_library; print(load_cpu_library().variant)"
+    code = "from kernels.cpu.library import load_cpu_library; print(load_cpu_library().variant)"
     done = subprocess.run(
         [str(installed / "python"), "-c", code],
         cwd=tmp_path,

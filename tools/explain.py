@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from frontend.client import EngineClient
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
 from ipc.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explanation, Reason, RequestExplanation, SchedulingState
 from tools.options import ArgumentParser

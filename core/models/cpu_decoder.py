@@ -7,11 +7,11 @@ from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer
 from core.models.operations import Norm, Operations, Product
 from core.models.unchanged import unchanged
-from kernels.cpu_decoder import CpuDecoder, LayerParts
-from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gemm import PackedMatrix
-from kernels.cpu_rms_norm import CpuNorm
-from kernels.linear import Operation
+from kernels.cpu.decoder import CpuDecoder, LayerParts
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.rms_norm import CpuNorm
+from kernels.torch.linear import Operation
 
 
 def cpu_decoder(

@@ -9,18 +9,18 @@ from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.unchanged import unchanged
 from ipc.arrays import AnyInts
-from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
-from kernels.cpu_decoder import exceed_caches
-from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gemm import PackedMatrix
-from kernels.cpu_kv_cache import CpuKVCache, padded_dim
-from kernels.cpu_library import ARITHMETIC, CpuLibrary
-from kernels.cpu_rms_norm import CpuNorm
-from kernels.cpu_rope import CpuRope, RotaryTable
-from kernels.cpu_sampling import CpuSampler
-from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import Operation
+from kernels.cpu.attention import CpuAttention
+from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
+from kernels.cpu.decoder import exceed_caches
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.kv_cache import CpuKVCache, padded_dim
+from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.rope import CpuRope, RotaryTable
+from kernels.cpu.sampling import CpuSampler
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.linear import Operation
 
 
 class CpuStep(NamedTuple):

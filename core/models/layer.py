@@ -11,7 +11,7 @@ from core.models.layer_kinds import kind_of
 from core.models.operations import Norm, Operations, Product
 from core.models.unchanged import unchanged
 from core.models.weight_parts import WeightParts
-from kernels.linear import Operation
+from kernels.torch.linear import Operation
 
 
 @dataclass(frozen=True)

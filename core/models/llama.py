@@ -14,9 +14,9 @@ from core.models.operations import AttentionWork, Operations, Product, choose_op
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.cpu_kv_cache import CpuKVCache
-from kernels.cpu_library import CpuLibrary
-from kernels.kv_cache import KVCache
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.memory.kv_cache import KVCache
 
 
 class Llama:

@@ -10,10 +10,10 @@ from core.models.cpu_operations import CpuOperations
 from core.models.torch_operations import TorchOperations
 from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.cpu_library import CpuLibrary
-from kernels.cpu_sampling import CpuSampler
-from kernels.kv_cache import KVCache
-from kernels.linear import Operation
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.sampling import CpuSampler
+from kernels.memory.kv_cache import KVCache
+from kernels.torch.linear import Operation
 
 #: A step's attention work for the layers of one window; only the operations that made it know what is in it.
 AttentionWork = Any
@@ -51,7 +51,7 @@ class Operations(Protocol):
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens; None: torch's operations (core/sampler.py)."""
+        """The kernel that draws tokens; None: torch's operations (core/sampling/sampler.py)."""
 
     def wake(self) -> None:
         """The first operation of a step comes within tens of microseconds."""
@@ -93,7 +93,7 @@ class Operations(Protocol):
         cache: KVCache,
         window: int | None,
     ) -> AttentionWork:
-        """See kernels.attention.attention_metadata."""
+        """See kernels.torch.attention.attention_metadata."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of KV cache, all layers together."""

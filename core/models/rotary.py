@@ -5,17 +5,17 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from core.model_files.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from core.models.config import ModelConfig
 from core.models.layer_kinds import windows
-from core.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from kernels import rope_scaling
-from kernels.rope import rotary_frequencies
+from kernels.torch import rope_scaling
+from kernels.torch.rope import rotary_frequencies
 
 _Made = TypeVar("_Made")
 
 
 class Rotary(NamedTuple):
-    """One embedding, as kernels.rope.rotary_tables wants it."""
+    """One embedding, as kernels.torch.rope.rotary_tables wants it."""
 
     frequencies: torch.Tensor  # [head_dim / 2] float32, radians per token
     factor: float  # of cosine and sine

@@ -9,12 +9,12 @@ import torch
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
 from ipc.arrays import AnyInts
-from kernels.attention import AttentionMetadata, attention_metadata, paged_attention
-from kernels.gated_activation import gelu_tanh_mul, silu_mul
-from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import Operation, TorchLinear
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope_kv_write, rotary_tables
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
+from kernels.torch.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.torch.linear import Operation, TorchLinear
+from kernels.torch.rms_norm import rms_norm
+from kernels.torch.rope import rope_kv_write, rotary_tables
 
 GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 

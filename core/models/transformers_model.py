@@ -17,8 +17,8 @@ from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described,
 from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
-from kernels.attention import AttentionMetadata, attention_metadata, paged_attention
-from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 
 #: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}

@@ -11,9 +11,9 @@ import triton
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import Rotary, of_each_kind, rotary_embeddings
 from ipc.arrays import AnyInts
-from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import Operation
-from kernels.rope import rotary_tables
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.linear import Operation
+from kernels.torch.rope import rotary_tables
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding

@@ -1,4 +1,4 @@
-/* The layout of every struct that Python fills, for kernels/cpu_structs.py to compare with its own when it loads these
+/* The layout of every struct that Python fills, for kernels/cpu/structs.py to compare with its own when it loads these
  * kernels. A field that is missing in one of the two lists, or that stands elsewhere, is an error there.
  */
 #include "decoder.h"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kernels.arrays import Int32s
-from kernels.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache
 from kernels.triton.copy_blocks import copy_blocks
 
 

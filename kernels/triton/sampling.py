@@ -1,4 +1,4 @@
-"""Draws one token from each row of logits, as core/sampler.py does, without sorting.
+"""Draws one token from each row of logits, as core/sampling/sampler.py does, without sorting.
 
 A draw is one Philox number pushed through the inverse cumulative distribution of the tokens left: of rows with top_k or
 top_p in order of descending logit, ties by lower id; of other rows in vocabulary order. One program a row, so a token

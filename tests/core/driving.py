@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from core.batch.request import request_from_message
 from core.engine import EngineCore, EngineInput, EngineReply
-from core.executor.fake import FakeExecutor, choice_seed, fake_tokens, mix, next_token
-from core.outputs import ClientOutput
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
-from core.request import request_from_message
-from core.runner_table import RunnerTable
-from core.scheduler import Scheduler
+from core.execution.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.runner_table import RunnerTable
+from core.executors.fake import FakeExecutor, choice_seed, fake_tokens, mix, next_token
+from core.scheduling.outputs import ClientOutput
+from core.scheduling.scheduler import Scheduler
 from ipc.arrays import Int32s, UInt64s
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
@@ -28,7 +28,7 @@ VOCAB_SIZE = 1000
 EOS = 2
 
 
-#: What core/resolve.py would have set.
+#: What core/process/resolve.py would have set.
 RESOLVED = {"num_swap_blocks": 0, "recompute_ns_per_token": 1, "swap_ns_per_block": 1}
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from core.request_index import RequestIndex
-from core.waiting_lines import Line
-from core.waiting_queue import WaitingQueue
+from core.batch.index import RequestIndex
+from core.scheduling.waiting_lines import Line
+from core.scheduling.waiting_queue import WaitingQueue
 from ipc.messages import (
     Abort,
     AddRequest,

@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from core.engine import EngineCore
-from core.executor.fake import create
+from core.executors.fake import create
 from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, encode
 from tests.columns import pack_numbers

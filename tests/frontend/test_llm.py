@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import engine_core
-from core.executor.fake import fake_tokens
-from frontend.engine_process import EngineProcess
+from core.executors.fake import fake_tokens
+from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
 from ipc.config import EngineConfig
 from ipc.errors import (

@@ -9,12 +9,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from core.model_config import read_model_config
-from core.weights import expected_shapes, load_weights
+from core.model_files.model_config import read_model_config
+from core.model_files.weights import expected_shapes, load_weights
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
 from ipc.sampling_params import SamplingParams
-from tests.frontend.sentencepiece_vocabulary import sentencepiece_metadata
+from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
 from tools.bench.tiny_model import write_tiny_model
 
 HIDDEN = 256  # weights in a K block

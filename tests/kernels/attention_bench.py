@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from kernels.attention import attention_metadata, paged_attention
-from kernels.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache
+from kernels.torch.attention import attention_metadata, paged_attention
 
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 3, 80)]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kernels.cpu_library import CpuLibrary, load_cpu_library
+from kernels.cpu.library import CpuLibrary, load_cpu_library
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from frontend.async_llm import AsyncLLM
-from frontend.client import EngineClient
-from frontend.engine_process import EngineProcess
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import CallFailedError, ConfigError, EngineDeadError
 from ipc.kv_events import KVBlocksCleared, KVBlocksStored
@@ -156,7 +156,7 @@ def test_a_stream_of_kv_events() -> None:
 
 
 def test_a_stream_whose_reader_sleeps_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.kv_event_stream.MAX_UNREAD", 2)
+    monkeypatch.setattr("frontend.client.kv_event_stream.MAX_UNREAD", 2)
     with engine() as process:
         client = connected(process)
         stream = client.follow_kv_events()

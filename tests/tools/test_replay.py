@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.capture_file import CaptureFile
-from core.capture_records import Input, Step, decode_record
-from core.executor.fake import fake_tokens
-from frontend.engine_process import EngineProcess
+from core.capture.file import CaptureFile
+from core.capture.records import Input, Step, decode_record
+from core.executors.fake import fake_tokens
+from frontend.engine.process import EngineProcess
 from ipc.messages import Abort, AddRequest, Goodbye
 from tests.captures import (
     CONFIG,

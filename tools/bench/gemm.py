@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from core.cpu_kernels import num_threads, start_cpu_kernels
-from core.model_config import ModelConfig, read_model_config
+from core.device import num_threads, start_cpu_kernels
+from core.model_files.model_config import ModelConfig, read_model_config
 from ipc.config import EngineConfig
-from ipc.model_files import resolve_model
-from kernels.cpu_decoder import exceed_caches
-from kernels.cpu_gemm import PackedMatrix
-from kernels.cpu_library import CpuLibrary
-from kernels.linear import plain_product, prepacked_product
+from ipc.files.model_files import resolve_model
+from kernels.cpu.decoder import exceed_caches
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.library import CpuLibrary
+from kernels.torch.linear import plain_product, prepacked_product
 from tools.version import DISTRIBUTION, version
 
 _HEAD_ROWS = 32  # at most: one for each request that samples

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from core.engine import EngineCore
-from core.executor.local import LocalExecutor
+from core.executors.local import LocalExecutor
 from core.models.cpu_operations import CpuAttend
 from core.models.layer import Layer
 from core.models.llama import Llama

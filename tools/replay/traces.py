@@ -6,7 +6,7 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from core.capture_file import CaptureFile, Turn
+from core.capture.file import CaptureFile, Turn
 from core.engine import EngineReply
 from ipc.errors import CaptureFileError
 from ipc.messages import AddRequest, FinishReason, Goodbye, Outputs, RequestFailed

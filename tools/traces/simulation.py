@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from core.engine import EngineCore, EngineReply
-from core.executor.fake import create
-from core.executor.interface import Costs, StepHandle
-from core.plan import SchedulerOutput
-from core.scheduler import Scheduler
-from core.scheduler_stats import SchedulerStats
+from core.execution.executor import Costs, StepHandle
+from core.execution.plan import SchedulerOutput
+from core.executors.fake import create
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.stats import SchedulerStats
 from ipc.arrays import Ints
 from ipc.config import EngineConfig
 from ipc.messages import Outputs

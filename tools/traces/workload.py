@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.executor.fake import mix
+from core.executors.fake import mix
 from ipc.arrays import Int32s
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest
