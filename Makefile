@@ -3,6 +3,7 @@
 # make soak   the counts that are too large for every change
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
+# make map    write docs/map.md anew
 # make venv   only set up
 #
 # TORCH="..." replaces the pinned torch; it is handed to pip as it stands, so options such as --index-url may follow.
@@ -26,7 +27,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test soak gpu check venv clean
+.PHONY: run test soak gpu check map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
@@ -45,6 +46,9 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+map: $(DEV_STAMP)
+	$(BIN)/python -m tests.make_map
 
 venv: $(STAMP)
 

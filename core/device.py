@@ -1,5 +1,6 @@
-"""Which kernels a model of ours runs on: the C ones where there are any, else torch's."""
+"""What a model of ours runs on: the CPU with the C kernels where there are any, else torch's; or an NVIDIA GPU."""
 
+import importlib.util
 import os
 
 import torch
@@ -31,3 +32,15 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
     library.start_threads(num_threads(config))
     torch.set_num_threads(1)
     return library
+
+
+def cuda_device() -> torch.device:
+    """Errors: ConfigError."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'engine-core[cuda]'")
+    from kernels.triton.device import NoDeviceError, find_device
+
+    try:
+        return find_device()
+    except NoDeviceError as error:
+        raise ConfigError(f"device=cuda needs an NVIDIA GPU: {error}; device=cpu needs none") from error

@@ -153,8 +153,8 @@ class AsyncLLM:
         await asyncio.to_thread(self._engine.client.reset_prefix_cache)
 
     async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
-        """What the engine's prefix cache holds, and every change, as frontend/client/kv_event_stream.py says; one at a time.
-        Errors: CallFailedError, EngineDeadError."""
+        """What the engine's prefix cache holds, and every change, as frontend/client/kv_event_stream.py says; one at a
+        time. Errors: CallFailedError, EngineDeadError."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         stream = await asyncio.to_thread(self._engine.client.follow_kv_events)
 

@@ -22,8 +22,8 @@ CpuKernels = Literal["auto", "c", "torch"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of one engine. None means "the engine decides at its start"; a resolved config (core/process/resolve.py) has no
-    None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
+    """Options of one engine. None means "the engine decides at its start"; a resolved config (core/process/resolve.py)
+    has no None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
 
     model: str | None = None  # folder (config.json, safetensors), .gguf file or org/name; None = the demo model
     executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch

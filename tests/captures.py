@@ -12,8 +12,8 @@ import pytest
 
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.records import TAGS, Input, Record, Step, decode_record, encode_record
-from core.engine import EngineInput
-from core.execution.executor import load_executor
+from core.executors.by_name import load_executor
+from core.inputs import EngineInput
 from ipc.config import EngineConfig
 from ipc.log_frames import Frame, pack_frame, read_frames
 from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache

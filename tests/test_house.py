@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.make_map import PAGE, made
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "frontend", "ipc", "kernels", "tools")
 MAX_LINES = 400
@@ -105,17 +107,9 @@ def test_array_types_and_empty_columns_have_one_file() -> None:
     assert found == {"ipc/arrays.py", "kernels/arrays.py"}
 
 
-def test_readme_maps_every_file() -> None:
-    """The README's section "Files" has one line for each file, which begins with the file's path."""
-    text = (ROOT / "README.md").read_text()
-    sections = re.split(r"(?m)^#+ ", text)
-    maps = [section for section in sections if section.startswith("Files\n")]
-    assert len(maps) == 1, [section.split("\n", 1)[0] for section in sections]
-    named = re.findall(r"(?m)^[ \-*|`]*([\w./-]+\.py)\b", maps[0])
-    # Test files say in their names what they are about.
-    expected = [str(path) for path in tracked_files() if path.name != "__init__.py" and path.parts[0] != "tests"]
-    assert sorted(name for name in named if not name.startswith("tests/")) == sorted(expected)
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_the_map_is_that_of_the_code() -> None:
+    """docs/map.md: `make map` makes it."""
+    assert PAGE.read_text() == made()
 
 
 def test_scheduling_loads_neither_torch_nor_zmq() -> None:

@@ -4,12 +4,12 @@ from collections import deque
 
 import numpy as np
 
+from core.batch.carried import Carried
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.stop_check import StopCheck
 from core.batch.table import BatchTable, RequestStart
 from core.kv.block_pool import BlockPool
-from core.scheduling.draft import Carried
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
 from kernels.rounding import ceil_div

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from core.scheduling.request_events import join_events
 from ipc.arrays import Ints
 from ipc.messages import Outputs, ServerMessage, encode
+from ipc.scheduling_messages import RequestEvents
 
 #: Bytes of columns that are merged into one message; in it no row comes near the 65,535 tokens that a count can say.
 MAX_MERGED_BYTES = 64 << 10
@@ -72,7 +72,7 @@ class Backlog:
 def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
     """Messages of one client, in order, as one in which each request (and choice) has one row."""
     started = b"".join(part.started for part in parts)
-    events = join_events([part.events for part in parts if part.events is not None])
+    events = _join_events([part.events for part in parts if part.events is not None])
     if len(parts) == 1 or not any(part.numbers for part in parts):
         return msgspec.structs.replace(parts[-1], started=started, events=events)
     numbers = np.frombuffer(b"".join(part.numbers for part in parts), "<u4").astype(np.int64)
@@ -129,3 +129,11 @@ def _is_mergeable(message: Outputs) -> bool:
 def _num_bytes(message: Outputs) -> int:
     events = 0 if message.events is None else 5 * len(message.events.numbers)
     return 2 * len(message.numbers) + len(message.counts) + len(message.tokens) + len(message.started) + events
+
+
+def _join_events(parts: list[RequestEvents]) -> RequestEvents | None:
+    """One after the other; None for none."""
+    if not parts:
+        return None
+    names = RequestEvents.__struct_fields__
+    return RequestEvents(*(b"".join(getattr(part, name) for part in parts) for name in names))

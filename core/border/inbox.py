@@ -2,7 +2,7 @@
 
 from queue import SimpleQueue
 
-from core.engine import EngineInput
+from core.inputs import EngineInput
 from ipc.messages import Abort, AddRequest
 
 #: Messages and bytes beyond which nothing of any client is read: what there is beside requests are aborts and calls.

@@ -1,7 +1,7 @@
 """The IO thread: serves the engine's socket and its sessions.
 
-In: frames are handed to the reception (core/border/reception.py), which answers them or puts them into the inbox. Out: the
-messages of each step are taken from the outbox, encoded and sent. If this fails the process ends, because an engine
+In: frames are handed to the reception (core/border/reception.py), which answers them or puts them into the inbox. Out:
+the messages of each step are taken from the outbox, encoded and sent. If this fails the process ends, because an engine
 that cannot be reached looks alive.
 
 To wake a thread costs up to 65 microseconds here, with Python's lock handed over. So an engine thread that has nothing
@@ -27,7 +27,7 @@ from core.border.inbox import Inbox
 from core.border.lease_clock import LeaseClock
 from core.border.reception import Reception, Served
 from core.border.sessions import Sessions
-from core.engine import EndPause, EngineInput
+from core.inputs import EndPause, EngineInput
 from ipc.messages import CallResult, EngineStopping, ErrorCode, ServerMessage
 from ipc.sockets import BoundRouter, Context, pending_events, signal_fd
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_choices, unpack_numbers
 
-#: Numbers of finished requests that a session remembers: more than core/border/backlog.py merges rows, 10 bytes at least each,
-#: into one message, because a number that is used again must not meet its first use there.
+#: Numbers of finished requests that a session remembers: more than core/border/backlog.py merges rows, 10 bytes at
+#: least each, into one message, because a number that is used again must not meet its first use there.
 MAX_FINISHED = 8192
 
 

@@ -15,7 +15,7 @@ import zmq
 from core.border.backlog import Backlog
 from core.border.inbox import Inbox
 from core.border.ledger import RequestLedger
-from core.engine import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
+from core.inputs import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
 from ipc.kv_events import KVBlocksCleared
 from ipc.messages import ErrorCode, Goodbye, Refused, ServerMessage, encode
 from ipc.scheduling_messages import KVEvents
@@ -54,7 +54,8 @@ class Session(msgspec.Struct, eq=False):
 
 
 class Sessions:
-    """For who holds the socket's lock (core/border/io_thread.py). weights: shares of clients by name, for policy fair."""
+    """For who holds the socket's lock (core/border/io_thread.py). weights: shares of clients by name, for policy
+    fair."""
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading

@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 from core.capture.records import FORMAT_MAJOR, FORMAT_MINOR, MAGIC, NO_RESULT, Header, Input, Step, encode_config
 from core.capture.writer import CaptureWriter, open_capture
-from core.engine import EngineCore, EngineInput, EngineReply
+from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.inputs import EngineInput, EngineReply
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
 

@@ -18,7 +18,7 @@ from core.capture.records import (
     decode_format,
     decode_record,
 )
-from core.engine import EngineInput
+from core.inputs import EngineInput
 from ipc.errors import CaptureFileError, ModelFileError
 from ipc.files.mapped_file import map_file
 from ipc.log_frames import Frame, read_frames

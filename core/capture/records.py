@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from core.engine import EngineInput
 from core.execution.executor import ModelInfo
+from core.inputs import EngineInput
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
 from ipc.messages import DECODE_ERRORS

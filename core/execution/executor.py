@@ -1,6 +1,5 @@
 """What the engine needs of an executor, and how it is found by name."""
 
-import importlib
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -69,16 +68,3 @@ class Executor(Protocol):
         """There is nothing to run: use some milliseconds for steps to come. Whether more could be of use."""
 
     def close(self) -> None: ...
-
-
-def executor_module(config: EngineConfig) -> str:
-    """The name of the module that makes the config's executor."""
-    name = "cuda" if config.executor == "local" and config.device == "cuda" else config.executor
-    return f"core.executors.{name}"
-
-
-def load_executor(config: EngineConfig) -> Executor:
-    """The executor named in the config; its module (and torch with it) is imported only here."""
-    module = importlib.import_module(executor_module(config))
-    executor: Executor = module.create(config)
-    return executor

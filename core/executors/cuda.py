@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from core.cuda_device import cuda_device
+from core.device import cuda_device
 from core.execution.executor import StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.local import DTYPES, LocalExecutor

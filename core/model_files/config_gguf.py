@@ -11,16 +11,11 @@ from typing import Any
 import numpy as np
 
 from core.model_files.config_json import pattern_layers
-from core.model_files.rope_scaling import (
-    FrequencyDivisors,
-    LinearScaling,
-    RopeScaling,
-    YarnScaling,
-    yarn_attention_factor,
-)
+from core.model_files.rope_scaling import yarn_attention_factor
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import GGUF_ARCHITECTURES, Architecture
 from core.models.config import ModelConfig
+from core.models.rope_scaling import FrequencyDivisors, LinearScaling, RopeScaling, YarnScaling
 from ipc.errors import UnsupportedModelError
 from ipc.files.gguf import GgufHeader, read_gguf
 from ipc.files.mapped_file import map_file

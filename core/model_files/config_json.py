@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from core.model_files.rope_scaling import RopeScaling, read_rope_scaling
+from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import ARCHITECTURES, Architecture
 from core.models.config import Activation, ModelConfig
+from core.models.rope_scaling import RopeScaling
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
 

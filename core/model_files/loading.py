@@ -67,7 +67,7 @@ def _return_free_memory() -> None:
 def _device_model(config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Llama:
     """Errors: ConfigError where there is no device; OutOfMemoryError."""
     # Imported here: only device=cuda needs triton.
-    from core.cuda_device import cuda_device
+    from core.device import cuda_device
     from core.models.triton_operations import TritonOperations
 
     device = cuda_device()

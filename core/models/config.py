@@ -1,14 +1,15 @@
 """ModelConfig: all that the forward pass, the weights' names and the KV cache must know of a model. Data, no behaviour.
 
 What one architecture has and another has not is a field here, decided once when the model's files are read
-(core/model_files/config_json.py, core/model_files/config_gguf.py), so that nothing later asks for an architecture's name.
+(core/model_files/config_json.py, core/model_files/config_gguf.py), so that nothing later asks for an architecture's
+name.
 """
 
 from typing import Literal
 
 import msgspec
 
-from core.model_files.rope_scaling import RopeScaling
+from core.models.rope_scaling import RopeScaling
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 

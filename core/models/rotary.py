@@ -5,9 +5,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from core.model_files.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from core.models.config import ModelConfig
 from core.models.layer_kinds import windows
+from core.models.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from kernels.torch import rope_scaling
 from kernels.torch.rope import rotary_frequencies
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from core import log
 from core.border.io_thread import IOThread
-from core.engine import EngineInput, EngineReply
+from core.inputs import EngineInput, EngineReply
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -19,7 +19,8 @@ from core.border.zap import start_zap
 from core.capture.engine import CapturedEngine, capture_path, start_capture
 from core.capture.writer import check_capture
 from core.engine import EngineCore
-from core.execution.executor import Executor, ModelInfo, executor_module, load_executor
+from core.execution.executor import Executor, ModelInfo
+from core.executors.by_name import executor_module, load_executor
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig

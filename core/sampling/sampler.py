@@ -1,10 +1,10 @@
 """The sampler: one token per row of logits, a function of that row, its parameters and its position alone.
 
-Order, as in vLLM: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw is one Philox uniform
-pushed through the inverse cumulative distribution of the tokens left: of rows with top_p < 1 or top_k < V in order of
-descending logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never sorted whole:
-its largest logits are taken by the smallest of a few buckets that its own parameters, then its own logits, show to be
-enough.
+Order, as in vLLM: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw is one Philox
+uniform pushed through the inverse cumulative distribution of the tokens left: of rows with top_p < 1 or top_k < V in
+order of descending logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never
+sorted whole: its largest logits are taken by the smallest of a few buckets that its own parameters, then its own
+logits, show to be enough.
 """
 
 from typing import NamedTuple

@@ -1,32 +1,12 @@
 """Draft: the plan being made, and what is found out in making it."""
 
-from typing import NamedTuple
-
 import numpy as np
 
+from core.batch.carried import Carried
 from core.batch.table import RequestStart
 from core.execution.plan import NewRow, SchedulerOutput
 from core.scheduling.decisions import Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
-
-
-class Copies(NamedTuple):
-    """Blocks to copy: sources[i] to targets[i]."""
-
-    sources: list[Int32s]
-    targets: list[Int32s]
-
-    def drop(self, targets: Int32s) -> None:
-        """Nobody needs what would be copied there any more."""
-        for index, blocks in enumerate(self.targets):
-            if blocks is targets:
-                del self.sources[index], self.targets[index]
-                return
-
-    def columns(self) -> tuple[Int32s, Int32s]:
-        if not self.sources:
-            return NO_INT32S, NO_INT32S
-        return np.concatenate(self.sources), np.concatenate(self.targets)
 
 
 class Draft:
@@ -68,15 +48,6 @@ class Draft:
         self.counts[index] -= cuts
         self.num_skipped += int(np.count_nonzero((cuts == counts) & (counts > 0)))
         self.budget += int(cuts.sum())
-
-
-class Carried:
-    """What the next plan that runs must tell, since an empty one does not: rows removed, and copies to the host."""
-
-    def __init__(self) -> None:
-        self.removed_rows: list[int] = []
-        self.out = Copies([], [])
-        self.back = Copies([], [])
 
 
 def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:

@@ -1,8 +1,8 @@
 """The scheduling policies: who goes first, who makes room for whom.
 
 A policy gives every request a rank (smaller goes first, ties by arrival) and a level (a waiting request may take slots,
-blocks and token budget from running ones of a larger level). All else, for all policies alike, is in core/scheduling/admission.py
-and core/scheduling/preemption.py.
+blocks and token budget from running ones of a larger level). All else, for all policies alike, is in
+core/scheduling/admission.py and core/scheduling/preemption.py.
 """
 
 from typing import Protocol

@@ -60,11 +60,3 @@ class RequestEventLog:
             return None
         columns = zip(_FORMATS, zip(*events, strict=True), strict=True)
         return RequestEvents(*[struct.pack(f"<{len(events)}{kind}", *column) for kind, column in columns])
-
-
-def join_events(parts: list[RequestEvents]) -> RequestEvents | None:
-    """One after the other; None for none."""
-    if not parts:
-        return None
-    names = RequestEvents.__struct_fields__
-    return RequestEvents(*(b"".join(getattr(part, name) for part in parts) for name in names))

@@ -12,12 +12,13 @@ preemption.py makes room, batch.py holds the rows and their blocks.
 import numpy as np
 
 from core.batch.batch import Batch
+from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
 from core.scheduling.admission import Admission
 from core.scheduling.decisions import Decision
-from core.scheduling.draft import Carried, Draft, finish_plan
+from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from frontend.client.output_columns import OutputColumns, columns_of
-from frontend.results.logprobs import ReceivedLogprobs, logprob_columns_of
-from frontend.results.request_events import RequestEvent, read_events
+from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
+from frontend.client.request_events import RequestEvent, read_events
 from ipc.arrays import AnyInts, Int32s, Ints
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import Abort, AddRequest, FinishReason, Outputs

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from frontend.results.request_events import RequestEvent
+from frontend.client.request_events import RequestEvent
 
 
 @dataclass(slots=True)

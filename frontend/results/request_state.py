@@ -1,10 +1,10 @@
 """RequestState: one request as its caller sees it; turns journal progress into RequestOutputs."""
 
 from frontend.client.journal import Progress
+from frontend.client.request_events import time_in_queue
 from frontend.results.completion_state import CompletionState
 from frontend.results.logprobs import logprob_dicts
 from frontend.results.outputs import RequestMetrics, RequestOutput, TokenLogprobs
-from frontend.results.request_events import time_in_queue
 from frontend.text.prompts import Prompt
 from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer

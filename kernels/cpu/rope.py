@@ -14,7 +14,8 @@ _LEAST_POSITIONS = 1024  # of a table
 
 
 class RotaryTable:
-    """cos and sin [positions, head_dim] float32 of kernels.torch.rope.rotary_tables, for the positions reached so far."""
+    """cos and sin [positions, head_dim] float32 of kernels.torch.rope.rotary_tables, for the positions reached so
+    far."""
 
     def __init__(self, frequencies: torch.Tensor, factor: float = 1.0) -> None:
         self._frequencies, self._factor = frequencies, factor

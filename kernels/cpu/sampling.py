@@ -17,8 +17,9 @@ _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.
 
 
 class CpuSampler:
-    """Draws as core/sampling/sampler.py does by torch's operations. Weights of the two differ in their last bits, so a token may
-    differ where a draw falls within about 1e-7 of the border between two tokens; each by itself is deterministic."""
+    """Draws as core/sampling/sampler.py does by torch's operations. Weights of the two differ in their last bits, so a
+    token may differ where a draw falls within about 1e-7 of the border between two tokens; each by itself is
+    deterministic."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.function("sample", ctypes.POINTER(SamplingArguments))

@@ -20,9 +20,9 @@ def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layer
 
 class KVCache:
     """The blocks of all layers. Memory is reserved at once but not touched: pages cost nothing until they are written,
-    or taken ahead (kernels/memory/blocks_ahead.py), though they are huge where the system has such, and unwritten slots hold
-    arbitrary bits, NaN included (but for the null block). device: None = the CPU's memory; pinned: which a GPU reads
-    and writes by itself.
+    or taken ahead (kernels/memory/blocks_ahead.py), though they are huge where the system has such, and unwritten slots
+    hold arbitrary bits, NaN included (but for the null block). device: None = the CPU's memory; pinned: which a GPU
+    reads and writes by itself.
 
     Errors: MemoryError with the sizes when it cannot be reserved.
     """

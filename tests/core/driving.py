@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from core.batch.request import request_from_message
-from core.engine import EngineCore, EngineInput, EngineReply
+from core.engine import EngineCore
 from core.execution.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
 from core.execution.runner_table import RunnerTable
 from core.executors.fake import FakeExecutor, choice_seed, fake_tokens, mix, next_token
+from core.inputs import EngineInput, EngineReply
 from core.scheduling.outputs import ClientOutput
 from core.scheduling.scheduler import Scheduler
 from ipc.arrays import Int32s, UInt64s

@@ -13,7 +13,7 @@ import numpy as np
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.writer import CaptureWriter
 from core.engine import EngineCore
-from core.execution.executor import load_executor
+from core.executors.by_name import load_executor
 from core.process.resolve import resolve
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig

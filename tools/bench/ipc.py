@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from core.engine import EngineCore
-from core.execution.executor import load_executor
+from core.executors.by_name import load_executor
 from core.process.resolve import resolve
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport

@@ -8,7 +8,7 @@ import numpy as np
 
 from core.capture.file import Turn
 from core.capture.records import Step
-from core.engine import EngineReply
+from core.inputs import EngineReply
 from ipc.messages import Outputs
 
 #: (client, request number)

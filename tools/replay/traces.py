@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from core.capture.file import CaptureFile, Turn
-from core.engine import EngineReply
+from core.inputs import EngineReply
 from ipc.errors import CaptureFileError
 from ipc.messages import AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
 from tools.replay.differences import unpack

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.engine import EngineCore, EngineReply
+from core.engine import EngineCore
 from core.execution.executor import Costs, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import create
+from core.inputs import EngineReply
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.stats import SchedulerStats
 from ipc.arrays import Ints

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from core import cuda_device as cuda_device_module
-from core.cuda_device import cuda_device
+from core import device as device_module
+from core.device import cuda_device
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
@@ -271,6 +271,6 @@ def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"finds no device and driver; device=cpu needs none"):
         cuda_device()
-    monkeypatch.setattr(cuda_device_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs triton, which is not installed: pip install 'engine-core\[cuda\]'"):
         cuda_device()

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.execution.executor import load_executor
 from core.execution.plan import NO_TOKEN, NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
+from core.executors.by_name import load_executor
 from core.executors.fake import FakeExecutor, checksum, create, fake_tokens, mix
 from ipc.sampling_params import SamplingParams
 from tests.columns import num_used_pages
@@ -139,7 +139,7 @@ def test_it_is_found_by_name_and_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from ipc.config import EngineConfig\n"
-        "from core.execution.executor import load_executor\n"
+        "from core.executors.by_name import load_executor\n"
         "import core.engine\n"
         "executor = load_executor(EngineConfig(executor='fake', fake_vocab_size=50, fake_eos_token_id=3))\n"
         "assert executor.info.vocab_size == 50 and executor.info.eos_token_ids == (3,), executor.info\n"

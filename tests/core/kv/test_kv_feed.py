@@ -8,7 +8,7 @@ import zmq
 
 from core.border.inbox import Inbox
 from core.border.sessions import Sessions
-from core.engine import RenewKVEvents
+from core.inputs import RenewKVEvents
 from core.kv import event_feed as kv_feed
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from ipc.messages import CallDone, Goodbye, Outputs, ResetPrefixCache, decode_server_message

@@ -12,7 +12,7 @@ import torch
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.process.resolve import resolve
-from frontend.results.logprobs import ReceivedLogprobs, logprob_columns_of
+from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from ipc.config import Dtype, EngineConfig
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest, Outputs

@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.engine import EngineCore, EngineInput, EngineReply
+from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
+from core.inputs import EngineInput, EngineReply
 from core.model_files.model_config import ModelConfig
-from core.model_files.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.model_files.weights import expected_shapes
 from core.models.llama import Llama
+from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.runner.model_runner import ModelRunner
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
-from frontend.results.logprobs import ReceivedLogprobs, logprob_columns_of
+from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig, SchedulingPolicy
 from ipc.messages import AddRequest, FinishReason, Outputs

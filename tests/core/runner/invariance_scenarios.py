@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from core.engine import EngineCore, EngineInput
+from core.engine import EngineCore
+from core.inputs import EngineInput
 from core.models.llama import Llama
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.engine import EngineCore, EngineInput, HoldClient, ReleaseClient
+from core.engine import EngineCore
+from core.inputs import EngineInput, HoldClient, ReleaseClient
 from tests.core.runner.invariance import (
     DTYPES,
     KINDS,

@@ -10,7 +10,7 @@ import torch
 from core.engine import EngineCore
 from core.executors.fake import create
 from core.sampling.logprobs import gather_logprobs
-from frontend.results.logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
+from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, Outputs
 from tests.core.driving import add_message, small_config

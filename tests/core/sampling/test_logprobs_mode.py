@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.sampling.sampler import processed_logits, sample
-from frontend.results.logprobs import ReceivedLogprobs
+from frontend.client.received_logprobs import ReceivedLogprobs
 from ipc.config import EngineConfig, LogprobsMode
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
 from tests.core.sampling.test_logprobs import PROMPT, drain, same

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from core.engine import EngineCore, EngineReply
+from core.engine import EngineCore
 from core.executors.fake import choice_seed, fake_tokens
+from core.inputs import EngineReply
 from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
 from tests.columns import pack_numbers
@@ -64,9 +65,9 @@ def run(core: EngineCore, *messages: AddRequest) -> Client:
     client, inbox = Client(), [(0, message) for message in messages]
     while inbox or core.has_work:
         client.take(core.step(inbox, 0))
-        core.scheduling.scheduler.check_integrity()
+        core.scheduler.check_integrity()
         inbox = []
-    pool = core.scheduling.scheduler.pool
+    pool = core.scheduler.pool
     assert (pool.num_free, pool.num_fenced) == (pool.num_blocks - 1, 0)
     return client
 
@@ -90,14 +91,14 @@ def test_every_choice_is_the_oracles(depth: int, num_blocks: int) -> None:
     assert len(client.tokens) == sum(message.params.n for message in messages)
     assert len({tuple(tokens) for tokens in client.tokens.values()}) == len(client.tokens)
     assert sorted(number for number, _ in client.started) == list(range(9))
-    assert (core.scheduling.scheduler.stats.num_preemptions > 0) == (num_blocks == 14)
+    assert (core.scheduler.stats.num_preemptions > 0) == (num_blocks == 14)
 
 
 def test_the_prompt_is_computed_once() -> None:
     core = engine(num_blocks=100, budget=100)
     core.step([(0, add_message(1, range(41), 5, temperature=1.0, n=4))], 0)
-    assert core.scheduling.scheduler.stats.num_scheduled_tokens == 41 + 3 * 1
-    assert core.scheduling.scheduler.pool.num_blocks - 1 - core.scheduling.scheduler.pool.num_free == 10 + 4
+    assert core.scheduler.stats.num_scheduled_tokens == 41 + 3 * 1
+    assert core.scheduler.pool.num_blocks - 1 - core.scheduler.pool.num_free == 10 + 4
 
 
 def test_abort_ends_all_choices_or_the_one_that_is_named() -> None:
@@ -109,8 +110,8 @@ def test_abort_ends_all_choices_or_the_one_that_is_named() -> None:
     assert len(client.finish) == 2
     client.take(core.step([(0, Abort(pack_numbers([1])))], 0))
     assert set(client.finish) == {(1, choice) for choice in range(4)}
-    assert core.scheduling.scheduler.get_request_counts() == (1, 0)
-    core.scheduling.scheduler.check_integrity()
+    assert core.scheduler.get_request_counts() == (1, 0)
+    core.scheduler.check_integrity()
 
 
 def test_a_number_in_use_is_refused_once() -> None:
@@ -118,7 +119,7 @@ def test_a_number_in_use_is_refused_once() -> None:
     message = add_message(1, range(9), 50, temperature=1.0, n=3)
     client.take(core.step([(0, message), (0, message)], 0))
     assert [failed.code for failed in client.failed] == [ErrorCode.ALREADY_EXISTS]
-    assert core.scheduling.scheduler.get_request_counts() == (3, 0)
+    assert core.scheduler.get_request_counts() == (3, 0)
 
 
 def test_a_deadline_fails_all_choices_once() -> None:
@@ -127,7 +128,7 @@ def test_a_deadline_fails_all_choices_once() -> None:
     client.take(core.step([], 2_000_000))
     assert [(failed.number, failed.code) for failed in client.failed] == [(1, ErrorCode.DEADLINE_EXCEEDED)]
     assert not core.has_work
-    core.scheduling.scheduler.check_integrity()
+    core.scheduler.check_integrity()
 
 
 def test_one_failing_choice_fails_its_request_alone() -> None:
@@ -170,9 +171,7 @@ def test_choices_of_a_model_are_their_own() -> None:
         while inbox or core.has_work:
             client.take(core.step(inbox, 0))
             inbox = []
-        return {
-            key: ids for key, ids in client.tokens.items() if key[0] == 1000
-        }, core.scheduling.scheduler.stats.num_preemptions
+        return {key: ids for key, ids in client.tokens.items() if key[0] == 1000}, core.scheduler.stats.num_preemptions
 
     alone, _ = tokens(100, [])
     assert len({tuple(ids) for ids in alone.values()}) == 3

@@ -1,6 +1,6 @@
 """Explanations: why a request does not run, with the numbers, in each of the states that it can be in."""
 
-from core.engine import HoldClient
+from core.inputs import HoldClient
 from ipc.messages import CallFailed, Pause, PauseMode, Resume
 from ipc.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
 from tests.core.driving import Driver, add_message, small_config

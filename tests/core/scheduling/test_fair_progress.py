@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.engine import HoldClient, ReleaseClient
+from core.inputs import HoldClient, ReleaseClient
 from core.scheduling.policies import Fair
 from core.scheduling.virtual_time import TOKEN
 from ipc.messages import FinishReason, Goodbye

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from core.engine import HoldClient, ReleaseClient
+from core.inputs import HoldClient, ReleaseClient
 from ipc.messages import Abort, CallDone, FinishReason, Goodbye, Pause, PauseMode, Resume
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, expected_tokens, small_config

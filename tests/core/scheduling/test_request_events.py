@@ -3,10 +3,11 @@
 import pytest
 
 from core.border.backlog import merge_outputs
-from core.engine import EngineCore, HoldClient, ReleaseClient, SetClientWeight
+from core.engine import EngineCore
 from core.executors.fake import create
+from core.inputs import HoldClient, ReleaseClient, SetClientWeight
 from core.scheduling.decisions import Cause, Verdict
-from frontend.results.request_events import RequestEvent, read_events, time_in_queue
+from frontend.client.request_events import RequestEvent, read_events, time_in_queue
 from ipc.errors import MalformedMessageError
 from ipc.messages import Outputs
 from ipc.scheduling_messages import EventCause, EventKind, Reason, RequestEvents

@@ -6,8 +6,8 @@ import tokenizers
 from tokenizers import decoders, models
 
 from frontend.client.journal import Progress
+from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.completion_state import needs_every_token
-from frontend.results.logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.outputs import Logprob
 from frontend.results.request_state import RequestState
 from frontend.text.prompts import Prompt

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from frontend.client.journal import Progress
+from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.completion_state import CompletionState
-from frontend.results.logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.request_state import RequestState
 from frontend.text.gguf_vocabulary import build_gguf_tokenizer
 from frontend.text.prompts import Prompt

@@ -1,5 +1,6 @@
 """The C sampler where its own parts show: its uniform numbers are those of kernels/philox.py bit for bit, and neither
-threads nor neighbours change a token. tests/core/sampling/test_sampler.py tests what it draws, beside torch's operations."""
+threads nor neighbours change a token. tests/core/sampling/test_sampler.py tests what it draws, beside torch's
+operations."""
 
 import numpy as np
 import pytest

@@ -2,7 +2,8 @@
 attention kernels for each type and size of heads; prints their names. No device is needed. One kernel whose launch has
 a constant more or fewer fails here, and so does one that a device could not launch or that spills registers.
 
-usage: python -m tests.kernels.triton.compile_triton [every]; every: minutes long, all sizes together, and older devices too.
+usage: python -m tests.kernels.triton.compile_triton [every]; every: minutes long, all sizes together, and older devices
+too.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""The Triton sampler draws what core/sampling/sampler.py draws, and its random numbers are kernels/philox.py's, bit for bit."""
+"""The Triton sampler draws what core/sampling/sampler.py draws, and its random numbers are kernels/philox.py's, bit for
+bit."""
 
 from typing import NamedTuple
 

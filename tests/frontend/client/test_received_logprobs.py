@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from frontend.results.logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
+from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
 from ipc.errors import MalformedMessageError
 from ipc.messages import Logprobs
 
