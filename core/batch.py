@@ -12,7 +12,7 @@ from core.request import Request
 from core.stop_check import StopCheck
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 
 class Batch:

@@ -14,7 +14,7 @@ from core.sampling_columns import SamplingColumns
 from core.step_inputs import InputMaker, StepInputs
 from ipc.arrays import AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32

@@ -17,11 +17,11 @@ from core.models.config import ModelConfig
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.gguf import read_gguf
 from ipc.mapped_file import map_file
+from ipc.rounding import round_up
 from ipc.safetensors import read_safetensors_folder
 from kernels.cpu_dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu_library import CpuLibrary
 from kernels.dequantize import BLOCK_SIZES, dequantize
-from kernels.rounding import round_up
 
 #: safetensors dtype -> type name of kernels.dequantize, under which both formats are converted.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}

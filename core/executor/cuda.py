@@ -15,7 +15,7 @@ from core.models.triton_operations import TritonOperations
 from core.plan import SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import pack_columns, sample_tokens
 
