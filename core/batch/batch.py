@@ -12,7 +12,7 @@ from core.kv.block_pool import BlockPool
 from core.scheduling.draft import Carried
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 
 class Batch:
