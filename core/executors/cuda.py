@@ -15,7 +15,7 @@ from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows, padded_splits
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import pack_columns, sample_tokens
 

@@ -7,7 +7,7 @@ import msgspec
 from core.execution.executor import Costs, ModelInfo
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
 _PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block

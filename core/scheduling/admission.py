@@ -15,7 +15,7 @@ from core.scheduling.preemption import Preemption
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 #: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
