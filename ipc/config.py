@@ -35,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     threads: int | None = None  # compute threads; None = the CPUs this process may use
     max_model_len: int | None = None  # tokens; None = the model's, clipped to the KV cache
     max_num_seqs: int = 32  # requests running at once
-    max_num_batched_tokens: int = 512  # token budget of a step
+    max_num_batched_tokens: int | None = None  # token budget of a step; None = 512, or the longest whole prompt
     block_size: int = 16  # tokens in a KV block; a power of two up to 128
     kv_cache_memory_bytes: int | None = None  # None = a quarter of the memory, at most 4 GiB
     num_blocks_override: int | None = None  # exact number of KV blocks, whatever the memory
@@ -113,7 +113,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "threads": (1, 1024),
     "max_model_len": (2, 2**24),
     "max_num_seqs": (1, 65_536),
-    "max_num_batched_tokens": (1, 2**20),
+    "max_num_batched_tokens": (1, 2**24),
     "block_size": (1, 128),
     "kv_cache_memory_bytes": (1, 2**44),
     "num_blocks_override": (2, 2**30),
@@ -149,6 +149,7 @@ _OPTIONAL = frozenset(
     (
         "threads",
         "max_model_len",
+        "max_num_batched_tokens",
         "kv_cache_memory_bytes",
         "num_blocks_override",
         "num_swap_blocks",

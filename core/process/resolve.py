@@ -10,6 +10,7 @@ from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
+DEFAULT_TOKEN_BUDGET = 512  # tokens of a step
 _PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block
 
 #: (memory in bytes, tokens per block) -> KV blocks that fit, null block included.
@@ -30,13 +31,14 @@ def resolve(
     num_cpus: int,
     device_bytes: int | None = None,
 ) -> EngineConfig:
-    """The config with nothing left open: dtype, max_model_len, kv_cache_memory_bytes, num_blocks_override (the number
-    of KV blocks, null block included), threads and num_swap_blocks are set; the costs of preemption are left to
-    resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of its own; None: it shares the
-    machine's memory.
+    """The config with nothing left open: dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes,
+    num_blocks_override (the number of KV blocks, null block included), threads and num_swap_blocks are set; the costs
+    of preemption are left to resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of
+    its own; None: it shares the machine's memory.
 
-    Errors: ConfigError when max_model_len exceeds the model's; OutOfMemoryError when the cache cannot hold one request
-    of max_model_len tokens, with the numbers and what to change.
+    Errors: ConfigError when max_model_len exceeds the model's, or, without chunked prefill, the given
+    max_num_batched_tokens; OutOfMemoryError when the cache cannot hold one request of max_model_len tokens, with the
+    numbers and what to change.
     """
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
@@ -52,11 +54,29 @@ def resolve(
         config,
         dtype=info.dtype,
         max_model_len=max_model_len,
+        max_num_batched_tokens=token_budget(config, max_model_len),
         kv_cache_memory_bytes=memory_bytes,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
     )
+
+
+def token_budget(config: EngineConfig, max_model_len: int) -> int:
+    """max_num_batched_tokens as given, or its default, which without chunked prefill is at least max_model_len tokens.
+
+    Errors: ConfigError when it is given, and too few for a whole prompt of max_model_len tokens.
+    """
+    given = config.max_num_batched_tokens
+    if config.enable_chunked_prefill:
+        return given or DEFAULT_TOKEN_BUDGET
+    if given is not None and given < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={given} is less than max_model_len={max_model_len}, and with "
+            "enable_chunked_prefill=false a whole prompt must fit one step: leave max_num_batched_tokens out, set it "
+            f"to at least {max_model_len}, or set max_model_len to at most {given}"
+        )
+    return given or max(DEFAULT_TOKEN_BUDGET, max_model_len)
 
 
 def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineConfig:

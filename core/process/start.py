@@ -166,6 +166,7 @@ def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: Token
 
 def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformation:
     assert config.max_model_len is not None, config
+    assert config.max_num_batched_tokens is not None, config
     assert config.num_blocks_override is not None, config
     return ModelInformation(
         call=0,

@@ -51,10 +51,11 @@ class Admission:
         self._lookahead = config.admission_lookahead
         self._watermark = self.num_watermark_blocks = int(config.watermark * batch.pool.num_blocks)
         self._reserves_all = config.reserve_full_length
-        self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        assert config.max_num_batched_tokens is not None, "the config is not resolved"
+        self._budget = config.max_num_batched_tokens
+        self._chunk = config.long_prefill_token_threshold or self._budget
         self._is_chunked = config.enable_chunked_prefill
         self._max_partial = config.max_num_partial_prefills or config.max_num_seqs
-        self._budget = config.max_num_batched_tokens
 
     def never_fits(self, request: Request) -> str | None:
         """Why the request could not run even alone, with the numbers; None when it could."""
