@@ -8,10 +8,10 @@ import torch
 from core.device import cuda_device
 from core.execution.executor import StepHandle
 from core.execution.plan import SchedulerOutput
+from core.execution.token_budget import token_budget
 from core.executors.local import DTYPES, LocalExecutor
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
-from core.process.resolve import token_budget
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows, padded_splits
 from ipc.config import EngineConfig

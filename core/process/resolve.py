@@ -5,12 +5,12 @@ from collections.abc import Callable
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo
+from core.execution.token_budget import token_budget
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
-DEFAULT_TOKEN_BUDGET = 512  # tokens of a step
 _PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block
 
 #: (memory in bytes, tokens per block) -> KV blocks that fit, null block included.
@@ -60,23 +60,6 @@ def resolve(
         threads=config.threads or min(max(1, num_cpus), 1024),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
     )
-
-
-def token_budget(config: EngineConfig, max_model_len: int) -> int:
-    """max_num_batched_tokens as given, or its default, which without chunked prefill is at least max_model_len tokens.
-
-    Errors: ConfigError when it is given, and too few for a whole prompt of max_model_len tokens.
-    """
-    given = config.max_num_batched_tokens
-    if config.enable_chunked_prefill:
-        return given or DEFAULT_TOKEN_BUDGET
-    if given is not None and given < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens={given} is less than max_model_len={max_model_len}, and with "
-            "enable_chunked_prefill=false a whole prompt must fit one step: leave max_num_batched_tokens out, set it "
-            f"to at least {max_model_len}, or set max_model_len to at most {given}"
-        )
-    return given or max(DEFAULT_TOKEN_BUDGET, max_model_len)
 
 
 def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineConfig:

@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from core.border.border import backlog
 
+from core.border import backlog
 from core.border.backlog import Backlog, merge_outputs
 from frontend.client.journal import Journal
 from ipc.messages import AddRequest, CallDone, ErrorCode, FinishReason, Outputs, RequestFailed, decode_server_message

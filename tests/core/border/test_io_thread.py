@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 import zmq
-from core.border.border import inbox, sessions
 
+from core.border import inbox, sessions
 from core.border.io_thread import IOThread
 from core.border.reception import MAX_CALLS, Served
 from core.inputs import HoldClient, ReleaseClient

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from core.border.border import ledger as request_ledger
 
+from core.border import ledger as request_ledger
 from core.border.backlog import Backlog
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus, RequestLedger

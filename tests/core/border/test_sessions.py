@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core.border.border import sessions
 
+from core.border import sessions
 from core.border.reception import MAX_MALFORMED
 from core.border.zap import is_allowed
 from ipc.messages import (
