@@ -127,9 +127,9 @@ class Tokenizer:
             return self.chat_templates.get(given, given)
         return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """Text of each id alone, special ones included; bytes that are no whole character become U+FFFD."""
-        return self.hf.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each sequence of ids, special ones included; bytes that are no whole character become U+FFFD."""
+        return self.hf.decode_batch(sequences, skip_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """The bytes a token stands for; None for a text, and for an id the vocabulary does not have."""
