@@ -96,7 +96,8 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or many, each a list of {"role", "content"}. Errors: as generate()."""
+        """Complete one conversation or many, each a list of {"role", "content"}; frontend/chat_messages.py says what
+        a message may be, tool calls among it. Errors: as generate()."""
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
