@@ -74,11 +74,10 @@ class LLM:
         """Complete one prompt or many; the outputs are in the prompts' order.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
-        sampling_params: one for all, or one per prompt; None is SamplingParams(), not the model's recommendation: that
-        is get_default_sampling_params(). priority: smaller is sooner, under a scheduling policy that looks at it (fcfs
-        does not). use_tqdm: show progress (or the class that does).
-        lora_request, tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
-        RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
+        sampling_params: one for all, or one per prompt; None is get_default_sampling_params(). priority: smaller is
+        sooner, under a scheduling policy that looks at it (fcfs does not). use_tqdm: show progress (or the class that
+        does). lora_request, tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is
+        submitted; RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._run(self._session.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
@@ -114,7 +113,8 @@ class LLM:
         return self._run(self._session.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; SamplingParams() where it recommends nothing."""
+        """Return what the model's generation_config.json or GGUF file recommends (repetition_penalty, temperature,
+        top_k, top_p, min_p, max_tokens), as vLLM does; the option generation_config="vllm" gives SamplingParams()."""
         return self._session.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -1,6 +1,5 @@
 """Session: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -150,14 +149,10 @@ class Session:
         ]
 
     def default_sampling_params(self) -> SamplingParams:
-        """Those the model's generation_config.json recommends, as far as this version has them."""
-        recommended: dict[str, Any] = {} if self.tokenizer is None else self.tokenizer.default_sampling
-        supported: dict[str, Any] = {}
-        for name, value in recommended.items():
-            with contextlib.suppress(UnsupportedParameterError):
-                SamplingParams(**{name: value})
-                supported[name] = value
-        return SamplingParams(**supported)
+        """Return those that the engine recommends; what only a later version knows is left out."""
+        known = SamplingParams.__struct_fields__
+        recommended: dict[str, Any] = self.client.welcome.default_sampling
+        return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
     def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
         """Submit; request_id None = the request's number. Errors: those of EngineClient.submit."""
@@ -261,7 +256,7 @@ class Session:
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         """One per prompt, as copies: a caller may change theirs while the request runs."""
-        given = SamplingParams() if params is None else params
+        given = self.default_sampling_params() if params is None else params
         many = list(given) if isinstance(given, Sequence) else [given]
         for one in many:
             if not isinstance(one, SamplingParams):
