@@ -11,13 +11,14 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from frontend.call_arguments import check_neutral
 from frontend.client import EngineClient
 from frontend.outputs import RequestOutput
 from frontend.prompts import PromptInput, split_prompts
 from frontend.request_state import RequestState
-from frontend.session import Message, PreparedRequest, Session, check_neutral, final_only
+from frontend.session import Message, PreparedRequest, Session, final_only
 from frontend.tokenizer import Tokenizer
-from ipc.errors import EngineCoreError, InvalidRequestError, RequestFailedError
+from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestError, RequestFailedError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
 
@@ -70,17 +71,22 @@ class LLM:
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: None = None,
+        *,
+        deadline: float | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs are in the prompts' order.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
         sampling_params: one for all, or one per prompt; None is get_default_sampling_params(). priority: smaller is
-        sooner, under a scheduling policy that looks at it (fcfs does not). use_tqdm: show progress (or the class that
-        does). lora_request, tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is
-        submitted; RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
+        sooner, under a scheduling policy that looks at it (fcfs does not). deadline: seconds from now until every
+        request must have finished. use_tqdm: show progress (or the class that does). lora_request,
+        tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
+        RequestFailedError at the end when the engine gave up a request, DeadlineExceededError when that was for its
+        deadline; EngineDeadError at once.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._run(self._session.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
+        prepared = self._session.prepare(split_prompts(prompts), sampling_params, priority, deadline)
+        return self._run(prepared, use_tqdm)
 
     def chat(
         self,
@@ -94,9 +100,11 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        deadline: float | None = None,
     ) -> list[RequestOutput]:
         """Complete one conversation or many, each a list of {"role", "content"}; frontend/chat_messages.py says what
-        a message may be, tool calls among it. Errors: as generate()."""
+        a message may be, tool calls among it. deadline and errors: as generate()."""
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
@@ -110,7 +118,8 @@ class LLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self._run(self._session.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
+        prepared = self._session.prepare(rendered, sampling_params, deadline=deadline, add_special_tokens=False)
+        return self._run(prepared, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's generation_config.json or GGUF file recommends (repetition_penalty, temperature,
@@ -144,6 +153,13 @@ class LLM:
     def close(self) -> None:
         """End the session and the engine it started. Does nothing the second time."""
         self._finalizer()
+
+    def shutdown(self) -> None:
+        """As close()."""
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._session.describe()})"
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +221,8 @@ def _final_only(prepared: PreparedRequest) -> PreparedRequest:
 def _failure(errors: dict[int, EngineCoreError], count: int) -> EngineCoreError:
     """One error for all that failed: it names the first and says how many there are."""
     index, first = min(errors.items())
-    kind = InvalidRequestError if isinstance(first, InvalidRequestError) else RequestFailedError
+    kinds = (InvalidRequestError, DeadlineExceededError, RequestFailedError)
+    kind = next(kind for kind in kinds if isinstance(first, kind))
     more = f" ({len(errors)} of {count} failed)" if len(errors) > 1 else ""
     return kind(f"prompt {index} of {count}: {first}{more}")
 
