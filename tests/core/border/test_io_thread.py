@@ -14,7 +14,7 @@ from core.border import inbox, sessions
 from core.border.io_thread import IOThread
 from core.border.reception import MAX_CALLS, Served
 from core.engine import HoldClient, ReleaseClient
-from core.process.loop import loop as process
+from core.process import loop as process
 from ipc.messages import (
     PROTOCOL_MAJOR,
     AddRequest,
