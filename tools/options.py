@@ -57,6 +57,7 @@ HELP = {
     "cpu_kernels": "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's",
     "gpu_memory_utilization": "share of a GPU's memory that the engine may take",
     "enforce_eager": "no CUDA graphs on a GPU",
+    "generation_config": "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's",
 }
 
 #: vLLM's, SGLang's and llama.cpp's names of our options; accepted, not shown.
