@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from frontend.client.journal import Progress
-from frontend.results.logprobs import PositionLogprobs, ReceivedLogprobs
+from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.outputs import TokenLogprobs
 from frontend.results.request_state import RequestState
 from frontend.text.detokenizer import Detokenizer
