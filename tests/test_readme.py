@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +17,36 @@ def snippets() -> list[tuple[str, str]]:
     return re.findall(r"(?ms)^```(sh|python)\n(.*?)^```", (ROOT / "README.md").read_text())
 
 
+def run(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command with the environment's programs on its path -> (exit code, stdout, stderr). Nothing outlives it."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=280)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return process.returncode, output, errors
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("index", range(5))
 def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
     language, text = snippets()[index]
     text = text.replace("/tmp/", f"{tmp_path}/")
     command = ["bash", "-eu", "-c", text] if language == "sh" else [sys.executable, "-c", text]
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip(), done.stderr[-2000:]
+    code, output, errors = run(command, tmp_path)
+    assert code == 0, errors[-2000:]
+    assert output.strip(), errors[-2000:]
 
 
 def test_there_are_as_many_as_are_run() -> None:
