@@ -10,7 +10,7 @@ from ipc.errors import ConfigError
 def cuda_device() -> torch.device:
     """Errors: ConfigError."""
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'engine-core[cuda]'")
+        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")
     from kernels.triton.device import NoDeviceError, find_device
 
     try:

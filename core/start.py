@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import importlib
-import importlib.metadata
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from ipc.messages import (
 from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sockets import BoundRouter, Context, bind_router
 from ipc.start_messages import Start
+from ipc.version import VERSION
 
 Report = Callable[[str], None]
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -98,7 +98,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     io = IOThread(context, router, served)
     if capture is None:
         return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
-    writer = start_capture(capture, config, executor.info, _version(), start.epoch)
+    writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
     log.say(f"engine-core: every prompt and answer is captured to {capture}")
     return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
 
@@ -140,7 +140,7 @@ def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: Token
     return Welcome(
         major=PROTOCOL_MAJOR,
         minor=PROTOCOL_MINOR,
-        server_version=_version(),
+        server_version=VERSION,
         engine_id=secrets.token_hex(8),
         epoch=epoch,
         session_token=b"",
@@ -182,10 +182,3 @@ def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformatio
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("engine-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "source checkout"

@@ -74,7 +74,7 @@ class Executor(Protocol):
 def executor_module(config: EngineConfig) -> str:
     """The name of the module that makes the config's executor."""
     name = "cuda" if config.executor == "local" and config.device == "cuda" else config.executor
-    return f"core.executor.{name}"
+    return f"{__package__}.{name}"
 
 
 def load_executor(config: EngineConfig) -> Executor:

@@ -11,6 +11,7 @@ from core.block_names import UNNAMED, BlockNames, hash_blocks, root_content
 from core.kv_events import KVEventLog
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from ipc.paged_rows import Int32s
+from tests.placed import PREFIX
 
 SIZE = 4
 ROOT = root_content("")
@@ -92,7 +93,7 @@ def test_a_collision_is_never_a_wrong_hit(monkeypatch: pytest.MonkeyPatch, enter
     def constant(token_ids: Int32s) -> npt.NDArray[np.uint64]:
         return np.zeros(len(token_ids), np.uint64)
 
-    monkeypatch.setattr("core.block_names.hash_blocks", constant)
+    monkeypatch.setattr(f"{PREFIX}core.block_names.hash_blocks", constant)
     assert callable(enter)
     names = BlockNames(9, SIZE)
     prompts = [blocks_of(10, 20), blocks_of(11, 20), blocks_of(10, 21)]

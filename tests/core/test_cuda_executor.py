@@ -270,5 +270,7 @@ def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"finds no device and driver; device=cpu needs none"):
         cuda_device()
     monkeypatch.setattr(cuda_device_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs triton, which is not installed: pip install 'engine-core\[cuda\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs triton, which is not installed: pip install 'llm-engine-core\[cuda\]'"
+    ):
         cuda_device()

@@ -13,6 +13,7 @@ from core.plan import NO_TOKEN, NewRow, SchedulerOutput
 from core.runner_table import RunnerTable
 from ipc.sampling_params import SamplingParams
 from tests.core.driving import VOCAB_SIZE, small_config
+from tests.placed import placed
 
 
 def int32s(*values: int) -> np.ndarray:
@@ -148,7 +149,7 @@ def test_it_is_found_by_name_and_needs_no_torch() -> None:
         "bad = {'torch', 'transformers', 'zmq'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", placed(code)], check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
 def test_fingerprint_tells_configs_apart() -> None:

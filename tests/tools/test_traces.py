@@ -147,6 +147,7 @@ def test_the_clock_is_the_stated_step_time() -> None:
     assert observed.end_ns == observed.last_tokens[1]
 
 
+@pytest.mark.checkout  # docs/
 def test_the_documented_command_finishes_and_each_policy_favours_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from core.cpu_kernels import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.version import NAME, VERSION
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import AttentionPlanner
 from kernels.cpu_gemm import PackedMatrix
@@ -26,7 +27,6 @@ from kernels.cpu_rms_norm import CpuNorm
 from kernels.cpu_rope import CpuRope, RotaryTable
 from kernels.cpu_sampling import CpuSampler
 from kernels.rope import rotary_frequencies, rotary_tables, rotate
-from tools.version import DISTRIBUTION, version
 
 _SECONDS = 0.3  # for each operation
 
@@ -56,8 +56,8 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     bandwidth, peak = _limits(library, dtype)
     common: dict[str, Any] = {
-        "engine": DISTRIBUTION,
-        "version": version(),
+        "engine": NAME,
+        "version": VERSION,
         "workload": "kernels",
         "variant": library.variant,
     }
