@@ -1,16 +1,14 @@
 """The device of device=cuda, or a ConfigError that says what was found in its place."""
 
-import importlib.util
-
 import torch
 
+from core.executor.interface import check_triton
 from ipc.errors import ConfigError
 
 
 def cuda_device() -> torch.device:
     """Errors: ConfigError."""
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")
+    check_triton()
     from kernels.triton.device import NoDeviceError, find_device
 
     try:

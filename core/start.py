@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from core import log
 from core.capture import CapturedEngine, capture_path, start_capture
 from core.capture_writer import check_capture
 from core.engine import EngineCore
-from core.executor.interface import Executor, ModelInfo, executor_module, load_executor
+from core.executor.interface import Executor, ModelInfo, import_executor, load_executor
 from core.io_thread import IOThread
 from core.process import Engine
 from core.reception import Served
@@ -72,7 +71,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
 
         find_library_soon()  # torch's import takes a second of one core
     with keeping_all():
-        importlib.import_module(executor_module(config))
+        import_executor(config)
     report("load model")
     executor = load_executor(config)
     report("kv cache")

@@ -1,12 +1,15 @@
 """What the engine needs of an executor, and how it is found by name."""
 
 import importlib
+import importlib.util
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from core.plan import ModelRunnerOutput, SchedulerOutput
 from ipc.config import EngineConfig
+from ipc.errors import ConfigError
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -71,14 +74,21 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-def executor_module(config: EngineConfig) -> str:
-    """The name of the module that makes the config's executor."""
-    name = "cuda" if config.executor == "local" and config.device == "cuda" else config.executor
-    return f"{__package__}.{name}"
+def import_executor(config: EngineConfig) -> ModuleType:
+    """Import the module that makes the config's executor, and torch with it; only here. Errors: ConfigError."""
+    on_gpu = config.executor == "local" and config.device == "cuda"
+    if on_gpu:
+        check_triton()
+    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else config.executor}")
+
+
+def check_triton() -> None:
+    """Errors: ConfigError where device=cuda has no Triton to run its kernels with."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")
 
 
 def load_executor(config: EngineConfig) -> Executor:
-    """The executor named in the config; its module (and torch with it) is imported only here."""
-    module = importlib.import_module(executor_module(config))
-    executor: Executor = module.create(config)
+    """Make the executor named in the config."""
+    executor: Executor = import_executor(config).create(config)
     return executor
