@@ -59,6 +59,9 @@ class AsyncLLM:
         self._num_unnamed = 0
         self._finalizer = weakref.finalize(self, self._session.close)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._session.describe()})"
+
     @classmethod
     async def create(cls, model: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
         """As the constructor, without holding up the loop."""

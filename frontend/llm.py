@@ -62,6 +62,9 @@ class LLM:
         )
         self._finalizer = weakref.finalize(self, self._session.close)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._session.describe()})"
+
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],

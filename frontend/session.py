@@ -185,6 +185,12 @@ class Session:
             self.client.abort([state.number] * len(stopped), stopped)
         return output
 
+    def describe(self) -> str:
+        """What repr() of an LLM or AsyncLLM has in its parentheses."""
+        welcome = self.client.welcome
+        process = "" if self._process is None else f", process={self._process.pid}"
+        return f"model={welcome.model_name!r}, numerics={welcome.numerics!r}{process}"
+
     def close(self, timeout: float = 5.0) -> None:
         """End the session, and within `timeout` seconds the engine this session started."""
         self.client.close()

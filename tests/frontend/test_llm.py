@@ -14,6 +14,7 @@ import pytest
 
 import engine_core
 from core.executor.fake import fake_tokens
+from frontend.async_llm import AsyncLLM
 from frontend.engine_process import EngineProcess
 from frontend.llm import LLM
 from ipc.config import EngineConfig
@@ -62,6 +63,23 @@ def test_outputs_are_in_the_order_of_the_prompts_and_independent_of_the_batch(ll
     assert [output.prompt_token_ids for output in together] == prompts
     oracle = [fake_tokens(prompt, one.max_tokens, VOCAB_SIZE) for prompt, one in zip(prompts, params, strict=True)]
     assert ids_of(together) == oracle
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_repr_names_the_model_and_the_process(kind):
+    own = kind(executor="fake")
+    pid = own._session._process.pid
+    assert repr(own) == f"{kind.__name__}(model='fake', numerics='L2', process={pid})"
+    with EngineProcess(EngineConfig(executor="fake")) as engine:
+        connected = kind(connect=engine.address)
+        assert repr(connected) == f"{kind.__name__}(model='fake', numerics='L2')"
+        end(connected)
+    end(own)
+    assert repr(own) == repr(connected)
+
+
+def end(llm):
+    (llm.close if isinstance(llm, LLM) else llm.shutdown)()
 
 
 def test_texts(llm):
