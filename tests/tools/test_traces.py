@@ -169,6 +169,7 @@ def test_the_documented_command_finishes_and_each_policy_favours_its_own(
     assert "recorded_ttft_s" not in records[0]
 
 
+@pytest.mark.checkout  # docs/
 def test_every_option_of_the_document_exists() -> None:
     known = {flag for action in _parser()._actions for flag in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", DOCUMENT.read_text()))
