@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,3 +176,19 @@ def test_every_file_means_the_same(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
         source = path.read_text()
         assert meaning(move_imports(source)) == meaning(source), path
+
+
+def modules_named_by_text(source: str) -> set[str]:
+    """Modules of this checkout that are the whole of a string, or that `-m` starts."""
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    dotted = {text for text in texts if isinstance(text, str) and text.partition(".")[0] in PACKAGES and "." in text}
+    return {name for name in dotted if Path(ROOT, *name.split(".")).with_suffix(".py").is_file()} | {
+        name for name in re.findall(r"""["']-m["'], ["'](\w+)""", source) if name in PACKAGES
+    }
+
+
+def test_no_module_is_named_by_text() -> None:
+    """It has another name in a wheel. tools/cli.py puts what comes before these names before them."""
+    assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
+    found = {path: modules_named_by_text(path.read_text()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert [path.relative_to(ROOT) for path, names in found.items() if names] == [Path("tools/cli.py")]

@@ -10,7 +10,7 @@ from core.executor.fake import fake_tokens
 from tests.build_wheel.suite import environment
 from tools.bench.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
 
 #: A user's program: its own modules, and ours.
 PROGRAM = """

@@ -8,7 +8,7 @@ import pytest
 
 from tests.build_wheel.suite import ROOT, environment, install
 
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
 
 #: An unused "type: ignore" is an error under --strict: each marked line must be one that mypy refuses.
 PROGRAM = """

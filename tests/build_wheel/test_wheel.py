@@ -16,7 +16,7 @@ from ipc.version import VERSION
 from kernels.cpu_build import usable_variants
 from tests.build_wheel.suite import ROOT, build, environment, site_packages, suite_command, write_suite
 
-pytestmark = pytest.mark.checkout
+pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
 
 #: Tests with engine processes, of the fake executor and of the demo model.
 END_TO_END = (
