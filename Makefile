@@ -4,6 +4,7 @@
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
+# make map    write docs/map.md anew
 # make venv   only set up
 #
 # TORCH="..." replaces the pinned torch; it is handed to pip as it stands, so options such as --index-url may follow.
@@ -27,7 +28,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak gpu check venv clean
+.PHONY: run test test-wheel soak gpu check map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
@@ -49,6 +50,9 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+map: $(DEV_STAMP)
+	$(BIN)/python -m tests.make_map
 
 venv: $(STAMP)
 

@@ -35,7 +35,7 @@ class WheelHook(BuildHookInterface[Any]):
 
     def _compile_kernels(self) -> dict[str, bytes]:
         """File name -> content, for each variant; nothing where there is no compiler."""
-        cpu_build = self._load("kernels/cpu_build.py")
+        cpu_build = self._load("kernels/cpu/build.py")
         libraries = {}
         try:
             compiler = cpu_build.find_compiler()

@@ -1,4 +1,4 @@
-"""The engine process: `python -P -m core LEASE_FD REPORT_FD`, started by frontend/engine_process.py with two pipes.
+"""The engine process: `python -P -m core LEASE_FD REPORT_FD`, started by frontend/engine/process.py with two pipes.
 
 LEASE_FD: Start, later Drain; its end ends the process. REPORT_FD: StartPhase ..., then Ready or StartFailed.
 """
@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 
 from core import log
-from core.lease import Lease
-from core.process import run
-from core.start import StartedEngine, bind, start_engine
+from core.process.lease import Lease
+from core.process.loop import run
+from core.process.start import StartedEngine, bind, start_engine
 from ipc.errors import EngineCoreError, EngineStartError, OutOfMemoryError
 from ipc.pipes import write_frame
 from ipc.start_messages import Ready, StartFailed, StartPhase, StartReport

@@ -1,77 +1,31 @@
 """EngineCore: the step. A pure function of its state, the messages drained before it and the clock value handed in."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import msgspec
 
-from core.executor.interface import Executor
-from core.explain import explain
-from core.kv_feed import KVFeed
-from core.pipeline import Pipeline
-from core.request import request_from_message
-from core.scheduler import Scheduler
+from core.batch.request import request_from_message
+from core.execution.executor import Executor
+from core.execution.pipeline import Pipeline
+from core.inputs import EndPause, EngineInput, EngineReply, HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
+from core.kv.event_feed import KVFeed
+from core.scheduling.explain import explain
+from core.scheduling.scheduler import Scheduler
 from ipc.config import EngineConfig
 from ipc.messages import (
     Abort,
     AddRequest,
     CallDone,
-    CallFailed,
     GetStatistics,
     Goodbye,
-    Outputs,
     Pause,
-    RequestFailed,
     ResetPrefixCache,
     Resume,
     Statistics,
     unpack_choices,
     unpack_numbers,
 )
-from ipc.scheduling_messages import Explain, Explanation, FollowKVEvents, KVEvents, UnfollowKVEvents
-
-
-class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
-    """From the border, never on the wire: too much waits to be sent to the client; its requests are to wait."""
-
-
-class ReleaseClient(msgspec.Struct, frozen=True, array_like=True, tag=121):
-    """From the border, never on the wire: the client reads again."""
-
-
-class SetClientWeight(msgspec.Struct, frozen=True, array_like=True, tag=122):
-    """From the border, never on the wire: a client has come whose name has a weight."""
-
-    weight: float
-
-
-class RenewKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=123):
-    """From the border, never on the wire: KV events for the client were dropped; it is to be told everything."""
-
-
-class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
-    """From the border, never on the wire: the engine drains, and what waits must not wait for ever."""
-
-
-#: What the border lets through to the engine; requests have been validated by then.
-EngineInput: TypeAlias = (
-    AddRequest
-    | Abort
-    | Goodbye
-    | GetStatistics
-    | ResetPrefixCache
-    | Pause
-    | Resume
-    | HoldClient
-    | ReleaseClient
-    | SetClientWeight
-    | RenewKVEvents
-    | EndPause
-    | Explain
-    | FollowKVEvents
-    | UnfollowKVEvents
-)
-EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed
+from ipc.scheduling_messages import Explain, FollowKVEvents, UnfollowKVEvents
 
 NS_PER_MS = 1_000_000
 

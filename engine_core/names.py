@@ -2,8 +2,8 @@
 
 from frontend.async_llm import AsyncLLM
 from frontend.llm import LLM
-from frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from frontend.prompts import TextPrompt, TokensPrompt
+from frontend.results.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from frontend.text.prompts import TextPrompt, TokensPrompt
 from ipc.errors import (
     AddressError,
     CallFailedError,

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from frontend.client import EngineClient
-from frontend.outputs import RequestOutput
-from frontend.prompts import PromptInput, split_prompts
-from frontend.session import Message, PreparedRequest, Session, check_neutral
-from frontend.tokenizer import Tokenizer
+from frontend.client.client import EngineClient
+from frontend.results.outputs import RequestOutput
+from frontend.session import EngineHandle, Message, PreparedRequest, check_neutral
+from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ class AsyncLLM:
         client_name: str = "",
         **options: Any,
     ) -> None:
-        self._session = Session(
+        self._engine = EngineHandle(
             model,
             connect=connect,
             seed=seed,
@@ -57,10 +57,10 @@ class AsyncLLM:
         self._waker: _Waker | None = None
         self._numbers: dict[str, int | None] = {}  # of live requests; None while the prompt is being tokenized
         self._num_unnamed = 0
-        self._finalizer = weakref.finalize(self, self._session.close)
+        self._finalizer = weakref.finalize(self, self._engine.close)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._session.describe()})"
+        return f"{type(self).__name__}({self._engine.describe()})"
 
     @classmethod
     async def create(cls, model: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
@@ -107,7 +107,7 @@ class AsyncLLM:
             chat_template_content_format=chat_template_content_format,
             continue_final_message=continue_final_message,
         )
-        (prompt,) = self._session.render_chats(
+        (prompt,) = self._engine.render_chats(
             [messages],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -120,46 +120,46 @@ class AsyncLLM:
         """Stop these requests; their iterators end with finish_reason "abort". Unknown ones are ignored."""
         names = [request_id] if isinstance(request_id, str) else request_id
         numbers = [self._numbers.get(name) for name in names]
-        self._session.client.abort([number for number in numbers if number is not None])
+        self._engine.client.abort([number for number in numbers if number is not None])
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """As LLM's."""
-        return self._session.default_sampling_params()
+        return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
         """Errors: InvalidRequestError where there is none."""
-        if self._session.tokenizer is None:
+        if self._engine.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
-        return self._session.tokenizer
+        return self._engine.tokenizer
 
     @property
     def client(self) -> EngineClient:
         """The session's client: statistics, explain, KV events, and for the engine's owner pause, resume and drain."""
-        return self._session.client
+        return self._engine.client
 
     @property
     def numerics(self) -> str:
         """As LLM's."""
-        return self._session.client.welcome.numerics
+        return self._engine.client.welcome.numerics
 
     async def check_health(self, timeout: float = 10.0) -> None:
         """Returns if the engine answers, between two steps, within `timeout` seconds: a live process that does not
         step is not healthy. Errors: EngineDeadError, CallFailedError."""
-        await asyncio.to_thread(self._session.client.statistics, timeout)
+        await asyncio.to_thread(self._engine.client.statistics, timeout)
 
     async def statistics(self) -> Statistics:
         """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
-        return await asyncio.to_thread(self._session.client.statistics)
+        return await asyncio.to_thread(self._engine.client.statistics)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks no running request holds. Errors: CallFailedError, EngineDeadError."""
-        await asyncio.to_thread(self._session.client.reset_prefix_cache)
+        await asyncio.to_thread(self._engine.client.reset_prefix_cache)
 
     async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
-        """What the engine's prefix cache holds, and every change, as frontend/kv_event_stream.py says; one at a time.
-        Errors: CallFailedError, EngineDeadError."""
+        """What the engine's prefix cache holds, and every change, as frontend/client/kv_event_stream.py says; one at a
+        time. Errors: CallFailedError, EngineDeadError."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        stream = await asyncio.to_thread(self._session.client.follow_kv_events)
+        stream = await asyncio.to_thread(self._engine.client.follow_kv_events)
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -200,15 +200,15 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         waker = self._bind()
         name = self._claim(request_id)
-        client = self._session.client
+        client = self._engine.client
         number: int | None = None
         try:
             prepared = await self._prepare(prompt, params, priority, add_special_tokens)
-            state = self._session.submit(prepared, name)
+            state = self._engine.submit(prepared, name)
             number = self._numbers[name] = state.number
             news = waker.register(number)
             while not state.finished:
-                output = self._session.advance(state)
+                output = self._engine.advance(state)
                 if output is not None:
                     yield output
                 elif client.error is not None:
@@ -231,14 +231,14 @@ class AsyncLLM:
         text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else prompts[0]
         arguments = (prompts, params, priority)
         if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
-            prepare = self._session.prepare
+            prepare = self._engine.prepare
             return (await asyncio.to_thread(prepare, *arguments, add_special_tokens=add_special_tokens))[0]
-        return self._session.prepare(*arguments, add_special_tokens=add_special_tokens)[0]
+        return self._engine.prepare(*arguments, add_special_tokens=add_special_tokens)[0]
 
     def _bind(self) -> "_Waker":
         loop = asyncio.get_running_loop()
         if self._waker is None:
-            self._waker = _Waker(self._session.client, loop)
+            self._waker = _Waker(self._engine.client, loop)
         if self._waker.loop is not loop:
             raise EngineCoreError("this AsyncLLM is bound to the event loop of its first generate(); make one per loop")
         return self._waker

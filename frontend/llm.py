@@ -11,12 +11,12 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from frontend.client import EngineClient
-from frontend.outputs import RequestOutput
-from frontend.prompts import PromptInput, split_prompts
-from frontend.request_state import RequestState
-from frontend.session import Message, PreparedRequest, Session, check_neutral, final_only
-from frontend.tokenizer import Tokenizer
+from frontend.client.client import EngineClient
+from frontend.results.outputs import RequestOutput
+from frontend.results.request_state import RequestState
+from frontend.session import EngineHandle, Message, PreparedRequest, check_neutral, final_only
+from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError, RequestFailedError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class LLM:
         client_name: str = "",
         **options: Any,
     ) -> None:
-        self._session = Session(
+        self._engine = EngineHandle(
             model,
             connect=connect,
             seed=seed,
@@ -60,10 +60,10 @@ class LLM:
             client_name=client_name,
             options=options,
         )
-        self._finalizer = weakref.finalize(self, self._session.close)
+        self._finalizer = weakref.finalize(self, self._engine.close)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._session.describe()})"
+        return f"{type(self).__name__}({self._engine.describe()})"
 
     def generate(
         self,
@@ -84,7 +84,7 @@ class LLM:
         RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._run(self._session.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
+        return self._run(self._engine.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
 
     def chat(
         self,
@@ -106,42 +106,42 @@ class LLM:
             continue_final_message=continue_final_message,
         )
         conversations = split_conversations(messages)
-        rendered = self._session.render_chats(
+        rendered = self._engine.render_chats(
             conversations,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self._run(self._session.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
+        return self._run(self._engine.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends; SamplingParams() where it recommends nothing."""
-        return self._session.default_sampling_params()
+        return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
         """Errors: InvalidRequestError where there is none."""
-        if self._session.tokenizer is None:
+        if self._engine.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
-        return self._session.tokenizer
+        return self._engine.tokenizer
 
     @property
     def client(self) -> EngineClient:
         """The session's client: statistics, explain, KV events, and for the engine's owner pause, resume and drain."""
-        return self._session.client
+        return self._engine.client
 
     @property
     def numerics(self) -> str:
         """The level the engine runs at: "L2", or what this machine and model allow."""
-        return self._session.client.welcome.numerics
+        return self._engine.client.welcome.numerics
 
     def statistics(self) -> Statistics:
         """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
-        return self._session.client.statistics()
+        return self._engine.client.statistics()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks no running request holds. Errors: CallFailedError, EngineDeadError."""
-        self._session.client.reset_prefix_cache()
+        self._engine.client.reset_prefix_cache()
 
     def close(self) -> None:
         """End the session and the engine it started. Does nothing the second time."""
@@ -158,7 +158,7 @@ class LLM:
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise InvalidRequestError(f"use_tqdm must be True, False or a class such as tqdm; got {use_tqdm!r:.80}")
-        client = self._session.client
+        client = self._engine.client
         window = max(_MIN_WINDOW, 4 * client.welcome.limits.max_num_seqs)
         waiting = deque(range(len(prepared)))
         running: dict[int, tuple[int, RequestState]] = {}  # number -> (index of the prompt, state)
@@ -169,13 +169,13 @@ class LLM:
             while waiting or running:
                 while waiting and len(running) < window:
                     index = waiting.popleft()
-                    state = self._session.submit(_final_only(prepared[index]))
+                    state = self._engine.submit(_final_only(prepared[index]))
                     running[state.number] = (index, state)
                 for number in client.wait(np.fromiter(running, np.int64, len(running))).tolist():
                     index, state = running[number]
                     output = None
                     try:
-                        output = self._session.advance(state)
+                        output = self._engine.advance(state)
                     except (InvalidRequestError, RequestFailedError) as error:
                         errors[index] = error
                     else:

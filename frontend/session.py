@@ -1,4 +1,4 @@
-"""Session: what LLM and AsyncLLM have in common - an engine (started or connected to), its client and its tokenizer."""
+"""EngineHandle: the engine (started or connected to), the client and the tokenizer that LLM and AsyncLLM share."""
 
 import contextlib
 import hashlib
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from frontend.bad_words import bad_words_token_ids
-from frontend.chat_template import render_chat
-from frontend.client import EngineClient
-from frontend.completion_state import needs_every_token
-from frontend.engine_process import EngineProcess
-from frontend.outputs import RequestOutput
-from frontend.prompts import Prompt, PromptInput, read_prompts
-from frontend.request_state import RequestState
-from frontend.tokenizer import Tokenizer
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
+from frontend.results.completion_state import needs_every_token
+from frontend.results.outputs import RequestOutput
+from frontend.results.request_state import RequestState
+from frontend.text.bad_words import bad_words_token_ids
+from frontend.text.chat_template import render_chat
+from frontend.text.prompts import Prompt, PromptInput, read_prompts
+from frontend.text.tokenizer import Tokenizer
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
-from ipc.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
 Message: TypeAlias = dict[str, Any]
@@ -48,8 +48,8 @@ class PreparedRequest(NamedTuple):
     priority: int
 
 
-class Session:
-    """An open session; close() ends it, and the engine with it where the session started it.
+class EngineHandle:
+    """An engine in use; close() ends its session, and the engine where this handle started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
     address of a running engine, instead of a model. seed: of the requests that bring none; None = 0. tokenizer: path to
@@ -192,7 +192,7 @@ class Session:
         return f"model={welcome.model_name!r}, numerics={welcome.numerics!r}{process}"
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the session, and within `timeout` seconds the engine this session started."""
+        """End the session, and within `timeout` seconds the engine this handle started."""
         self.client.close()
         if self._process is not None and self._owner == os.getpid():
             self._process.stop(timeout)

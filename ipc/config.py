@@ -22,8 +22,8 @@ CpuKernels = Literal["auto", "c", "torch"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of one engine. None means "the engine decides at its start"; a resolved config (core/resolve.py) has no
-    None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
+    """Options of one engine. None means "the engine decides at its start"; a resolved config (core/process/resolve.py)
+    has no None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
 
     model: str | None = None  # folder (config.json, safetensors), .gguf file or org/name; None = the demo model
     executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch
@@ -31,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     dtype: Dtype = "auto"  # auto = bfloat16 where the CPU has bf16 instructions, else float32
     device: Device = "cpu"  # "cuda": an NVIDIA GPU, by Triton's kernels; numerics level L0
     model_impl: ModelImpl = "auto"  # auto: our own code where there is some for the architecture, else transformers'
-    numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's own attention
+    numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's operations
     threads: int | None = None  # compute threads; None = the CPUs this process may use
     max_model_len: int | None = None  # tokens; None = the model's, clipped to the KV cache
     max_num_seqs: int = 32  # requests running at once

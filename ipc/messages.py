@@ -354,11 +354,6 @@ CALLS: dict[type[ClientCall], type[CallResult]] = {
 OWNER_CALLS: tuple[type[ClientCall], ...] = (Pause, Resume, BeginDrain, Shutdown)
 
 
-def pack_numbers(numbers: list[int]) -> bytes:
-    """Request numbers as a uint32 column."""
-    return b"".join(number.to_bytes(4, "little") for number in numbers)
-
-
 def unpack_numbers(column: bytes) -> list[int]:
     """A uint32 column as request numbers; a torn last entry is left out."""
     return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]

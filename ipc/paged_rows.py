@@ -4,13 +4,11 @@ Token ids (scheduler, runner, client) and block tables (scheduler, runner) live 
 4,096 rows x 128k tokens would be gigabytes, a list per row would cost Python per token.
 """
 
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Int32s: TypeAlias = npt.NDArray[np.int32]
-Ints: TypeAlias = npt.NDArray[np.integer]
+from ipc.arrays import AnyInts, Int32s, Ints, Positions, Rows
 
 
 class PagedRows:
@@ -33,10 +31,6 @@ class PagedRows:
     def num_rows(self) -> int:
         return len(self._num_pages)
 
-    @property
-    def num_used_pages(self) -> int:
-        return len(self._flat) // self.page_size - len(self._free)
-
     def grow_rows(self, num_rows: int) -> None:
         """Make room for rows below num_rows; existing rows stay as they are."""
         more = num_rows - self.num_rows
@@ -44,7 +38,7 @@ class PagedRows:
             self._index = np.concatenate([self._index, np.zeros((more, self._index.shape[1]), np.int64)])
             self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
 
-    def ensure(self, rows: Ints, lengths: Ints) -> None:
+    def ensure(self, rows: Rows, lengths: Ints) -> None:
         """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need
         several pages."""
         need = (lengths + self._mask) >> self._shift
@@ -62,7 +56,7 @@ class PagedRows:
         del self._free[-len(rows) :]
         self._num_pages[rows] = need
 
-    def slots(self, rows: Ints, positions: Ints) -> Ints:
+    def slots(self, rows: Rows, positions: Positions) -> Ints:
         """Where values are, for take() and put(), until their rows are cleared. Those of a page follow each other."""
         slots: Ints = self._index[rows, positions >> self._shift] + (positions & self._mask)
         return slots
@@ -70,30 +64,30 @@ class PagedRows:
     def take(self, slots: Ints) -> Int32s:
         return self._flat[slots]
 
-    def put(self, slots: Ints, values: Ints) -> None:
+    def put(self, slots: Ints, values: AnyInts) -> None:
         self._flat[slots] = values
 
-    def set(self, rows: Ints, positions: Ints, values: Ints) -> None:
+    def set(self, rows: Rows, positions: Positions, values: AnyInts) -> None:
         self._flat[self.slots(rows, positions)] = values
 
-    def get(self, rows: Ints, positions: Ints) -> Int32s:
+    def get(self, rows: Rows, positions: Positions) -> Int32s:
         """values[i] = row rows[i] at positions[i]."""
         return self._flat[self.slots(rows, positions)]
 
-    def get_runs(self, rows: Ints, starts: Ints, length: int) -> Int32s:
+    def get_runs(self, rows: Rows, starts: Ints, length: int) -> Int32s:
         """[n, length] values: of each row from starts[i] on. A run lies in one page: length divides the page size and
         each start."""
         runs: Int32s = self._flat.reshape(-1, length).take(self.slots(rows, starts) // length, axis=0)
         return runs
 
-    def extend(self, row: int, length: int, values: Ints) -> None:
+    def extend(self, row: int, length: int, values: AnyInts) -> None:
         """Write values at positions length, length + 1, ... of one row."""
         end = length + len(values)
         self._add_pages(row, (end + self._mask) >> self._shift)
         positions = np.arange(length, end)
         self._flat[self._slots_of_row(row, positions)] = values
 
-    def fill(self, rows: Ints, values: list[Ints]) -> None:
+    def fill(self, rows: Rows, values: Sequence[AnyInts]) -> None:
         """Write values[i], not empty, at positions 0, 1, ... of rows[i], which are clear."""
         size, count = self.page_size, len(rows)
         self._make_room(1, count)
@@ -113,7 +107,7 @@ class PagedRows:
         """A copy of positions start..stop-1 of one row."""
         return self._flat[self._slots_of_row(row, np.arange(start, stop))]
 
-    def clear_all(self, rows: Ints) -> None:
+    def clear_all(self, rows: Rows) -> None:
         """Give the pages of these rows back."""
         counts = self._num_pages[rows]
         if np.count_nonzero(counts == 1) == len(rows):
@@ -129,7 +123,7 @@ class PagedRows:
         self._free.extend(self._index[row, :count].tolist()[::-1])
         self._num_pages[row] = 0
 
-    def _slots_of_row(self, row: int, positions: Ints) -> Ints:
+    def _slots_of_row(self, row: int, positions: Positions) -> Ints:
         slots: Ints = self._index[row][positions >> self._shift] + (positions & self._mask)
         return slots
 

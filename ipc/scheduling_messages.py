@@ -44,7 +44,7 @@ class RequestEvents(msgspec.Struct, frozen=True, array_like=True):
     times: bytes  # int64[E] ns
 
 
-class RequestState(IntEnum):
+class SchedulingState(IntEnum):
     RUNNING = 1
     WAITING = 2
     SWAPPED = 3  # waits, and the host has a copy of what it had computed
@@ -77,7 +77,7 @@ class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
     session: int
     number: int
     choice: int
-    state: RequestState
+    state: SchedulingState
     reason: Reason
     needed: int  # of what it lacks
     available: int

@@ -68,7 +68,7 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    socket.setsockopt(zmq.ZAP_DOMAIN, b"engine-core")  # core/zap.py answers; also ends the downgrade to ZMTP/1.0
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"engine-core")  # core/border/zap.py answers; also ends the downgrade to ZMTP/1.0
     _set_common_options(socket, MAX_CLIENT_MESSAGE_BYTES, ROUTER_LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, ROUTER_HIGH_WATER_MARK)
     lock_fd = None

@@ -5,7 +5,8 @@ Key = the request's 64-bit seed; counter = (output position, choice, purpose, la
 """
 
 import numpy as np
-from numpy.typing import NDArray
+
+from kernels.arrays import AnyInts, Doubles, UInt32s, UInt64s
 
 #: Purposes: what a number is drawn for, so that no two uses share one.
 SAMPLE_TOKEN = 0
@@ -16,7 +17,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def philox4x32(key: UInt64s, counter: UInt32s) -> UInt32s:
     """key [R] uint64 (low word = first key word), counter [R, 4] uint32 -> [R, 4] uint32; ten rounds."""
     k0, k1 = key & _LOW, key >> _32
     c0, c1, c2, c3 = counter.T.astype(np.uint64)
@@ -28,12 +29,12 @@ def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint32]) -> NDArray[
 
 
 def uniform(
-    seed: NDArray[np.uint64],
-    position: NDArray[np.integer],
-    choice: NDArray[np.integer] | int = 0,
+    seed: UInt64s,
+    position: AnyInts,
+    choice: AnyInts | int = 0,
     purpose: int = SAMPLE_TOKEN,
     lane: int = 0,
-) -> NDArray[np.float64]:
+) -> Doubles:
     """One number in (0, 1) per row: seed [R] uint64, position [R] index in the request's output, choice [R] or one
     for all -> [R] float64.
 
@@ -45,5 +46,5 @@ def uniform(
     counter[:, 2:] = purpose, lane
     words = philox4x32(seed, counter).astype(np.uint64)
     bits = ((words[:, 0] << _32) | words[:, 1]) >> np.uint64(12)
-    result: NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52
+    result: Doubles = (bits.astype(np.float64) + 0.5) * 2.0**-52
     return result

@@ -10,14 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.capture import CapturedEngine, start_capture
-from core.capture_records import TAGS, Input, Record, Step, decode_record, encode_record
-from core.engine import EngineInput
-from core.executor.interface import load_executor
+from core.capture.engine import CapturedEngine, start_capture
+from core.capture.records import TAGS, Input, Record, Step, decode_record, encode_record
+from core.executors.by_name import load_executor
+from core.inputs import EngineInput
 from ipc.config import EngineConfig
 from ipc.log_frames import Frame, pack_frame, read_frames
-from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache, pack_numbers
+from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache
 from ipc.sampling_params import SamplingParams
+from tests.columns import pack_numbers
 from tools.cli import main
 
 VOCAB = 1000

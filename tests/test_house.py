@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.make_map import PAGE, made
+
 pytestmark = pytest.mark.checkout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +19,7 @@ MAX_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 #: The pure part of the core; nothing it loads may know the time, chance or the environment.
-PURE = ("core.scheduler", "core.engine")
+PURE = ("core.scheduling.scheduler", "core.engine")
 IMPURE_MODULES = {"time", "datetime", "random", "secrets", "uuid", "os", "socket", "threading", "asyncio"}
 #: Names whose value differs from run to run, or that run what they are given.
 IMPURE_CALLS = {"hash", "id"}
@@ -77,7 +79,9 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_there_are_files_to_check() -> None:
-    assert {Path("ipc/config.py"), Path("core/scheduler.py"), Path("tests/test_house.py")} <= set(tracked_files())
+    assert {Path("ipc/config.py"), Path("core/scheduling/scheduler.py"), Path("tests/test_house.py")} <= set(
+        tracked_files()
+    )
 
 
 def test_init_files_are_empty() -> None:
@@ -102,17 +106,16 @@ def test_a_function_fits_a_screen() -> None:
     assert long == {}
 
 
-def test_readme_maps_every_file() -> None:
-    """The README's section "Files" has one line for each file, which begins with the file's path."""
-    text = (ROOT / "README.md").read_text()
-    sections = re.split(r"(?m)^#+ ", text)
-    maps = [section for section in sections if section.startswith("Files\n")]
-    assert len(maps) == 1, [section.split("\n", 1)[0] for section in sections]
-    named = re.findall(r"(?m)^[ \-*|`]*([\w./-]+\.py)\b", maps[0])
-    # Test files say in their names what they are about.
-    expected = [str(path) for path in tracked_files() if path.name != "__init__.py" and path.parts[0] != "tests"]
-    assert sorted(name for name in named if not name.startswith("tests/")) == sorted(expected)
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_array_types_and_empty_columns_have_one_file() -> None:
+    """ipc/arrays.py, and kernels/arrays.py for the kernels, name them; no other file does."""
+    alias = re.compile(r"(?m)^\w+(?:: TypeAlias)? = (?:npt\.)?NDArray\[np\.|^_?[A-Z_]+(?:: \w+)? = np\.zeros\(0,")
+    found = {str(path) for path in product_files() if alias.search((ROOT / path).read_text())}
+    assert found == {"ipc/arrays.py", "kernels/arrays.py"}
+
+
+def test_the_map_is_that_of_the_code() -> None:
+    """docs/map.md: `make map` makes it."""
+    assert PAGE.read_text() == made()
 
 
 def test_scheduling_loads_neither_torch_nor_zmq() -> None:
@@ -125,12 +128,13 @@ def test_the_public_package_loads_no_engine() -> None:
 
 
 def test_the_start_of_the_engine_process_loads_no_torch() -> None:
-    assert loaded_by("import core.process, core.__main__") & {"torch", "transformers"} == set()
+    assert loaded_by("import core.process.loop, core.__main__") & {"torch", "transformers"} == set()
 
 
 def test_an_engine_on_the_cpu_loads_no_triton() -> None:
     assert (
-        loaded_by("import core.executor.local") & {"triton", "kernels.triton", "core.models.triton_operations"} == set()
+        loaded_by("import core.executors.local") & {"triton", "kernels.triton", "core.models.triton_operations"}
+        == set()
     )
 
 
@@ -146,7 +150,7 @@ def test_the_core_is_a_function_of_its_inputs() -> None:
         found += [f"{path} imports {name}" for name in imported_modules(tree) if name in IMPURE_MODULES]
         found += [f"{path} calls {name}()" for name in called_names(tree) if name in IMPURE_CALLS]
     # The executor is found by name when the process starts, not during a step.
-    assert [one for one in found if not one.startswith("core/executor/interface.py")] == []
+    assert [one for one in found if not one.startswith("core/execution/executor.py")] == []
 
 
 def test_nothing_runs_what_it_is_sent() -> None:

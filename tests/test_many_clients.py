@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from frontend.engine_process import EngineProcess
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import (
     PROTOCOL_MAJOR,
@@ -36,8 +36,8 @@ from ipc.messages import (
     Statistics,
     Welcome,
     encode,
-    pack_numbers,
 )
+from tests.columns import pack_numbers
 from tests.core.running_engine import VOCAB, expected
 from tests.ipc.test_messages import CLIENT_MESSAGES, mutate
 from tests.placed import placed
@@ -71,8 +71,8 @@ def wait_until_free(client: RawClient) -> None:
 CLIENT = """
 import sys, time
 import numpy as np
-from frontend.client import EngineClient
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
 from ipc.sampling_params import SamplingParams
 from tests.core.running_engine import expected
 address, role, me = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Callable, Sequence
 
-from frontend.client import EngineClient
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
 from ipc.messages import PauseMode
 from tools.options import ArgumentParser

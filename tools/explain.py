@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from frontend.client import EngineClient
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
-from ipc.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explanation, Reason, RequestExplanation, RequestState
+from ipc.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explanation, Reason, RequestExplanation, SchedulingState
 from tools.options import ArgumentParser
 
 _PAUSES = ("", "paused: nothing begins, what has begun goes on", "paused: nothing runs")
@@ -96,7 +96,7 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
         f"  came {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; {one.num_prompt_tokens} prompt tokens, "
         f"{one.num_tokens} so far, at most {one.max_total_tokens}; {one.num_computed_tokens} computed or found",
     ]
-    if one.state is RequestState.RUNNING:
+    if one.state is SchedulingState.RUNNING:
         lines.append(
             f"  served as number {one.position}; holds {one.num_blocks} blocks, lacks {one.num_missing_blocks} for the "
             "tokens that it has"

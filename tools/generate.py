@@ -12,9 +12,9 @@ import msgspec
 import uvloop
 
 from frontend.async_llm import AsyncLLM
-from frontend.engine_process import EngineProcess
-from frontend.outputs import RequestOutput
-from frontend.tokenizer import Tokenizer
+from frontend.engine.process import EngineProcess
+from frontend.results.outputs import RequestOutput
+from frontend.text.tokenizer import Tokenizer
 from ipc.config import config_from_options
 from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.sampling_params import SamplingParams

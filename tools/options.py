@@ -18,7 +18,7 @@ HELP = {
     "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it, else float32",
     "device": "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels",
     "model_impl": "whose model code; auto = ours where there is some for the architecture, else transformers'",
-    "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's own attention",
+    "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's operations",
     "threads": "compute threads; default: the CPUs this process may use",
     "max_model_len": "tokens of prompt and output together; default: the model's",
     "max_num_seqs": "requests running at once",

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import uvloop
 
-from frontend.client import EngineClient
-from frontend.engine_process import EngineProcess
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from tools.control import write_owner_file

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from frontend.engine_process import EngineProcess, OnPhase
+from frontend.engine.process import EngineProcess, OnPhase
 from ipc.config import EngineConfig
 
 

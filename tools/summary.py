@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from frontend.outputs import RequestOutput
+from frontend.results.outputs import RequestOutput
 from ipc.messages import Statistics
 
 

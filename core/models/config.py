@@ -1,14 +1,15 @@
 """ModelConfig: all that the forward pass, the weights' names and the KV cache must know of a model. Data, no behaviour.
 
 What one architecture has and another has not is a field here, decided once when the model's files are read
-(core/config_json.py, core/config_gguf.py), so that nothing later asks for an architecture's name.
+(core/model_files/config_json.py, core/model_files/config_gguf.py), so that nothing later asks for an architecture's
+name.
 """
 
 from typing import Literal
 
 import msgspec
 
-from core.rope_scaling import RopeScaling
+from core.models.rope_scaling import RopeScaling
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 
@@ -16,7 +17,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and constants of one model; names are transformers'."""
 
-    architecture: str  # a name of core.architectures
+    architecture: str  # a name of core.models.architectures
     vocab_size: int
     hidden_size: int
     intermediate_size: int

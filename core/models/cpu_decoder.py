@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from core.models.config import ModelConfig
 from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer
-from core.models.operations import Norm, Operation, Operations, Product
+from core.models.operations import Norm, Operations, Product
 from core.models.unchanged import unchanged
-from kernels.cpu_decoder import CpuDecoder, LayerParts
-from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_gemm import PackedMatrix
-from kernels.cpu_rms_norm import CpuNorm
-from kernels.linear import PackedLinear
+from kernels.cpu.decoder import CpuDecoder, LayerParts
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.rms_norm import CpuNorm
+from kernels.torch.linear import Operation
 
 
 def cpu_decoder(
@@ -51,7 +51,7 @@ def _parts(layer: Layer) -> LayerParts:
         gate_up=_matrix(layer.gate_up),
         down=_matrix(layer.down),
         mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
-        slides=layer.kind != 0,
+        kind=layer.kind,
     )
 
 
@@ -61,6 +61,5 @@ def _norm(norm: Norm | Operation) -> CpuNorm:
 
 
 def _matrix(product: Product) -> PackedMatrix:
-    assert isinstance(product, PackedLinear), type(product)
-    assert product.matrix is not None, product.variant
-    return product.matrix
+    assert isinstance(product, PackedMatrix), type(product)
+    return product

@@ -1,28 +1,26 @@
 """CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import rotary_embeddings
+from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.unchanged import unchanged
-from kernels.attention_metadata import AnyInts
-from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import TILE, AttentionPlan, AttentionPlanner
-from kernels.cpu_decoder import exceed_caches
-from kernels.cpu_embedding import CpuEmbedding
-from kernels.cpu_kv_cache import CpuKVCache, padded_dim
-from kernels.cpu_library import CpuLibrary
-from kernels.cpu_rms_norm import CpuNorm
-from kernels.cpu_rope import CpuRope, RotaryTable
-from kernels.cpu_sampling import CpuSampler
-from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.linear import PackedLinear
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from ipc.arrays import AnyInts
+from kernels.cpu.attention import CpuAttention
+from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
+from kernels.cpu.decoder import exceed_caches
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.kv_cache import CpuKVCache, padded_dim
+from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.rope import CpuRope, RotaryTable
+from kernels.cpu.sampling import CpuSampler
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.linear import Operation
 
 
 class CpuStep(NamedTuple):
@@ -35,7 +33,7 @@ class CpuStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuAttend:
-    """One layer's attention; kind: index into what the step has for each kind."""
+    """One layer's attention; kind: see layer_kinds.py."""
 
     rope: CpuRope
     attention: CpuAttention
@@ -53,21 +51,21 @@ class CpuOperations:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
         self._config, self._dtype, self.library = config, dtype, library
         self._is_kept = not exceed_caches(_matrix_bytes(config, dtype))
-        self.tables = tuple(RotaryTable(*rotary) for rotary in rotary_embeddings(config))
+        self.tables = of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
         self._attention = CpuAttention(library)
         self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
         self.sampler = CpuSampler(library)
 
     @property
     def variant(self) -> str:
-        return f"c-{self.library.variant} attention={TILE}"
+        return f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
 
     def wake(self) -> None:
         self.library.wake_threads()
 
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> CpuEmbedding:
-        if isinstance(head, PackedLinear) and head.matrix is not None:
-            return CpuEmbedding(self.library, head.matrix, scale)  # the table itself need not be kept
+        if isinstance(head, PackedMatrix):
+            return CpuEmbedding(self.library, head, scale)  # the table itself need not be kept
         return CpuEmbedding(self.library, table, scale)
 
     def linear(
@@ -75,16 +73,15 @@ class CpuOperations:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        max_rows: int | None = None,
         out_dtype: torch.dtype | None = None,
-    ) -> PackedLinear:
-        return PackedLinear(weight, bias, self.library, out_dtype=out_dtype, is_kept=self._is_kept)
+    ) -> PackedMatrix:
+        return PackedMatrix(self.library, weight, bias, out_dtype=out_dtype, is_kept=self._is_kept)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
         return CpuNorm(self.library, weight, eps, dtype)
 
-    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[PackedLinear, Operation]:
-        return PackedLinear(weight, library=self.library, gate=function, is_kept=self._is_kept), unchanged
+    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[PackedMatrix, Operation]:
+        return PackedMatrix(self.library, weight, gate=function, is_kept=self._is_kept), unchanged
 
     def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
         rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
@@ -104,7 +101,6 @@ class CpuOperations:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int | None,
         window: int | None,
     ) -> AttentionPlan:
         return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window)

@@ -5,10 +5,10 @@ from typing import Protocol
 import torch
 
 from core.models.operations import AttentionWork
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
-from kernels.cpu_sampling import CpuSampler
-from kernels.kv_cache import KVCache
+from kernels.cpu.sampling import CpuSampler
+from kernels.memory.kv_cache import KVCache
 
 
 class Model(Protocol):
@@ -41,7 +41,7 @@ class Model(Protocol):
         block_tables: AnyInts,
         cache: KVCache,
     ) -> tuple[AttentionWork, ...]:
-        """The attention work of one step, for each kind of layer; see kernels.attention_metadata."""
+        """The attention work of one step, for each kind of layer; see kernels.torch.attention."""
 
     def forward(
         self,

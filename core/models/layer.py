@@ -7,16 +7,18 @@ from typing import Any
 import torch
 
 from core.models.config import ModelConfig
-from core.models.operations import Norm, Operation, Operations, Product
+from core.models.layer_kinds import kind_of
+from core.models.operations import Norm, Operations, Product
 from core.models.unchanged import unchanged
 from core.models.weight_parts import WeightParts
+from kernels.torch.linear import Operation
 
 
 @dataclass(frozen=True)
 class Layer:
     """hidden += attention_out(o(attention(qkv(input_norm(hidden))))), and the same with the MLP."""
 
-    kind: int  # 0: sees everything, -1: slides. Index into what a step has for each kind, or once for both
+    kind: int  # see layer_kinds.py
     input_norm: Norm
     qkv: Product
     attention: Callable[[torch.Tensor, Any, int], torch.Tensor]  # rotates, stores K and V, attends
@@ -58,7 +60,7 @@ def build_layer(
         bias = parts.take(*(f"{name}.bias" for name in names))
         return operations.linear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
 
-    kind = -1 if index in config.sliding_layers else 0
+    kind = kind_of(config, index)
     # In the order in which they come, so that each is packed before the next is read.
     qkv = product([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
     o = product([f"{attention}o_proj"], config.output_bias)

@@ -9,17 +9,14 @@ import torch
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.layer import build_layer, build_norm
+from core.models.layer_kinds import windows
 from core.models.operations import AttentionWork, Operations, Product, choose_operations
 from core.models.weight_parts import WeightParts
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
-from kernels.cpu_kv_cache import CpuKVCache
-from kernels.cpu_library import CpuLibrary
-from kernels.kv_cache import KVCache
-from kernels.linear import ROW_COUNTS, padded_rows
-
-#: Rows the head computes at once: it sees one row per request that samples.
-_HEAD_ROWS = 32
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.memory.kv_cache import KVCache
 
 
 class Llama:
@@ -49,7 +46,7 @@ class Llama:
         # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         scale = torch.tensor(scale, dtype=dtype).item()
-        self.windows = _windows(config)
+        self.windows = windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
             table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
@@ -61,13 +58,9 @@ class Llama:
             self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
             self._head = self._make_head(parts.take("lm_head.weight")) if head is None else head
             self._decoder = cpu_decoder(config, operations, self.layers, self._embedding, self._norm, self._head)
-        # Those that every product of the model can run: batches are padded once, not before each product. C needs none.
-        row_counts = [product.row_counts for layer in self.layers for product in layer.products.values()]
-        common = tuple(sorted(set(ROW_COUNTS).intersection(*row_counts))) or (1,)
-        self._row_counts = common if all(row_counts) else ()
 
     def _make_head(self, weight: torch.Tensor) -> Product:
-        return self.operations.linear(weight, max_rows=_HEAD_ROWS, out_dtype=torch.float32)
+        return self.operations.linear(weight, out_dtype=torch.float32)
 
     @property
     def variant(self) -> str:
@@ -91,10 +84,9 @@ class Llama:
         block_tables: AnyInts,
         cache: KVCache,
     ) -> tuple[AttentionWork, ...]:
-        """As kernels.attention_metadata, with this model's heads and padding; one for each kind of layer there is."""
-        num_rows = padded_rows(int(num_tokens.sum()), self._row_counts) if self._row_counts else None
+        """Return the attention work of a step, one for each kind of layer there is."""
         return tuple(
-            self.operations.attention_work(num_tokens, context_lens, block_tables, cache, num_rows, window)
+            self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window)
             for window in self.windows
         )
 
@@ -128,11 +120,9 @@ class Llama:
         cache: KVCache,
     ) -> torch.Tensor:
         """token_ids, positions [T] int64; slots [T] int64 (block * block_size + offset; -1 = do not store) -> the last
-        layer's output [>= T, hidden] float32."""
-        padding = token_ids.new_zeros(metadata[0].num_rows - len(token_ids))
-        positions = torch.cat((positions, padding))
+        layer's output [T, hidden] float32."""
         step = self.operations.step(positions, slots, metadata, cache)
-        hidden = self._embedding(torch.cat((token_ids, padding)))
+        hidden = self._embedding(token_ids)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers):
             x = layer.attention_out(layer.o(layer.attention(layer.qkv(x), step, index)))
@@ -149,10 +139,3 @@ class Llama:
         if self._decoder is not None and self._decoder.is_of_last_step(hidden):
             return self._decoder.logits(rows)
         return self._head(self._norm(hidden.index_select(0, rows.to(hidden.device))))
-
-
-def _windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Those of the layers that see everything and of those that slide, as far as there are such layers."""
-    num_sliding = len(config.sliding_layers)
-    kinds = ((None, config.num_hidden_layers - num_sliding), (config.sliding_window, num_sliding))
-    return tuple(window for window, num_layers in kinds if num_layers)

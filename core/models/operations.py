@@ -8,13 +8,12 @@ import torch
 from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.torch_operations import TorchOperations
+from ipc.arrays import AnyInts
 from ipc.config import Numerics
-from kernels.attention_metadata import AnyInts
-from kernels.cpu_library import CpuLibrary
-from kernels.cpu_sampling import CpuSampler
-from kernels.kv_cache import KVCache
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.sampling import CpuSampler
+from kernels.memory.kv_cache import KVCache
+from kernels.torch.linear import Operation
 
 #: A step's attention work for the layers of one window; only the operations that made it know what is in it.
 AttentionWork = Any
@@ -37,10 +36,6 @@ class Product(Protocol):
     def variant(self) -> str:
         """Names what fixes the results' bits; part of the fingerprint."""
 
-    @property
-    def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows that it runs without padding; empty: any."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
 
@@ -56,7 +51,7 @@ class Operations(Protocol):
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens; None: torch's operations (core/sampler.py)."""
+        """The kernel that draws tokens; None: torch's operations (core/sampling/sampler.py)."""
 
     def wake(self) -> None:
         """The first operation of a step comes within tens of microseconds."""
@@ -69,10 +64,9 @@ class Operations(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        max_rows: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Product:
-        """weight [out, in], bias [out] float32; max_rows: it never sees more; out_dtype: None = the weight's."""
+        """weight [out, in], bias [out] float32; out_dtype: None = the weight's."""
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
         """weight [d] float32; results are of dtype."""
@@ -84,7 +78,7 @@ class Operations(Protocol):
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
     ) -> Callable[[torch.Tensor, Any, int], torch.Tensor]:
         """Of qkv [T, (H + 2 * Hkv) * D], a step and the layer's index -> [T, H * D]: heads normalised by these weights
-        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: index into what the step has for each kind."""
+        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: see layer_kinds.py."""
 
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionWork, ...], cache: KVCache
@@ -97,10 +91,9 @@ class Operations(Protocol):
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int | None,
         window: int | None,
     ) -> AttentionWork:
-        """See kernels.attention_metadata."""
+        """See kernels.torch.attention.attention_metadata."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of KV cache, all layers together."""
@@ -112,7 +105,7 @@ class Operations(Protocol):
 def choose_operations(
     config: ModelConfig, dtype: torch.dtype, numerics: Numerics, library: CpuLibrary | None
 ) -> Operations:
-    """library: of the C kernels; None = torch's. Level L0 is torch's own attention."""
+    """Return the C kernels' operations, or torch's where there is no library or level L0 is asked for."""
     if library is None or numerics == "L0":
-        return TorchOperations(config, dtype, numerics)
+        return TorchOperations(config, dtype)
     return CpuOperations(config, dtype, library)

@@ -1,28 +1,38 @@
 """A model's rotary embeddings: its config's thetas and scaling to frequencies."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from core.models.config import ModelConfig
-from core.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from kernels import rope_scaling
-from kernels.rope import rotary_frequencies
+from core.models.layer_kinds import windows
+from core.models.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from kernels.torch import rope_scaling
+from kernels.torch.rope import rotary_frequencies
+
+_Made = TypeVar("_Made")
 
 
 class Rotary(NamedTuple):
-    """One embedding, as kernels.rope.rotary_tables wants it."""
+    """One embedding, as kernels.torch.rope.rotary_tables wants it."""
 
     frequencies: torch.Tensor  # [head_dim / 2] float32, radians per token
     factor: float  # of cosine and sine
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[Rotary, ...]:
-    """That of the layers that see everything; and that of the sliding ones, if theirs is another."""
-    full = _rotary(config.head_dim, config.rope_theta, config.rope_scaling)
-    if config.sliding_rope_theta is None:
-        return (full,)
-    return full, _rotary(config.head_dim, config.sliding_rope_theta, None)
+    """The embedding of each kind of layer (layer_kinds.py); the same object where kinds share one."""
+    full = sliding = _rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+    if config.sliding_rope_theta is not None:
+        sliding = _rotary(config.head_dim, config.sliding_rope_theta, None)
+    return tuple(full if window is None else sliding for window in windows(config))
+
+
+def of_each_kind(make: Callable[[Rotary], _Made], rotaries: Sequence[Rotary]) -> tuple[_Made, ...]:
+    """make() of each kind's embedding; called once where kinds share one."""
+    first = make(rotaries[0])
+    return (first, *(first if rotary is rotaries[0] else make(rotary) for rotary in rotaries[1:]))
 
 
 def _rotary(head_dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from core.architectures import ARCHITECTURES
+from core.models.architectures import ARCHITECTURES
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 
 #: Under this name our attention is known to transformers.

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described, eos_token_ids, load_transformers_model
+from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
-from kernels.attention import attention_variant, paged_attention
-from kernels.attention_metadata import AnyInts, AttentionMetadata, attention_metadata
-from kernels.kv_cache import KVCache, bytes_per_block
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 
 #: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -86,7 +85,6 @@ class TransformersModel:
         self.eos_token_ids = eos_token_ids(self._model)
         self._num_layers = int(config.num_hidden_layers)
         self._shape, self._windows = self._try_out()
-        self._variant = attention_variant(self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim)
         self._check_against_its_own()
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
@@ -94,7 +92,7 @@ class TransformersModel:
 
     @property
     def variant(self) -> str:
-        return f"transformers {_version()} {self._architecture} attention={self._variant}"
+        return f"transformers {_version()} {self._architecture}"
 
     def wake(self) -> None:
         """torch wakes its threads itself."""
@@ -115,10 +113,8 @@ class TransformersModel:
         cache: KVCache,
     ) -> tuple[AttentionMetadata, ...]:
         """One for each sliding window among the layers."""
-        shape = self._variant.shape
         return tuple(
-            attention_metadata(num_tokens, context_lens, block_tables, cache, shape, window=window)
-            for window in self._windows
+            attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )
 
     def forward(
@@ -221,7 +217,7 @@ class TransformersModel:
         )
 
     @torch.inference_mode()
-    def _eager_logits(self, prompt: NDArray[np.int64]) -> torch.Tensor:
+    def _eager_logits(self, prompt: Ints) -> torch.Tensor:
         """Logits of the last token [1, vocab], by the model's code alone."""
         self._model.set_attn_implementation("eager")
         try:
@@ -231,7 +227,7 @@ class TransformersModel:
         logits: torch.Tensor = output.logits[0, -1:].float()
         return logits
 
-    def _logits_of(self, prompts: list[NDArray[np.int64]]) -> torch.Tensor:
+    def _logits_of(self, prompts: list[Ints]) -> torch.Tensor:
         """Logits of the last token of each prompt [n, vocab], in a cache of their own."""
         cache = self.allocate_cache(len(prompts) + 1, 16)
         lengths = np.array([len(prompt) for prompt in prompts])

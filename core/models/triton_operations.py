@@ -9,10 +9,12 @@ import torch
 import triton
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import rotary_embeddings
-from kernels.kv_cache import KVCache, bytes_per_block
-from kernels.rope import rotary_tables
-from kernels.triton.attention_work import SPLIT, AnyInts, TritonWork, triton_work
+from core.models.rotary import Rotary, of_each_kind, rotary_embeddings
+from ipc.arrays import AnyInts
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.torch.linear import Operation
+from kernels.torch.rope import rotary_tables
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
@@ -22,14 +24,12 @@ from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.rms_norm import TritonNorm
 from kernels.triton.rope import TritonRope
 
-Operation = Callable[[torch.Tensor], torch.Tensor]
-
 GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
 
 class TritonStep(NamedTuple):
     slots: torch.Tensor  # [T] int64, -1 = do not store
-    tables: list[tuple[torch.Tensor, torch.Tensor]]  # cosines and sines of all rows, for each kind
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all rows, for each kind
     work: tuple[TritonWork, ...]
     cache: KVCache
 
@@ -42,7 +42,8 @@ class TritonOperations:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self.device = config, dtype, device
-        self._rotary = [(rotary.frequencies.to(device), rotary.factor) for rotary in rotary_embeddings(config)]
+        rotaries = rotary_embeddings(config)
+        self._rotary = of_each_kind(lambda rotary: Rotary(rotary.frequencies.to(device), rotary.factor), rotaries)
         self.group_size = config.num_attention_heads // config.num_key_value_heads
 
     @property
@@ -61,7 +62,6 @@ class TritonOperations:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        max_rows: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> DeviceLinear:
         return DeviceLinear(weight, bias, out_dtype)
@@ -90,7 +90,8 @@ class TritonOperations:
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[TritonWork, ...], cache: KVCache
     ) -> TritonStep:
-        return TritonStep(slots, [rotary_tables(positions, *rotary) for rotary in self._rotary], work, cache)
+        tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
+        return TritonStep(slots, tables, work, cache)
 
     def attention_work(
         self,
@@ -98,7 +99,6 @@ class TritonOperations:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
-        num_rows: int | None,
         window: int | None,
     ) -> TritonWork:
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)

@@ -1,12 +1,13 @@
 """TritonWork: which queries a step's attention kernels compute. A request with one query token is the decode kernel's;
 the tokens of others are cut into tiles for the prefill kernel. Both find positions and blocks on the device."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from kernels.arrays import AnyInts, Int32s
+from kernels.rounding import ceil_div
 from kernels.triton.device import power_of_2
 
 #: Tokens of context that one decode program reads: fixed, so that the order of summation is the request's own.
@@ -14,8 +15,6 @@ SPLIT = 256
 
 #: Rows of a prefill program's products: tokens of a query tile x query heads of one KV head, filled up.
 PREFILL_ROWS = 64
-
-AnyInts = NDArray[np.integer[Any]]
 
 
 class TritonWork(NamedTuple):
@@ -56,9 +55,9 @@ def prefill_options(dtype: torch.dtype) -> dict[str, int]:
 class WorkColumns(NamedTuple):
     """Of the host, before they are sent: int32."""
 
-    decode_tokens: NDArray[np.int32]
-    tile_tokens: NDArray[np.int32]
-    tile_counts: NDArray[np.int32]
+    decode_tokens: Int32s
+    tile_tokens: Int32s
+    tile_counts: Int32s
     num_splits: int
 
 
@@ -70,14 +69,14 @@ def work_columns(num_tokens: AnyInts, context_lens: AnyInts, group_size: int) ->
     longest = int(context_lens[alone].max(initial=0))
     size = tile_tokens(group_size)
     counts, starts = num_tokens[~alone], first[~alone]
-    num_tiles = -(-counts // size)
+    num_tiles = ceil_div(counts, size)
     which = np.repeat(np.arange(len(counts)), num_tiles)
     number = np.arange(len(which)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     return WorkColumns(
         first[alone].astype(np.int32),
         (starts[which] + number * size).astype(np.int32),
         np.minimum(counts[which] - number * size, size).astype(np.int32),
-        -(-longest // SPLIT),
+        ceil_div(longest, SPLIT),
     )
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache
 from kernels.triton.attention_tile import fold_tile, load_queries
 from kernels.triton.attention_work import SPLIT, TritonWork, kv_tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2

@@ -1,4 +1,4 @@
-"""The gated activations by Triton: silu(gate) * up and gelu_tanh(gate) * up; see kernels/gated_activation.py."""
+"""The gated activations by Triton: silu(gate) * up and gelu_tanh(gate) * up; see kernels/torch/gated_activation.py."""
 
 import torch
 import triton

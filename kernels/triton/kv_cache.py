@@ -6,16 +6,16 @@ whole lines.
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kernels.kv_cache import KVCache
+from kernels.arrays import Int32s
+from kernels.memory.kv_cache import KVCache
 from kernels.triton.copy_blocks import copy_blocks
 
 
 class TritonKVCache(KVCache):
     """Errors: MemoryError with the sizes when it cannot be reserved."""
 
-    def copy_blocks(self, sources: NDArray[np.int32], target: KVCache, targets: NDArray[np.int32]) -> None:
+    def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
         """target's blocks targets [n] become this cache's blocks sources [n], in all layers. The copies are in the
         order of the device's stream, and the host does not wait for them; it must not look into a pinned cache."""
         mine, theirs = self.layers[0].device, target.layers[0].device
@@ -29,7 +29,7 @@ class TritonKVCache(KVCache):
                 destination[to : to + count].copy_(source[first : first + count], non_blocking=True)
 
 
-def _runs(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+def _runs(sources: Int32s, targets: Int32s) -> list[tuple[int, int, int]]:
     """(source, target, count) of blocks that stand together on both sides: one transfer each."""
     breaks = (np.diff(sources) != 1) | (np.diff(targets) != 1)
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1)) if len(sources) else np.zeros(0, np.int64)

@@ -14,8 +14,6 @@ torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 class DeviceLinear:
     """weight [out, in], kept as it is; bias [out] of any type; out_dtype: None = the weight's."""
 
-    row_counts: tuple[int, ...] = ()  # any
-
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> None:

@@ -1,4 +1,5 @@
-"""TritonNorm: root mean square normalisation, and the addition before it; kernels/rms_norm.py is its reference."""
+"""TritonNorm: root mean square normalisation, and the addition before it; kernels/torch/rms_norm.py is its
+reference."""
 
 import torch
 import triton

@@ -1,10 +1,10 @@
-"""Rotary embedding, head norms and the KV cache write by Triton; kernels/rope.py is its reference."""
+"""Rotary embedding, head norms and the KV cache write by Triton; kernels/torch/rope.py is its reference."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache
 from kernels.triton.device import power_of_2
 
 
@@ -15,7 +15,8 @@ def _rope(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, NORMS: tl.constexpr,
 ):
-    """One token a program. cos and sin [T, D] float32 as of kernels.rope.rotary_tables: sin's second half is +sin."""
+    """One token a program. cos and sin [T, D] float32 as of kernels.torch.rope.rotary_tables: sin's second half is
+    +sin."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     qkv += token * (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -1,4 +1,4 @@
-"""Draws one token from each row of logits, as core/sampler.py does, without sorting.
+"""Draws one token from each row of logits, as core/sampling/sampler.py does, without sorting.
 
 A draw is one Philox number pushed through the inverse cumulative distribution of the tokens left: of rows with top_k or
 top_p in order of descending logit, ties by lower id; of other rows in vocabulary order. One program a row, so a token
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from kernels.arrays import Int32s
 from kernels.triton.device import power_of_2
 from kernels.triton.philox import uniform
 from kernels.triton.threshold_search import LOWEST_KEY, find_key, load_scaled, measure, ordered_key
@@ -141,7 +142,7 @@ def _sample(logits, words, tokens, vocab_size, num_rows, BLOCK: tl.constexpr):
     tl.store(tokens + index, tl.where(finite, token, -1))
 
 
-def pack_columns(columns: tuple[NDArray[Any], ...]) -> NDArray[np.int32]:
+def pack_columns(columns: tuple[NDArray[Any], ...]) -> Int32s:
     """temperature, top_k, top_p, min_p, seed, position, choice [S] -> [words, S] int32 for the device."""
     temperature, top_k, top_p, min_p, seed, position, choice = columns
     words = np.empty((_NUM_WORDS, len(temperature)), np.int32)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.executor.fake import fake_tokens
+from core.executors.fake import fake_tokens
 from tests.build_wheel.suite import environment
 from tools.bench.tiny_model import write_tiny_model
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from build_wheel.imports import PACKAGES, move_imports
-from core.executor.fake import fake_tokens
+from core.executors.fake import fake_tokens
 from ipc.version import VERSION
-from kernels.cpu_build import usable_variants
+from kernels.cpu.build import usable_variants
 from tests.build_wheel.suite import ROOT, build, environment, site_packages, suite_command, write_suite
 
 pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
 
 #: Tests with engine processes, of the fake executor and of the demo model.
 END_TO_END = (
-    "tests/core/test_start.py",
+    "tests/core/process/test_start.py",
     "tests/frontend/test_async_llm.py",
     "tests/frontend/test_llm.py",
     "tests/frontend/test_model_files_end_to_end.py",
@@ -69,7 +69,7 @@ def test_site_packages_gets_one_package(installed: Path) -> None:
 
 
 def test_the_wheel_brings_the_kernels_compiled(installed: Path, wheel: Path, tmp_path: Path) -> None:
-    code = "from engine_core.kernels.cpu_library import load_cpu_library; print(load_cpu_library().variant)"
+    code = "from engine_core.kernels.cpu.library import load_cpu_library; print(load_cpu_library().variant)"
     done = subprocess.run(
         [str(installed / "python"), "-c", code],
         cwd=tmp_path,

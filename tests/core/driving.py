@@ -12,23 +12,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from core.engine import EngineCore, EngineInput, EngineReply
-from core.executor.fake import FakeExecutor, UInt64s, choice_seed, fake_tokens, mix, next_token
-from core.outputs import Addressed
-from core.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
-from core.request import request_from_message
-from core.runner_table import RunnerTable
-from core.scheduler import Scheduler
+from core.batch.request import request_from_message
+from core.engine import EngineCore
+from core.execution.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.runner_table import RunnerTable
+from core.executors.fake import FakeExecutor, choice_seed, fake_tokens, mix, next_token
+from core.inputs import EngineInput, EngineReply
+from core.scheduling.outputs import ClientOutput
+from core.scheduling.scheduler import Scheduler
+from ipc.arrays import Int32s, UInt64s
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
-from ipc.paged_rows import Int32s
 from ipc.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
 EOS = 2
 
 
-#: What core/resolve.py would have set.
+#: What core/process/resolve.py would have set.
 RESOLVED = {"num_swap_blocks": 0, "recompute_ns_per_token": 1, "swap_ns_per_block": 1}
 
 
@@ -342,7 +343,7 @@ class ByHand:
             self.mirror.append_tokens(rows, np.zeros(len(rows), np.int32))  # lengths matter, ids do not
         return plan
 
-    def update(self, plan: SchedulerOutput, token: int | Callable[[int], int] = 7) -> list[Addressed]:
+    def update(self, plan: SchedulerOutput, token: int | Callable[[int], int] = 7) -> list[ClientOutput]:
         """token: what every row samples, or a function of the row."""
         token_of = token if callable(token) else lambda _: token
         samples = self._samples.pop(plan.step)

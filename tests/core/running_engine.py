@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import zmq
 
-from core import process
+from core.border.io_thread import IOThread
+from core.border.reception import Served
+from core.border.zap import start_zap
 from core.engine import EngineCore
-from core.executor.fake import checksum, create, next_token
-from core.io_thread import IOThread
-from core.reception import Served
-from core.zap import start_zap
+from core.executors.fake import checksum, create, next_token
+from core.process import loop as process
 from ipc.config import EngineConfig
 from ipc.messages import (
     PROTOCOL_MAJOR,

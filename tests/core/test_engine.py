@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from core.request_index import RequestIndex
-from core.waiting_lines import Line
-from core.waiting_queue import WaitingQueue
+from core.batch.index import RequestIndex
+from core.scheduling.waiting_lines import Line
+from core.scheduling.waiting_queue import WaitingQueue
 from ipc.messages import (
     Abort,
     AddRequest,
@@ -18,8 +18,8 @@ from ipc.messages import (
     Outputs,
     ResetPrefixCache,
     Statistics,
-    pack_numbers,
 )
+from tests.columns import pack_numbers
 from tests.core.driving import EOS, Driver, Received, add_message, expected_tokens, small_config
 
 MS = 1_000_000  # ns
@@ -314,16 +314,16 @@ def test_reset_after_work_leaves_only_blank_blocks(depth: int) -> None:
 def test_statistics_count_what_was_done() -> None:
     driver = Driver(small_config())
     driver.run(add_message(1, [5] * 9, 4), add_message(2, [5] * 9, 4))
-    ((client, told),) = driver.step([(3, GetStatistics(8))])
-    assert (client, told) == (3, driver.engine.statistics(8))
-    assert isinstance(told, Statistics)
-    assert (told.call, told.num_finished, told.num_running, told.num_waiting) == (8, 2, 0, 0)
-    assert (told.num_prompt_tokens, told.num_generation_tokens) == (18, 8)
-    assert (told.num_steps, told.num_scheduled_rows, told.max_scheduled_rows) == (4, 8, 2)
-    assert told.num_scheduled_tokens == 9 + 1 + 3 * 2  # the second shares two blocks of the first
-    assert (told.prefix_cache_queries, told.prefix_cache_hits) == (18, 8)
-    assert (told.num_blocks, told.num_free_blocks, told.block_size) == (100, 99, 4)
-    assert told.max_used_blocks == 4  # two shared, and each its own third
+    ((client, reported),) = driver.step([(3, GetStatistics(8))])
+    assert (client, reported) == (3, driver.engine.statistics(8))
+    assert isinstance(reported, Statistics)
+    assert (reported.call, reported.num_finished, reported.num_running, reported.num_waiting) == (8, 2, 0, 0)
+    assert (reported.num_prompt_tokens, reported.num_generation_tokens) == (18, 8)
+    assert (reported.num_steps, reported.num_scheduled_rows, reported.max_scheduled_rows) == (4, 8, 2)
+    assert reported.num_scheduled_tokens == 9 + 1 + 3 * 2  # the second shares two blocks of the first
+    assert (reported.prefix_cache_queries, reported.prefix_cache_hits) == (18, 8)
+    assert (reported.num_blocks, reported.num_free_blocks, reported.block_size) == (100, 99, 4)
+    assert reported.max_used_blocks == 4  # two shared, and each its own third
 
 
 def test_an_idle_engine_says_nothing_and_makes_no_step(depth: int) -> None:

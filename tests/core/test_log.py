@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core import process
+from core.process import loop as process
 from tests.placed import placed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,10 +61,11 @@ def test_what_is_said_is_written(tmp_path: Path) -> None:
 
 
 def test_a_failing_engine_tells_its_clients_although_nobody_reads_its_stderr() -> None:
-    """Checked on the order in core/process.py: what is said is queued, the clients are told, then it is flushed."""
+    """Checked on the order in core/process/loop.py: what is said is queued, the clients are told, then it is
+    flushed."""
     code = """
 import os, threading
-from core import process
+from core.process import loop as process
 class Broken:
     has_work = has_unfinished = True
     def step(self, inbox, now): raise RuntimeError("x" * 10)

@@ -13,9 +13,10 @@ from typing import TypeVar
 import pytest
 
 from core.engine import EngineCore
-from core.executor.fake import create
+from core.executors.fake import create
 from ipc.config import EngineConfig
-from ipc.messages import Abort, AddRequest, encode, pack_numbers
+from ipc.messages import Abort, AddRequest, encode
+from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config
 
 BLOCK_SIZE = 16

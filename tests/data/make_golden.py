@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ipc.model_files import resolve_model
+from ipc.files.model_files import resolve_model
 
 NUM_TOKENS = 64
 OUT = Path(__file__).with_name("golden_smollm2.json")

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from frontend.llm import LLM
-from frontend.outputs import RequestOutput
+from frontend.results.outputs import RequestOutput
 from ipc.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import engine_core
-from core.executor.fake import fake_tokens
+from core.executors.fake import fake_tokens
 from frontend.async_llm import AsyncLLM
-from frontend.engine_process import EngineProcess
+from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
 from ipc.config import EngineConfig
 from ipc.errors import (
@@ -68,7 +68,7 @@ def test_outputs_are_in_the_order_of_the_prompts_and_independent_of_the_batch(ll
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_repr_names_the_model_and_the_process(kind):
     own = kind(executor="fake")
-    pid = own._session._process.pid
+    pid = own._engine._process.pid
     assert repr(own) == f"{kind.__name__}(model='fake', numerics='L2', process={pid})"
     with EngineProcess(EngineConfig(executor="fake")) as engine:
         connected = kind(connect=engine.address)
@@ -147,7 +147,7 @@ def test_prefix_cache_hits_are_told(llm):
 
 def test_interrupting_generate_aborts_its_requests(llm):
     def interrupt():
-        while llm._session.client.num_live < 30:  # all are submitted; then this thread waits for them
+        while llm._engine.client.num_live < 30:  # all are submitted; then this thread waits for them
             time.sleep(0.01)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -158,7 +158,7 @@ def test_interrupting_generate_aborts_its_requests(llm):
         llm.generate([[1], [2], [3]] * 10, greedy(100_000, ignore_eos=True), use_tqdm=False)
     thread.join()
     assert_idle(llm)
-    assert llm._session.client.num_live == 0
+    assert llm._engine.client.num_live == 0
     assert len(llm.generate([1], greedy(ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
@@ -199,11 +199,11 @@ def test_a_killed_engine_is_known_at_once(state):
         while state == "running" and llm.statistics().num_running < 4:
             time.sleep(0.01)
         begin = time.monotonic()
-        os.kill(llm._session._process.pid, signal.SIGKILL)
+        os.kill(llm._engine._process.pid, signal.SIGKILL)
         if running is not None:
             with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
                 running.result(5.0)
-        while llm._session.client.error is None:
+        while llm._engine.client.error is None:
             time.sleep(0.001)
         assert time.monotonic() - begin < 1.0
         with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
@@ -213,7 +213,7 @@ def test_a_killed_engine_is_known_at_once(state):
 def test_making_and_ending_leaves_nothing():
     def one():
         llm = LLM(executor="fake")
-        pid = llm._session._process.pid
+        pid = llm._engine._process.pid
         llm.generate([1], greedy(), use_tqdm=False)
         return llm, pid
 
@@ -242,7 +242,7 @@ def test_a_script_without_main_guard_and_what_it_imports(tmp_path):
         "ids = llm.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True), False)[0].outputs[0].token_ids\n"
         "assert len(ids) == 4\n"
         f"heavy = ('torch', 'transformers', '{PREFIX}core', '{PREFIX}kernels', 'triton')\n"
-        "print([name for name in sys.modules if name in heavy], llm._session._process.pid)\n"
+        "print([name for name in sys.modules if name in heavy], llm._engine._process.pid)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -313,7 +313,7 @@ def test_one_failed_request_fails_the_call_at_its_end(played_llm, played_connect
     )
     with pytest.raises(InvalidRequestError, match="prompt 0 of 1: wrong"):
         played_llm.generate([1], greedy(), use_tqdm=False)
-    assert played_llm._session.client.num_live == 0
+    assert played_llm._engine.client.num_live == 0
 
 
 class _Bar:
@@ -364,7 +364,7 @@ def test_more_requests_than_the_window(played_llm, played_connection):
 
     def answer(request):
         nonlocal most
-        most = max(most, played_llm._session.client.num_live)
+        most = max(most, played_llm._engine.client.num_live)
         if request.number % 2:
             for number in (request.number - 1, request.number):
                 played_connection.feed(number, 0, [number % 1000], FinishReason.LENGTH)

@@ -6,10 +6,10 @@ import time
 import msgspec
 import pytest
 
-from core.executor.fake import choice_seed, fake_tokens
+from core.executors.fake import choice_seed, fake_tokens
 from frontend.async_llm import AsyncLLM
 from frontend.llm import LLM
-from frontend.outputs import Logprob
+from frontend.results.outputs import Logprob
 from ipc.errors import InvalidRequestError
 from ipc.messages import AddRequest
 from ipc.sampling_params import RequestOutputKind, SamplingParams

@@ -9,12 +9,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from core.model_config import read_model_config
-from core.weights import expected_shapes, load_weights
+from core.model_files.model_config import read_model_config
+from core.model_files.weights import expected_shapes, load_weights
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
 from ipc.sampling_params import SamplingParams
-from tests.frontend.sentencepiece_vocabulary import sentencepiece_metadata
+from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
 from tools.bench.tiny_model import write_tiny_model
 
 HIDDEN = 256  # weights in a K block
@@ -126,7 +126,7 @@ def test_dummy_weights_of_a_hugging_face_name_without_a_tokenizer(
         output = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)[0]
         with pytest.raises(InvalidRequestError, match="this engine has no tokenizer: give token ids"):
             llm.generate("text", params, use_tqdm=False)
-        welcome = llm._session.client.welcome
+        welcome = llm._engine.client.welcome
     assert len(output.outputs[0].token_ids) == 5
     assert output.outputs[0].text == ""
     assert welcome.model_name == "org/tiny"

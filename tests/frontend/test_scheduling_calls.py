@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from frontend.client import EngineClient
+from frontend.client.client import EngineClient
 from frontend.llm import LLM
 from ipc.errors import CallFailedError, EngineDeadError
 from ipc.kv_events import KVBlocksCleared

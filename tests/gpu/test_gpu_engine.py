@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from core.engine import EngineCore
-from core.executor.cuda import CudaExecutor
-from core.resolve import resolve, resolve_costs
+from core.executors.cuda import CudaExecutor
+from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig, PreemptionMode
+from ipc.files.model_files import resolve_model
 from ipc.messages import AddRequest, Outputs
-from ipc.model_files import resolve_model
 from ipc.sampling_params import SamplingParams
-from tests.core.test_golden import GOLDEN
+from tests.core.models.test_golden import GOLDEN
 from tests.triton_device import GPU_ONLY
 from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
 

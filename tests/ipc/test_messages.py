@@ -43,7 +43,6 @@ from ipc.messages import (
     decode_client_message,
     decode_server_message,
     encode,
-    pack_numbers,
     unpack_numbers,
 )
 from ipc.sampling_params import RequestOutputKind, SamplingParams
@@ -55,10 +54,11 @@ from ipc.scheduling_messages import (
     Reason,
     RequestEvents,
     RequestExplanation,
-    RequestState,
+    SchedulingState,
     UnfollowKVEvents,
 )
 from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
+from tests.columns import pack_numbers
 
 PARAMS = SamplingParams(
     temperature=0.7,
@@ -99,7 +99,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     FollowKVEvents(11),
     UnfollowKVEvents(12),
 ]
-EXPLAINED = RequestExplanation(7, 1, 0, RequestState.WAITING, Reason.NO_BLOCKS, *range(17))
+EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
     Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),

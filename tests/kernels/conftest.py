@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kernels.cpu_library import CpuLibrary, load_cpu_library
+from kernels.cpu.library import CpuLibrary, load_cpu_library
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +22,3 @@ def threads() -> Iterator[Callable[[int], None]]:
 def c_library() -> CpuLibrary:
     """The C kernels, with one thread."""
     return load_cpu_library()
-
-
-@pytest.fixture(params=["c", "torch"])
-def library(request: pytest.FixtureRequest) -> CpuLibrary | None:
-    """What PackedLinear is to use: once the C kernels, once torch's."""
-    found: CpuLibrary | None = request.getfixturevalue("c_library") if request.param == "c" else None
-    return found

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.model_config import read_model_config
+from core.model_files.model_config import read_model_config
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from ipc.safetensors import read_safetensors_folder
-from kernels.cpu_build import usable_variants
+from ipc.files.safetensors import read_safetensors_folder
+from kernels.cpu.build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
 from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, quiet, step

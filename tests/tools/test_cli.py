@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from core.executor.fake import fake_tokens
+from core.executors.fake import fake_tokens
 from frontend.llm import LLM
 from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError

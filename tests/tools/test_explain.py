@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from frontend.async_llm import AsyncLLM
-from frontend.client import EngineClient
-from frontend.engine_process import EngineProcess
-from frontend.transport import ZmqTransport
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import CallFailedError, ConfigError, EngineDeadError
 from ipc.kv_events import KVBlocksCleared, KVBlocksStored
 from ipc.messages import PauseMode
 from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Reason, RequestState
+from ipc.scheduling_messages import Reason, SchedulingState
 from tests.placed import PREFIX
 from tests.tools.test_cli import run, serving
 from tools.cli import main
@@ -53,7 +53,7 @@ def test_the_programs(tmp_path: Path) -> None:
         client = EngineClient(ZmqTransport(address))
         number = client.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), seed=0)
         (own,) = client.explain(number).requests
-        assert (own.state, own.reason, own.num_prompt_tokens) == (RequestState.WAITING, Reason.PAUSED, 3)
+        assert (own.state, own.reason, own.num_prompt_tokens) == (SchedulingState.WAITING, Reason.PAUSED, 3)
         name = f"{own.session}/{number}"
         table = run("explain", "--connect", address).stdout
         assert "paused: nothing begins, what has begun goes on" in table
@@ -157,7 +157,7 @@ def test_a_stream_of_kv_events() -> None:
 
 
 def test_a_stream_whose_reader_sleeps_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{PREFIX}frontend.kv_event_stream.MAX_UNREAD", 2)
+    monkeypatch.setattr(f"{PREFIX}frontend.client.kv_event_stream.MAX_UNREAD", 2)
     with engine() as process:
         client = connected(process)
         stream = client.follow_kv_events()

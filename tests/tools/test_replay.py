@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.capture_file import CaptureFile
-from core.capture_records import Input, Step, decode_record
-from core.executor.fake import fake_tokens
-from frontend.engine_process import EngineProcess
-from ipc.messages import Abort, AddRequest, Goodbye, pack_numbers
+from core.capture.file import CaptureFile
+from core.capture.records import Input, Step, decode_record
+from core.executors.fake import fake_tokens
+from frontend.engine.process import EngineProcess
+from ipc.messages import Abort, AddRequest, Goodbye
 from tests.captures import (
     CONFIG,
     NUM_REQUESTS,
@@ -27,6 +27,7 @@ from tests.captures import (
     step_index,
     write_frames,
 )
+from tests.columns import pack_numbers
 from tests.raw_client import RawClient
 from tests.test_house import loaded_by
 from tools.cli import main

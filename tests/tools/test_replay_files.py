@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.capture_file import CaptureFile
-from core.capture_records import TAGS, Gap, Header, Input, encode_record
+from core.capture.file import CaptureFile
+from core.capture.records import TAGS, Gap, Header, Input, encode_record
 from ipc.messages import AddRequest
 from tests.captures import (
     VOCAB,

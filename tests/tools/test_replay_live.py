@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.capture_file import CaptureFile
-from core.capture_records import Step, decode_record
-from core.executor.fake import fake_tokens
-from frontend.engine_process import EngineProcess
+from core.capture.file import CaptureFile
+from core.capture.records import Step, decode_record
+from core.executors.fake import fake_tokens
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from tests.captures import (

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from core.capture import CapturedEngine, start_capture
-from core.capture_writer import CaptureWriter
+from core.capture.engine import CapturedEngine, start_capture
+from core.capture.writer import CaptureWriter
 from core.engine import EngineCore
-from core.executor.interface import load_executor
-from core.resolve import resolve
-from frontend.engine_process import EngineProcess
+from core.executors.by_name import load_executor
+from core.process.resolve import resolve
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from ipc.version import NAME, VERSION

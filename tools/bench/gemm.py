@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from core.cpu_kernels import num_threads, start_cpu_kernels
-from core.model_config import ModelConfig, read_model_config
+from core.device import num_threads, start_cpu_kernels
+from core.model_files.model_config import ModelConfig, read_model_config
 from ipc.config import EngineConfig
-from ipc.model_files import resolve_model
+from ipc.files.model_files import resolve_model
 from ipc.version import NAME, VERSION
-from kernels.cpu_decoder import exceed_caches
-from kernels.cpu_gemm import PackedMatrix
-from kernels.cpu_library import CpuLibrary
-from kernels.linear import KERNELS
+from kernels.cpu.decoder import exceed_caches
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.library import CpuLibrary
+from kernels.torch.linear import plain_product, prepacked_product
 
 _HEAD_ROWS = 32  # at most: one for each request that samples
 
@@ -48,7 +48,10 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     threads = num_threads(config)
     library = start_cpu_kernels(config)
-    kernels: dict[str, Callable[[torch.Tensor], Product]] = dict(KERNELS)
+    kernels: dict[str, Callable[[torch.Tensor], Product]] = {
+        "onednn-prepacked": prepacked_product,
+        "linear": plain_product,
+    }
     if library is not None:
         made, streams = library, exceed_caches(sum(_num_weights(shape) for shape in shapes) * dtype.itemsize)
         kernels = {f"c-{library.variant}": lambda weight: _packed(made, weight, streams), **kernels}

@@ -14,8 +14,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from core.cuda_device import cuda_device
+from core.device import cuda_device
 from ipc.config import EngineConfig
+from ipc.rounding import ceil_div
 from ipc.version import NAME, VERSION
 
 
@@ -112,7 +113,7 @@ def _attention(
     from kernels.triton.prefill_attention import prefill_attention
 
     heads, kv_heads, width = shapes.heads, shapes.kv_heads, shapes.head_dim
-    blocks = -(-length // 16)
+    blocks = ceil_div(length, 16)
     cache = TritonKVCache(1, requests * blocks + 1, 16, kv_heads, width, dtype, device)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1

@@ -13,11 +13,11 @@ import numpy as np
 import zmq
 
 from core.engine import EngineCore
-from core.executor.interface import load_executor
-from core.resolve import resolve
-from frontend.client import EngineClient
-from frontend.engine_process import EngineProcess
-from frontend.transport import ZmqTransport
+from core.executors.by_name import load_executor
+from core.process.resolve import resolve
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError
 from ipc.messages import (

@@ -14,19 +14,20 @@ import numpy as np
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from core.cpu_kernels import num_threads, start_cpu_kernels
+from core.device import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.rounding import ceil_div
 from ipc.version import NAME, VERSION
-from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import AttentionPlanner
-from kernels.cpu_gemm import PackedMatrix
-from kernels.cpu_kv_cache import CpuKVCache
-from kernels.cpu_library import CpuLibrary
-from kernels.cpu_rms_norm import CpuNorm
-from kernels.cpu_rope import CpuRope, RotaryTable
-from kernels.cpu_sampling import CpuSampler
-from kernels.rope import rotary_frequencies, rotary_tables, rotate
+from kernels.cpu.attention import CpuAttention
+from kernels.cpu.attention_plan import AttentionPlanner
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.rope import CpuRope, RotaryTable
+from kernels.cpu.sampling import CpuSampler
+from kernels.torch.rope import rotary_frequencies, rotary_tables, rotate
 
 _SECONDS = 0.3  # for each operation
 
@@ -110,7 +111,7 @@ def _cases(library: CpuLibrary, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int, length: int, count: int) -> Case:
-    blocks = -(-length // 16)
+    blocks = ceil_div(length, 16)
     cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from core.plan import NO_TOKEN, ModelRunnerOutput
-from core.request import Request, request_from_message
-from core.scheduler import Scheduler
+from core.batch.request import Request, request_from_message
+from core.execution.plan import NO_TOKEN, ModelRunnerOutput
+from core.scheduling.scheduler import Scheduler
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams

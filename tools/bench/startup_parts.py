@@ -16,7 +16,7 @@ import msgspec
 
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError
-from ipc.model_files import read_tokenizer_files, resolve_model
+from ipc.files.model_files import read_tokenizer_files, resolve_model
 from tools.bench.quiet import seconds_since_process_start
 
 _BLOCK_SIZE = 16
@@ -60,11 +60,11 @@ def start_by_parts(config: EngineConfig) -> Parts:
     with _timed(parts, "import torch"):
         import torch
     with _timed(parts, "import ours"):
-        from core.cpu_kernels import start_cpu_kernels
-        from core.load_format import open_weights
-        from core.model_config import read_model_config
+        from core.device import start_cpu_kernels
+        from core.model_files.load_format import open_weights
+        from core.model_files.model_config import read_model_config
         from core.models.llama import Llama
-        from kernels.cpu_library_file import find_library
+        from kernels.cpu.library_file import find_library
     if config.cpu_kernels != "torch":
         with _timed(parts, "find or build kernels"):
             find_library()

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from core.engine import EngineCore
-from core.executor.local import LocalExecutor
+from core.executors.local import LocalExecutor
 from core.models.cpu_operations import CpuAttend
 from core.models.layer import Layer
 from core.models.llama import Llama
 from core.models.unchanged import unchanged
-from core.resolve import num_blocks_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest, encode
+from ipc.rounding import ceil_div
 from ipc.version import NAME, VERSION
 from tools.bench.runs import request_params
 from tools.bench.workloads import ID_LOW
@@ -122,7 +122,7 @@ class _Timed:
 def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     """A record for each batch size. Errors: the executor's; ConfigError for a model that is not ours."""
     length = _PROMPT + _STEPS + _STEPS_ONE_BY_ONE + 2
-    blocks = SIZES[-1] * num_blocks_of(length, config.block_size) + 1
+    blocks = SIZES[-1] * ceil_div(length, config.block_size) + 1
     executor = LocalExecutor(config)
     config = msgspec.structs.replace(
         config,

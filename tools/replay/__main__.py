@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from core.capture_file import CaptureFile
+from core.capture.file import CaptureFile
 from ipc.errors import CaptureFileError, ModelFileError
 from tools.options import ArgumentParser, print_error
 from tools.replay.differences import Difference

@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from core.capture_file import Turn
-from core.capture_records import Step
-from core.engine import EngineReply
+from core.capture.file import Turn
+from core.capture.records import Step
+from core.inputs import EngineReply
 from ipc.messages import Outputs
 
 #: (client, request number)

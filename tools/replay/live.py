@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from core.capture_file import CaptureFile
-from frontend.client import EngineClient
-from frontend.journal import Progress
-from frontend.transport import ZmqTransport
+from core.capture.file import CaptureFile
+from frontend.client.client import EngineClient
+from frontend.client.journal import Progress
+from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
 from ipc.messages import FinishReason
 from tools.replay.latency import Latencies, Summary, Times, latencies, print_latencies, summarize

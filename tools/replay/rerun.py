@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from core.capture import CapturedEngine
-from core.capture_file import CaptureFile, Turn
-from core.capture_records import Header, Input, Step, decode_config
-from core.engine import EngineReply
-from core.executor.interface import Executor, load_executor
-from core.executor.recorded import RecordedExecutor
-from core.request_validation import validate_request
+from core.border.validation import validate_request
+from core.capture.engine import CapturedEngine
+from core.capture.file import CaptureFile, Turn
+from core.capture.recorded_executor import RecordedExecutor
+from core.capture.records import Header, Input, Step, decode_config
+from core.execution.executor import Executor
+from core.executors.by_name import load_executor
+from core.inputs import EngineReply
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
 from ipc.messages import DECODE_ERRORS, Abort, AddRequest, unpack_numbers

@@ -6,8 +6,8 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from core.capture_file import CaptureFile, Turn
-from core.engine import EngineReply
+from core.capture.file import CaptureFile, Turn
+from core.inputs import EngineReply
 from ipc.errors import CaptureFileError
 from ipc.messages import AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
 from tools.replay.differences import unpack

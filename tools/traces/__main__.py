@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from core.executor.fake import create
-from core.resolve import resolve, resolve_costs
+from core.executors.fake import create
+from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig, SchedulingPolicy, config_from_options
 from ipc.errors import ConfigError
 from tools.options import ArgumentParser, add_engine_options, engine_options

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ipc.errors import ConfigError
+from ipc.rounding import ceil_div
 
 HASH_BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
 _MAX_LENGTH = 2**31
@@ -76,7 +77,7 @@ def _parser_for(path: Path, lines: Sequence[str]) -> Callable[[str], Row]:
 def _mooncake(line: str) -> Row:
     record = json.loads(line)
     num_input, hash_ids = _integer(record["input_length"]), tuple(_integer(one) for one in record["hash_ids"])
-    if len(hash_ids) != (expected := -(-num_input // HASH_BLOCK)):
+    if len(hash_ids) != (expected := ceil_div(num_input, HASH_BLOCK)):
         raise ValueError(f"{len(hash_ids)} hash_ids; {num_input} tokens have {expected} blocks of {HASH_BLOCK}")
     return Row(_number(record["timestamp"]) / 1e3, num_input, _integer(record["output_length"]), hash_ids)
 

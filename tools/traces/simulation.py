@@ -4,15 +4,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.engine import EngineCore, EngineReply
-from core.executor.fake import create
-from core.executor.interface import Costs, StepHandle
-from core.plan import SchedulerOutput
-from core.scheduler import Scheduler
-from core.scheduler_stats import SchedulerStats
+from core.engine import EngineCore
+from core.execution.executor import Costs, StepHandle
+from core.execution.plan import SchedulerOutput
+from core.executors.fake import create
+from core.inputs import EngineReply
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.stats import SchedulerStats
+from ipc.arrays import Ints
 from ipc.config import EngineConfig
 from ipc.messages import Outputs
-from ipc.paged_rows import Ints
 from tools.traces.workload import TimedRequest
 
 _NEVER = -1
@@ -123,10 +124,10 @@ class _Observer:
             if reply.started:
                 self._scheduled[np.frombuffer(reply.started, "<u4")[::2]] = begin_ns
             numbers = np.frombuffer(reply.numbers, "<u4")
-            told = numbers[np.frombuffer(reply.counts, "<u2") > 0]
-            self._first[told[self._counts[told] == 0]] = end_ns
-            self._last[told] = end_ns
-            self._counts[told] += 1
+            reported = numbers[np.frombuffer(reply.counts, "<u2") > 0]
+            self._first[reported[self._counts[reported] == 0]] = end_ns
+            self._last[reported] = end_ns
+            self._counts[reported] += 1
             if reply.finish:
                 self._finished[numbers[np.frombuffer(reply.finish, "u1") > 0]] = 1
 

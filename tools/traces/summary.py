@@ -3,15 +3,14 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ipc.arrays import Doubles, Ints
 from ipc.config import EngineConfig
-from ipc.paged_rows import Ints
 from tools.traces.simulation import Observed
 from tools.traces.workload import Workload
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-Seconds = npt.NDArray[np.float64]
+Seconds = Doubles
 
 
 def ttft_seconds(observed: Observed) -> Seconds:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.executor.fake import mix
+from core.executors.fake import mix
+from ipc.arrays import Int32s
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest
-from ipc.paged_rows import Int32s
+from ipc.rounding import ceil_div
 from ipc.sampling_params import SamplingParams
 from tools.traces.formats import HASH_BLOCK, Row, Trace
 
@@ -41,7 +42,7 @@ def make_workload(trace: Trace, *, max_tokens: int, time_scale: float, num_clien
     if scale < 1 or max_tokens < 2:
         raise ConfigError(
             f"--max-tokens {max_tokens} is too small for {trace.name}: its longest request has {longest} tokens, "
-            f"which are scaled by no less than 1/{HASH_BLOCK}; use at least {-(-longest // HASH_BLOCK)}"
+            f"which are scaled by no less than 1/{HASH_BLOCK}; use at least {ceil_div(longest, HASH_BLOCK)}"
         )
     requests = []
     for number, row in enumerate(trace.rows):

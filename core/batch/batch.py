@@ -1,0 +1,105 @@
+"""Batch: the running requests. Who has a row, in which order, on which blocks; rows begin and end here."""
+
+from collections import deque
+
+import numpy as np
+
+from core.batch.carried import Carried
+from core.batch.prefix_cache import PrefixCache
+from core.batch.request import Request
+from core.batch.stop_check import StopCheck
+from core.batch.table import BatchTable, RequestStart
+from core.kv.block_pool import BlockPool
+from ipc.arrays import Ints, Rows
+from ipc.config import EngineConfig
+from ipc.rounding import ceil_div
+
+
+class Batch:
+    """rows: sorted by (rank, serial)."""
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
+        assert config.num_blocks_override is not None, "the config is not resolved"
+        self.block_size = config.block_size
+        self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
+        self.table = BatchTable(config.max_num_seqs)
+        self._tells_urgency = config.scheduling_policy == "priority"
+        self.pool = BlockPool(config.num_blocks_override, config.block_size, 3 if self._tells_urgency else 1)
+        self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
+        self.stop_check = StopCheck(self.table, eos_token_ids)
+        self.rows: Ints = np.zeros(0, np.int64)
+        self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
+        self.carried = Carried()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_blocks_of(self, num_tokens: Ints) -> Ints:
+        """Blocks that so many tokens take."""
+        return (num_tokens + (self.block_size - 1)) >> self._shift
+
+    def num_blocks_at_most(self, rows: Rows) -> Ints:
+        """Blocks that the rows can ever need: a request's last token is never computed."""
+        return self.num_blocks_of(self.table.max_total_tokens[rows] - 1)
+
+    def num_promised_blocks(self) -> int:
+        """Blocks that the rows still need for tokens they have: whoever starts must not take them."""
+        table, rows = self.table, self.rows
+        return int(np.maximum(self.num_blocks_of(table.num_tokens[rows]) - table.num_blocks[rows], 0).sum())
+
+    def num_promised_blocks_of(self, row: int) -> int:
+        """Of these, the row's."""
+        return max(0, ceil_div(int(self.table.num_tokens[row]), self.block_size) - int(self.table.num_blocks[row]))
+
+    def launch(self, starts: list[RequestStart]) -> Ints:
+        """Give these requests rows."""
+        rows = self.table.add(starts)
+        for start in starts:
+            if stop_token_ids := start.request.params.stop_token_ids:
+                self.stop_check.add(start.request.row, stop_token_ids)
+        table, merged = self.table, np.concatenate([self.rows, rows])
+        keys = (table.serial[merged], table.rank[merged])
+        if len(self.rows) and self._is_sorted(*keys):
+            self.rows = merged
+        else:
+            self.rows = merged[np.lexsort(keys)]
+        return rows
+
+    def release(self, rows: Rows) -> list[Request]:
+        """Free the rows and their blocks, tail first."""
+        table = self.table
+        counts = table.num_blocks[rows]
+        ends = counts.cumsum()
+        offsets = ends.repeat(counts) - np.arange(1, int(ends[-1]) + 1)
+        blocks = table.blocks.get(rows.repeat(counts), offsets)
+        if self._tells_urgency:  # than the default priority: less, as, more
+            self.pool.urgency[blocks] = (1 - np.sign(table.level[rows])).repeat(counts)
+        self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
+        self.stop_check.remove(rows)
+        if len(rows) == 1:
+            self.rows = self.rows[self.rows != rows[0]]
+        else:
+            gone = np.zeros(len(table.tenancy), np.bool_)
+            gone[rows] = True
+            self.rows = self.rows[~gone[self.rows]]
+        self.carried.removed_rows.extend(rows.tolist())
+        return table.remove(rows)
+
+    def release_to_wait(self, row: int) -> Request:
+        """Free the row of a request that goes on later: it gets its tokens back."""
+        token_ids, computed = self.table.token_ids(row), int(self.table.num_computed_tokens[row])
+        (request,) = self.release(np.array([row]))
+        request.token_ids = token_ids
+        request.num_computed_before = max(request.num_computed_before, computed)
+        self.prefix_cache.prepare(request)
+        return request
+
+    def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:
+        later = (ranks[1:] > ranks[:-1]) | ((ranks[1:] == ranks[:-1]) & (serials[1:] > serials[:-1]))
+        return int(np.count_nonzero(later)) == len(later)
+
+    def check_integrity(self) -> None:
+        """AssertionError with the numbers when anything disagrees with anything."""
+        self.table.check_integrity(self.rows)
+        self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()])
+        assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"

@@ -1,0 +1,103 @@
+"""PrefixCache: whole KV blocks found again by their content. See core/kv/block_names.py for how."""
+
+import numpy as np
+
+from core.batch.request import Request
+from core.batch.table import BatchTable, RequestStart
+from core.kv.block_names import BlockNames, block_key, hash_blocks
+from ipc.arrays import NO_INT32S, Int32s, Ints, Rows
+
+
+class PrefixCache:
+    """Names the blocks of running rows and finds the blocks of waiting requests."""
+
+    def __init__(self, table: BatchTable, names: BlockNames, enabled: bool) -> None:
+        self._table = table
+        self._names = names
+        self._block_size = names.block_size
+        self._shift = names.block_size.bit_length() - 1  # block sizes are powers of two
+        self._enabled = enabled
+
+    def prepare(self, request: Request) -> None:
+        """Hash the blocks of a request that is going to wait: it may be looked up in many steps, and is hashed once."""
+        if self._enabled and (count := request.num_tokens // self._block_size) > (have := len(request.block_hashes)):
+            token_ids = request.token_ids[have * self._block_size : count * self._block_size]
+            request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
+            if not have:
+                request.first_key = block_key(request.root, request.block_hashes[0])
+
+    def find(self, request: Request) -> tuple[Int32s, int]:
+        """Blocks that hold the waiting request's first tokens, and the content of the last; never its last token,
+        which has to be computed; none where the prompt's log probabilities are wanted, for which all of it has to
+        be."""
+        if request.first_key not in self._names.block_of_key or request.wants_prompt_logprobs:
+            return NO_INT32S, request.root
+        count = (len(request.token_ids) - 1) // self._block_size
+        token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
+        return self._names.find(request.root, token_ids, request.block_hashes[:count])
+
+    def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
+        """Name the blocks whose tokens are all known and computed by the end of the step being planned, which is when
+        `ends` tokens of these rows are.
+
+        Whoever finds them runs in this step or a later one, and every layer stores the step's K and V before it reads.
+        """
+        if not self._enabled:
+            return
+        table = self._table
+        more = (np.minimum(ends, table.num_tokens[rows]) >> self._shift) - table.num_named_blocks[rows]
+        full = (more > 0).nonzero()[0]
+        if not len(full):
+            return
+        rows, more = rows[full], more[full]
+        named = table.num_named_blocks[rows]
+        one = more == 1
+        if np.count_nonzero(one) == len(rows):
+            self._name_one_each(rows, named)
+            return
+        self._name_one_each(rows[one], named[one])
+        for row, start, count in zip(rows[~one].tolist(), named[~one].tolist(), more[~one].tolist(), strict=True):
+            blocks = table.blocks.read(row, start, start + count)
+            tokens = table.tokens.read(row, start * self._block_size, (start + count) * self._block_size)
+            tokens = tokens.reshape(count, self._block_size)
+            hashes = hash_blocks(tokens).tolist()
+            table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
+            table.num_named_blocks[row] = start + count
+
+    def name_starts(self, starts: list[RequestStart]) -> None:
+        """Name the full blocks of these requests, of which the hits have names already. No two of them have the same
+        first block, unless it was a hit, and then no two the same next one."""
+        if not self._enabled:
+            return
+        size, shift, names = self._block_size, self._shift, self._names
+        fresh: list[RequestStart] = []  # whose next content is new
+        blocks, tokens, lengths = [], [], []
+        for start in starts:
+            request, named = start.request, start.num_hits
+            full = start.num_named_blocks = (start.num_computed_tokens + start.num_tokens) >> shift
+            if full == named:
+                continue
+            block_ids, token_ids = start.block_ids[named:full], request.token_ids[named * size : full * size]
+            key = block_key(start.content, request.block_hashes[named]) if named else request.first_key
+            if key in names.block_of_key:
+                hashes = request.block_hashes[named:full]
+                start.content = names.name_run(block_ids, start.content, token_ids.reshape(-1, size), hashes)
+                continue
+            fresh.append(start)
+            blocks.append(block_ids)
+            tokens.append(token_ids)
+            lengths.append(full - named)
+        if fresh:
+            parents = np.array([start.content for start in fresh])
+            token_ids = np.concatenate(tokens).reshape(-1, size)
+            lasts = names.name_runs(np.concatenate(blocks), np.array(lengths), parents, token_ids)
+            for start, last in zip(fresh, lasts.tolist(), strict=True):
+                start.content = last
+
+    def _name_one_each(self, rows: Rows, indices: Ints) -> None:
+        """The rows' blocks at these indices."""
+        table, size = self._table, self._block_size
+        token_ids = table.tokens.get_runs(rows, indices * size, size)
+        blocks = table.blocks.get(rows, indices)
+        table.content[rows] = self._names.name(blocks, table.content[rows], token_ids)
+        table.num_named_blocks[rows] = indices + 1

@@ -1,0 +1,88 @@
+"""Request: what the scheduler knows of one request apart from its row in the batch table."""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from core.kv.block_names import root_content
+from ipc.arrays import Int32s
+from ipc.messages import AddRequest
+from ipc.sampling_params import SamplingParams
+
+NO_ROW = -1
+
+
+class Swapped(NamedTuple):
+    """What the host keeps of a preempted request."""
+
+    slots: Int32s  # blocks of the host pool, in the order of the request's tokens
+    num_computed_tokens: int  # that they hold
+
+
+class Request(msgspec.Struct, eq=False):
+    """One choice of what a client asks for, owned by the scheduler. While `row` is set the table holds the tokens and
+    `token_ids` is stale."""
+
+    serial: int  # arrival order over the engine's life
+    client: int
+    number: int
+    token_ids: Int32s  # prompt, then output so far
+    num_prompt_tokens: int
+    max_total_tokens: int  # prompt and output together, max_model_len included
+    params: SamplingParams
+    seed: int
+    priority: int
+    root: int  # content that its first block follows, by its cache salt; see core/kv/block_names.py
+    choice: int = 0
+    row: int = NO_ROW
+    rank: int = 0  # of the scheduling policy: smaller goes first, then the smaller serial
+    level: int = 0  # of the scheduling policy: may take room from running requests of a larger one
+    arrival_ns: int = 0  # on the clock of the step
+    ticket: int = 0  # of its entry in the waiting queue; 0 = it has none
+    block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks
+    first_key: int = 0  # of its first block, if that is whole; 0 = it is not
+    swapped: Swapped | None = None
+    num_preemptions: int = 0  # for the room of requests that ran already
+    num_overtaken: int = 0  # by requests that started while this one, which was first, did not fit
+    num_computed_before: int = 0  # most tokens computed when it was preempted: computing them again is waste
+    has_started: bool = False
+    is_finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Valid while the request waits."""
+        return len(self.token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Valid while the request waits: its prompt is computed from the first token on, to report them."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+
+def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int, choice: int = 0) -> Request:
+    """The message is valid: its prompt is not empty and leaves room for one token. The prompt's log probabilities are
+    the first choice's task."""
+    params = message.params
+    if choice and params.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    prompt = np.frombuffer(message.prompt_token_ids, "<i4")
+    delivered = np.frombuffer(message.delivered[choice] if choice < len(message.delivered) else b"", "<i4")
+    wanted = max_model_len if message.params.max_tokens is None else len(prompt) + message.params.max_tokens
+    return Request(
+        serial=serial,
+        client=client,
+        number=message.number,
+        token_ids=np.concatenate([prompt, delivered]).astype(np.int32, copy=False),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=min(wanted, max_model_len),
+        params=params,
+        seed=message.seed,
+        priority=message.priority,
+        root=root_content(message.cache_salt),
+        choice=choice,
+    )

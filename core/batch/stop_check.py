@@ -1,0 +1,64 @@
+"""StopCheck: which of the sampled tokens end their requests, and why."""
+
+import numpy as np
+
+from core.batch.request import Request
+from core.batch.table import BatchTable
+from ipc.arrays import Bools, Ints, Rows, TokenIds, UInt8s
+from ipc.messages import FinishReason
+
+
+class StopCheck:
+    """EOS is compared for all rows; stop_token_ids only for the index group of rows that have them."""
+
+    def __init__(self, table: BatchTable, eos_token_ids: tuple[int, ...]) -> None:
+        self._table = table
+        self._eos = np.array(eos_token_ids, np.int32)
+        self._keys = np.zeros(0, np.int64)  # sorted row << 32 | token id of the rows with stop_token_ids
+
+    def add(self, row: int, stop_token_ids: list[int]) -> None:
+        keys = (np.int64(row) << 32) | np.array(stop_token_ids, np.int64)
+        self._keys = np.union1d(self._keys, keys)
+
+    def remove(self, rows: Rows) -> None:
+        """Rows without stop_token_ids among them are ignored."""
+        if len(self._keys):
+            self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
+
+    def finish_of_delivered(self, request: Request) -> FinishReason:
+        """How the tokens that a request arrives with have ended it; NONE where it goes on."""
+        params, num_output_tokens = request.params, request.num_output_tokens
+        if num_output_tokens and num_output_tokens >= params.min_tokens:
+            last = int(request.token_ids[-1])
+            if (last in self._eos and not params.ignore_eos) or last in (params.stop_token_ids or ()):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE
+
+    def __call__(self, rows: Rows, tokens: TokenIds, lengths: Ints) -> tuple[UInt8s, Bools]:
+        """FinishReason of each row after its new token, which makes its tokens `lengths`, and whether that token is one
+        of its stop_token_ids.
+
+        Order as vLLM's: EOS, stop tokens, length. Below min_tokens nothing but the length ends a request.
+        """
+        table = self._table
+        finish = np.zeros(len(rows), np.uint8)
+        by_stop_token = np.zeros(len(rows), np.bool_)
+        finish[lengths >= table.max_total_tokens[rows]] = int(FinishReason.LENGTH)
+        by_eos = tokens == self._eos[0] if len(self._eos) == 1 else (tokens[:, None] == self._eos).any(1)
+        group = table.has_stop_ids[rows] > 0
+        if not (np.count_nonzero(by_eos) or np.count_nonzero(group)):
+            return finish, by_stop_token
+        may_stop = lengths >= table.min_total_tokens[rows]
+        by_eos &= (table.ignore_eos[rows] == 0) & may_stop
+        by_stop_token[group] = self._match(rows[group], tokens[group])
+        by_stop_token &= may_stop & ~by_eos
+        finish[by_eos | by_stop_token] = int(FinishReason.STOP)
+        return finish, by_stop_token
+
+    def _match(self, rows: Rows, tokens: TokenIds) -> Bools:
+        keys = (rows.astype(np.int64) << 32) | tokens
+        if not len(keys):
+            return np.zeros(0, np.bool_)
+        places = np.searchsorted(self._keys, keys)
+        found: Bools = self._keys[np.minimum(places, len(self._keys) - 1)] == keys
+        return found

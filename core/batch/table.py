@@ -1,0 +1,185 @@
+"""BatchTable: the running requests as a table, one row each, their state in NumPy columns.
+
+Row numbers are stable while a request runs and are reused after it; `tenancy` tells two occupants of a row apart.
+Token ids and block tables lie in paged pools addressed by the row.
+"""
+
+import struct
+
+import msgspec
+import numpy as np
+
+from core.batch.request import NO_ROW, Request
+from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, Rows, TokenIds
+from ipc.paged_rows import PagedRows
+
+
+class RequestStart(msgspec.Struct, eq=False, gc=False):
+    """How a waiting request starts: first what it would need, then what it has got."""
+
+    request: Request
+    hits: Int32s  # blocks found in the prefix cache
+    num_hits: int
+    content: int  # of the last block that has a name
+    num_computed_tokens: int  # in hits, or on the host
+    num_missing_tokens: int  # to compute, in this step and later
+    num_tokens: int  # of this step; at first, at most
+    num_blocks: int  # hits included; all of them must fit
+    is_reserved: bool  # all are taken at once
+    num_given: int = 0  # blocks that it gets, hits included: enough for this step's tokens
+    block_ids: Int32s = NO_INT32S
+    num_named_blocks: int = 0
+
+
+TOKENS_PER_PAGE = 256
+BLOCKS_PER_PAGE = 64
+FREE_ROW = -1
+
+
+class BatchTable:
+    """Only the scheduler writes here. A column's entry is meaningful only for rows in use.
+
+    tenancy [rows] int64: number of the occupancy, never reused; FREE_ROW for a free row
+    client, number, choice [rows]: where the outputs go
+    num_tokens [rows]: prompt and known output tokens
+    num_placeholders [rows]: tokens that steps in flight will sample
+    num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
+    num_computed_before [rows]: how far it was when it was last preempted
+    max_total_tokens [rows]: a request with so many tokens is finished
+    min_total_tokens [rows]: below it nothing but the length ends a request
+    num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
+    content [rows]: number of the content of the named blocks; see core/kv/block_names.py
+    rank, serial, level [rows]: the request's place in the order of the scheduling policy
+    ignore_eos, has_stop_ids [rows]: 0 or 1
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.tenancy = np.full(num_rows, FREE_ROW, np.int64)
+        self._columns = np.zeros((18, num_rows), np.int64)  # what _entries() gives, one below the other
+        (
+            self.client,
+            self.number,
+            self.choice,
+            self.num_tokens,
+            self.num_placeholders,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.num_computed_before,
+            self.max_total_tokens,
+            self.min_total_tokens,
+            self.num_blocks,
+            self.num_named_blocks,
+            self.content,
+            self.rank,
+            self.serial,
+            self.level,
+            self.ignore_eos,
+            self.has_stop_ids,
+        ) = self._columns
+        self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
+        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
+        self.request: list[Request | None] = [None] * num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_tenancies = 0
+
+    def add(self, starts: list[RequestStart]) -> Ints:
+        """Give these requests rows; their tokens move into the table."""
+        free, entries = self._free_rows, list[int]()
+        numbers = free[: -len(starts) - 1 : -1]
+        del free[-len(starts) :]
+        for row, start in zip(numbers, starts, strict=True):
+            start.request.row = row
+            self.request[row] = start.request
+            entries += self._entries(start)
+        rows = np.array(numbers)
+        packed = struct.pack(f"={len(entries)}q", *entries)
+        self._columns[:, rows] = np.frombuffer(packed, np.int64).reshape(len(starts), -1).T
+        self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
+        self._num_tenancies += len(rows)
+        self.tokens.fill(rows, [start.request.token_ids for start in starts])
+        self.blocks.fill(rows, [start.block_ids for start in starts])
+        return rows
+
+    def _entries(self, start: RequestStart) -> tuple[int, ...]:
+        """In the order of the columns."""
+        request = start.request
+        params, num_prompt_tokens = request.params, request.num_prompt_tokens
+        return (
+            request.client,
+            request.number,
+            request.choice,
+            len(request.token_ids),
+            0,
+            num_prompt_tokens,
+            start.num_computed_tokens,
+            request.num_computed_before,
+            request.max_total_tokens,
+            num_prompt_tokens + params.min_tokens,
+            start.num_given,
+            start.num_named_blocks,
+            start.content,
+            request.rank,
+            request.serial,
+            request.level,
+            params.ignore_eos,
+            1 if params.stop_token_ids else 0,
+        )
+
+    def remove(self, rows: Rows) -> list[Request]:
+        """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
+        removed = []
+        for row in rows.tolist():
+            request = self.request[row]
+            assert request is not None, f"row {row} is free"
+            request.row = NO_ROW
+            self.request[row] = None
+            removed.append(request)
+        self.tokens.clear_all(rows)
+        self.blocks.clear_all(rows)
+        self.tenancy[rows] = FREE_ROW
+        self._free_rows.extend(rows.tolist())
+        return removed
+
+    def token_ids(self, row: int) -> Int32s:
+        """Prompt and output so far."""
+        return self.tokens.read(row, 0, int(self.num_tokens[row]))
+
+    def block_ids(self, row: int) -> Int32s:
+        return self.blocks.read(row, 0, int(self.num_blocks[row]))
+
+    def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:
+        """counts[i] > 0 more blocks for rows[i], taken from block_ids in order; returns the row of each block."""
+        starts = self.num_blocks[rows]
+        self.blocks.ensure(rows, starts + counts)
+        self.num_blocks[rows] += counts
+        if len(rows) < len(block_ids):  # some get several
+            first = counts.cumsum() - counts
+            starts = np.repeat(starts - first, counts) + np.arange(len(block_ids))
+            rows = rows.repeat(counts)
+        self.blocks.set(rows, starts, block_ids)
+        return rows
+
+    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> Ints:
+        """One sampled token for each of these rows; returns their tokens now."""
+        lengths = self.num_tokens[rows]
+        longer: Ints = lengths + 1
+        self.tokens.ensure(rows, longer)
+        self.tokens.set(rows, lengths, token_ids)
+        self.num_tokens[rows] = longer
+        self.num_placeholders[rows] -= 1
+        return longer
+
+    def check_integrity(self, running: Ints) -> None:
+        """AssertionError with the numbers when a column contradicts another or the list of running rows."""
+        used = np.flatnonzero(self.tenancy != FREE_ROW)
+        assert sorted(running.tolist()) == used.tolist(), f"running {running} but rows in use are {used}"
+        assert len(used) + len(self._free_rows) == len(self.tenancy), f"{len(used)} used, {len(self._free_rows)} free"
+        for row in used.tolist():
+            request = self.request[row]
+            assert request is not None, f"row {row} is in use and has no request"
+            assert request.row == row, f"the request of row {row} says row {request.row}"
+        known = self.num_tokens[used] + self.num_placeholders[used]
+        assert (self.num_computed_tokens[used] <= known).all(), f"computed {self.num_computed_tokens[used]} of {known}"
+        assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
+        assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
+        assert (self.num_named_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"

@@ -1,0 +1,139 @@
+"""Backlog: what waits to be sent to one client that reads too slowly; outputs of neighbouring steps become one message.
+
+Merging loses nothing: a row says from which position on its tokens are, so the rows of one request, taken together,
+are one longer row. 14 bytes for each token of each step become 4.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from ipc.arrays import Ints
+from ipc.messages import Outputs, ServerMessage, encode
+from ipc.scheduling_messages import RequestEvents
+
+#: Bytes of columns that are merged into one message; in it no row comes near the 65,535 tokens that a count can say.
+MAX_MERGED_BYTES = 64 << 10
+_ROW_COLUMNS = frozenset(
+    ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events")
+)
+#: Outputs that say more than these columns are sent as they are.
+_OTHER_FIELDS = tuple(
+    (field.name, field.default_factory() if callable(field.default_factory) else field.default)
+    for field in msgspec.structs.fields(Outputs)
+    if field.name not in _ROW_COLUMNS | {"epoch", "step"}
+)
+
+
+class Backlog:
+    """First in, first out. num_bytes: of all that waits."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._outputs: list[Outputs] = []  # after the frames; not merged yet
+        self._outputs_bytes = 0
+        self._frames_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._frames_bytes + self._outputs_bytes
+
+    def append(self, message: ServerMessage) -> None:
+        if isinstance(message, Outputs) and _is_mergeable(message):
+            self._outputs.append(message)
+            self._outputs_bytes += _num_bytes(message)
+            if self._outputs_bytes >= MAX_MERGED_BYTES:
+                self._seal()
+        else:
+            self._seal()
+            self._append_frame(encode(message))
+
+    def head(self) -> bytes | None:
+        """The next frame to send."""
+        if not self._frames:
+            self._seal()
+        return self._frames[0] if self._frames else None
+
+    def pop_head(self) -> None:
+        self._frames_bytes -= len(self._frames.popleft())
+
+    def _seal(self) -> None:
+        if self._outputs:
+            self._append_frame(encode(merge_outputs(self._outputs)))
+            self._outputs, self._outputs_bytes = [], 0
+
+    def _append_frame(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self._frames_bytes += len(frame)
+
+
+def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
+    """Messages of one client, in order, as one in which each request (and choice) has one row."""
+    started = b"".join(part.started for part in parts)
+    events = _join_events([part.events for part in parts if part.events is not None])
+    if len(parts) == 1 or not any(part.numbers for part in parts):
+        return msgspec.structs.replace(parts[-1], started=started, events=events)
+    numbers = np.frombuffer(b"".join(part.numbers for part in parts), "<u4").astype(np.int64)
+    positions = np.frombuffer(b"".join(part.positions for part in parts), "<u4").astype(np.int64)
+    counts = np.frombuffer(b"".join(part.counts for part in parts), "<u2").astype(np.int64)
+    tokens = np.frombuffer(b"".join(part.tokens for part in parts), "<i4")
+    choices = np.frombuffer(b"".join(part.choices or bytes(len(part.counts)) for part in parts), "<u2")
+    finish = np.frombuffer(b"".join(part.finish or bytes(len(part.counts) // 2) for part in parts), np.uint8)
+    order = np.lexsort((choices, numbers))  # stable: rows of one request stay in the order of their steps
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = (np.diff(numbers[order]) != 0) | (np.diff(choices[order].astype(np.int64)) != 0)
+    starts, ends = positions[order], positions[order] + counts[order]
+    torn = np.flatnonzero(~is_first[1:] & (starts[1:] != ends[:-1]))
+    assert not len(torn), f"request {numbers[order][torn]}: tokens up to {ends[torn]}, then from {starts[torn + 1]} on"
+    firsts = np.flatnonzero(is_first)
+    row_of = np.empty(len(order), np.int64)  # of each row of the parts, in the merged message
+    row_of[order] = np.cumsum(is_first) - 1
+    return Outputs(
+        epoch=parts[0].epoch,
+        step=parts[-1].step,
+        numbers=numbers[order][firsts].astype("<u4").tobytes(),
+        positions=starts[firsts].astype("<u4").tobytes(),
+        counts=np.add.reduceat(counts[order], firsts).astype("<u2").tobytes(),
+        tokens=tokens[_token_order(counts, order)].tobytes(),
+        choices=choices[order][firsts].tobytes() if choices.any() else b"",
+        finish=np.maximum.reduceat(finish[order], firsts).tobytes() if finish.any() else b"",
+        stop_tokens=_stop_tokens(parts, row_of),
+        started=started,
+        events=events,
+    )
+
+
+def _token_order(counts: Ints, order: Ints) -> Ints:
+    """Indices that bring the rows' tokens into the order of the rows."""
+    starts = (np.cumsum(counts) - counts)[order]
+    lengths = counts[order]
+    places = np.cumsum(lengths) - lengths
+    indices: Ints = np.repeat(starts - places, lengths) + np.arange(int(lengths.sum()))
+    return indices
+
+
+def _stop_tokens(parts: Sequence[Outputs], row_of: Ints) -> list[tuple[int, int]]:
+    stop_tokens, base = [], 0
+    for part in parts:
+        stop_tokens += [(int(row_of[base + row]), token) for row, token in part.stop_tokens]
+        base += len(part.counts) // 2
+    return stop_tokens
+
+
+def _is_mergeable(message: Outputs) -> bool:
+    return all(getattr(message, name) == default for name, default in _OTHER_FIELDS)
+
+
+def _num_bytes(message: Outputs) -> int:
+    events = 0 if message.events is None else 5 * len(message.events.numbers)
+    return 2 * len(message.numbers) + len(message.counts) + len(message.tokens) + len(message.started) + events
+
+
+def _join_events(parts: list[RequestEvents]) -> RequestEvents | None:
+    """One after the other; None for none."""
+    if not parts:
+        return None
+    names = RequestEvents.__struct_fields__
+    return RequestEvents(*(b"".join(getattr(part, name) for part in parts) for name in names))

@@ -1,0 +1,291 @@
+"""Reception: the border's rules for what clients send.
+
+Who may come in, what is answered here, what goes to the engine. What is refused costs the engine thread nothing.
+"""
+
+import hmac
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from core.border.inbox import Inbox, num_tokens
+from core.border.lease_clock import LeaseClock
+from core.border.ledger import NumberStatus
+from core.border.sessions import MAX_SESSIONS, Session, Sessions
+from core.border.validation import decode_request_number, validate_request
+from ipc.errors import InvalidRequestError, MalformedMessageError
+from ipc.messages import (
+    MAX_ABORTED,
+    OWNER_CALLS,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Abort,
+    AddRequest,
+    BeginDrain,
+    CallDone,
+    CallFailed,
+    ClientCall,
+    ErrorCode,
+    GetModelInformation,
+    GetTokenizer,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    ModelInformation,
+    Refused,
+    RequestFailed,
+    ServerMessage,
+    Shutdown,
+    TokenizerFiles,
+    Welcome,
+    decode_client_message,
+)
+
+MAX_MALFORMED = 10  # messages of one session ...
+MALFORMED_S = 10.0  # ... in so many seconds end it
+MAX_CALLS = 32  # of one session that the engine has not answered yet
+MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
+RETRY_AFTER_MS = 1000
+_LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What this engine tells whoever asks; call numbers, tokens and minors are filled in for each.
+
+    owner_token: b"" = nobody is the owner.
+    """
+
+    welcome: Welcome
+    tokenizer: TokenizerFiles
+    model: ModelInformation
+    owner_token: bytes = b""
+    client_weights: dict[str, float] = {}
+
+
+class Reception:
+    """Used by the thread that holds the socket's lock. now: monotonic seconds.
+
+    on_connect: close the sessions of connections that have ended; on_drain: refuse requests from now on, finish the
+    running ones; on_shutdown: end the process.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        sessions: Sessions,
+        inbox: Inbox,
+        clock: LeaseClock,
+        *,
+        on_connect: Callable[[], None],
+        on_drain: Callable[[], None],
+        on_shutdown: Callable[[], None],
+    ) -> None:
+        self.is_draining = False
+        self.num_malformed = 0  # messages that were not of this protocol
+        self._served = served
+        self._limits = served.welcome.limits
+        self._sessions = sessions
+        self._inbox = inbox
+        self._clock = clock
+        self._on_connect = on_connect
+        self._on_drain = on_drain
+        self._on_shutdown = on_shutdown
+
+    def receive(self, identity: bytes, frame: zmq.Frame, num_frames: int, now: float) -> None:
+        """One message; frame: its first one after the identity, which a ROUTER's messages always have."""
+        session = self._sessions.of_identity(identity)
+        if session is not None:
+            session.seen = self._clock.time
+        if num_frames != 1:
+            self._reject(identity, session, b"", f"a message is one frame, this has {num_frames}", now)
+            return
+        try:
+            message = decode_client_message(frame.buffer)
+        except MalformedMessageError as error:
+            self._reject(identity, session, frame.buffer, str(error), now)
+            return
+        if isinstance(message, Hello):
+            self._hello(identity, int(frame.get(zmq.SRCFD)), session, message, now)
+        elif session is None:
+            self._refuse(identity, ErrorCode.INVALID_ARGUMENT, "there is no session: send Hello first")
+        else:
+            self._accept(session, message, frame, now)
+
+    # --- who may come in ---
+
+    def _hello(self, identity: bytes, fd: int, session: Session | None, hello: Hello, now: float) -> None:
+        ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+        welcome = self._served.welcome
+        if hello.major != PROTOCOL_MAJOR:
+            text = (
+                f"the engine speaks protocol {ours} and the client {hello.major}.{hello.minor}: "
+                f"use the same release of engine-core on both sides (the engine's is {welcome.server_version})"
+            )
+            self._refuse(identity, ErrorCode.VERSION_MISMATCH, text)
+            return
+        if self.is_draining:
+            self._refuse(identity, ErrorCode.UNAVAILABLE, "the engine is finishing its last requests and then stops")
+            return
+        for lost in self._sessions.of_token(hello.session_token):
+            if lost is not session:
+                self._sessions.lose(lost)  # its connection was cut, which only the client has noticed so far
+        if session is None and len(self._sessions) >= MAX_SESSIONS:
+            text = f"the engine has {MAX_SESSIONS} clients, which is its limit; try again later"
+            self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
+            return
+        if session is None:
+            session = self._open(identity, fd, hello)
+            session.num_resumed = self._sessions.take_lost(hello.session_token)
+        self._sessions.send(session, self._welcome(session, hello), now)
+
+    def _open(self, identity: bytes, fd: int, hello: Hello) -> Session:
+        self._on_connect()  # the kernel may have given this client the fd of one that has left
+        token = self._served.owner_token
+        is_owner = bool(token) and hmac.compare_digest(token, hello.owner_token)
+        return self._sessions.open(
+            identity,
+            fd,
+            hello.client_name,
+            is_owner=is_owner,
+            has_lease=not is_owner and hello.minor >= _LEASE_MINOR,  # the owner's lease is its pipe
+            lease_time=self._clock.time,
+        )
+
+    def _welcome(self, session: Session, hello: Hello) -> Welcome:
+        limits = self._limits
+        if not session.has_lease:
+            limits = msgspec.structs.replace(limits, heartbeat_ms=0, lease_ms=0)
+        minor = max(0, min(PROTOCOL_MINOR, hello.minor))
+        return msgspec.structs.replace(self._served.welcome, minor=minor, session_token=session.token, limits=limits)
+
+    # --- what sessions send ---
+
+    def _accept(
+        self,
+        session: Session,
+        message: AddRequest | Abort | Goodbye | Heartbeat | ClientCall,
+        frame: zmq.Frame,
+        now: float,
+    ) -> None:
+        match message:
+            case AddRequest():
+                refusal = self._admit(session, message, frame)
+                if refusal is not None:
+                    self._sessions.send(session, refusal, now)
+            case Abort():
+                self._abort(session, message, now)
+            case Goodbye():
+                self._sessions.close(session)
+            case Heartbeat():
+                pass
+            case _:
+                answer = self._call(session, message)
+                if answer is not None:
+                    self._sessions.send(session, answer, now)
+                if isinstance(message, Shutdown) and session.is_owner:
+                    self._on_shutdown()
+
+    def _call(self, session: Session, message: ClientCall) -> ServerMessage | None:
+        """The answer, or None where the engine gives it."""
+        if isinstance(message, OWNER_CALLS) and not session.is_owner:
+            text = "only the owner of this engine, who started it, may ask for this"
+            return CallFailed(message.call, ErrorCode.PERMISSION_DENIED, text)
+        match message:
+            case GetTokenizer(call):
+                session.num_tokenizers += 1
+                if session.num_tokenizers > MAX_TOKENIZERS:
+                    text = f"the tokenizer was handed to this session {MAX_TOKENIZERS} times already"
+                    return CallFailed(call, ErrorCode.RESOURCE_EXHAUSTED, text)
+                return msgspec.structs.replace(self._served.tokenizer, call=call)
+            case GetModelInformation(call):
+                return msgspec.structs.replace(self._served.model, call=call)
+            case BeginDrain(call):
+                self._on_drain()
+                return CallDone(call)
+            case Shutdown(call):
+                return CallDone(call)
+            case _ if session.num_calls >= MAX_CALLS:
+                text = f"{MAX_CALLS} calls of this session wait for their answers; call again when they have come"
+                return CallFailed(message.call, ErrorCode.RESOURCE_EXHAUSTED, text)
+            case _:
+                session.num_calls += 1
+                self._inbox.put(session.client, message)
+                return None
+
+    def _abort(self, session: Session, message: Abort, now: float) -> None:
+        num_numbers = len(message.numbers) // 4
+        if num_numbers > MAX_ABORTED:
+            text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
+            self._reject(session.identity, session, b"", text, now)
+        elif (abort := session.requests.live_among(message)) is not None:
+            self._inbox.put(session.client, abort)
+
+    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
+        """Put a request into the inbox, or say why not. One that is running already is not begun again."""
+        number = message.number
+        status = session.requests.status(number, frame.buffer)
+        if status is NumberStatus.SAME:
+            return None
+        if status is not NumberStatus.NEW:
+            text = f"request number {number} is {status.value} in this session; numbers are never reused"
+            return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
+        if self.is_draining:
+            return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
+        full = self._what_is_full(session, message, len(frame.buffer))
+        session.num_resumed = max(0, session.num_resumed - 1)
+        if full:
+            return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
+        try:
+            validate_request(
+                message,
+                vocab_size=self._served.welcome.vocab_size,
+                max_model_len=self._limits.max_model_len,
+                max_logprobs=self._limits.max_logprobs,
+            )
+        except InvalidRequestError as error:
+            return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
+        session.requests.add(number, frame.buffer, message.params.n)
+        self._inbox.put(session.client, message)
+        return None
+
+    def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
+        """Which bound the request would exceed; "" for none. What is alone in a queue always fits."""
+        inbox, limits, is_resumed = self._inbox, self._limits, session.num_resumed > 0
+        if not is_resumed and inbox.num_queued_requests >= limits.max_num_queued_requests:
+            return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
+        tokens = inbox.num_queued_tokens
+        if not is_resumed and tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
+            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
+        held = session.requests.num_bytes
+        if held > 0 and held + num_bytes > limits.max_client_bytes:
+            return (
+                f"this client's unfinished requests have {held} bytes and max_client_bytes is {limits.max_client_bytes}"
+            )
+        return ""
+
+    # --- what is not of this protocol ---
+
+    def _reject(
+        self, identity: bytes, session: Session | None, data: bytes | memoryview, text: str, now: float
+    ) -> None:
+        """If it is a request with a readable number, that request fails; else the sender is told, and after
+        MAX_MALFORMED such messages its session ends."""
+        self.num_malformed += 1
+        number = None if session is None else decode_request_number(data)
+        if session is None:
+            self._refuse(identity, ErrorCode.INVALID_ARGUMENT, text)
+        elif number is not None:
+            self._sessions.send(session, RequestFailed(number, ErrorCode.INVALID_ARGUMENT, text), now)
+        else:
+            session.malformed.append(now)
+            while now - session.malformed[0] > MALFORMED_S:
+                session.malformed.popleft()
+            if len(session.malformed) >= MAX_MALFORMED:
+                text = f"{MAX_MALFORMED} malformed messages within {MALFORMED_S:g} s; the last: {text}"
+                self._sessions.end(session, ErrorCode.INVALID_ARGUMENT, text)
+            else:
+                self._sessions.send(session, Refused(ErrorCode.INVALID_ARGUMENT, text), now)
+
+    def _refuse(self, identity: bytes, code: ErrorCode, text: str) -> None:
+        self._sessions.send_to_stranger(identity, Refused(code, text))

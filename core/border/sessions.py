@@ -1,0 +1,232 @@
+"""Sessions: the clients of the engine's socket, what waits for each, and what becomes of those who do not read.
+
+A client that reads too slowly costs nobody else anything: first its outputs are merged (core/border/backlog.py), beyond
+HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session ends, with a last message that says why.
+"""
+
+import contextlib
+import os
+from collections import OrderedDict, deque
+from collections.abc import Collection, Mapping
+
+import msgspec
+import zmq
+
+from core.border.backlog import Backlog
+from core.border.inbox import Inbox
+from core.border.ledger import RequestLedger
+from core.inputs import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
+from ipc.kv_events import KVBlocksCleared
+from ipc.messages import ErrorCode, Goodbye, Refused, ServerMessage, encode
+from ipc.scheduling_messages import KVEvents
+from ipc.sockets import Socket
+
+MAX_SESSIONS = 4096
+#: Bytes that wait for one client beyond the socket's own queue, when its requests are put on hold ...
+HOLD_BYTES = 1 << 20
+#: ... when they go on ...
+RELEASE_BYTES = HOLD_BYTES // 4
+#: ... and when the session ends, because what is not held (answers to calls) is too much as well.
+MAX_BACKLOG_BYTES = 8 << 20
+HOLD_S = 30.0  # seconds on hold, then the session ends
+MAX_NAME_CHARS = 200
+
+
+class Session(msgspec.Struct, eq=False):
+    """One client from its Hello to its end."""
+
+    client: int  # number by which the engine knows it; never reused
+    identity: bytes  # by which the ROUTER knows it
+    fd: int  # of its connection, as the socket's monitor reports it
+    name: str
+    token: bytes
+    is_owner: bool
+    has_lease: bool  # the session ends when nothing is heard of it for the time of a lease
+    seen: float  # when something was heard of it last, on the lease clock
+    backlog: Backlog = msgspec.field(default_factory=Backlog)
+    requests: RequestLedger = msgspec.field(default_factory=RequestLedger)
+    malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
+    num_tokenizers: int = 0  # times the tokenizer was handed over
+    num_calls: int = 0  # that the engine has not answered yet
+    num_resumed: int = 0  # requests it may still send again although the queue is full: they had been accepted
+    held_since: float | None = None  # monotonic; its requests wait
+    has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the engine tells everything anew
+
+
+class Sessions:
+    """For who holds the socket's lock (core/border/io_thread.py). weights: shares of clients by name, for policy
+    fair."""
+
+    def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
+        self.num_dropped = 0  # sessions ended for not reading
+        self._socket = socket
+        self._inbox = inbox
+        self._weights = weights
+        self._by_identity: dict[bytes, Session] = {}
+        self._by_client: dict[int, Session] = {}
+        self._backlogged: dict[int, Session] = {}
+        self._lost: OrderedDict[bytes, int] = OrderedDict()  # unfinished requests of sessions cut off, by token
+        self._farewells: dict[bytes, bytes] = {}  # last frames of ended sessions, by identity
+        self._num_opened = 0
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    @property
+    def all(self) -> Collection[Session]:
+        return self._by_client.values()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._backlogged or self._farewells)
+
+    def open(
+        self, identity: bytes, fd: int, name: str, *, is_owner: bool, has_lease: bool, lease_time: float
+    ) -> Session:
+        self._num_opened += 1
+        session = Session(
+            client=self._num_opened,
+            identity=identity,
+            fd=fd,
+            name=name[:MAX_NAME_CHARS],
+            token=os.urandom(16),
+            is_owner=is_owner,
+            has_lease=has_lease,
+            seen=lease_time,
+        )
+        self._by_identity[identity] = session
+        self._by_client[session.client] = session
+        if session.name in self._weights:
+            self._inbox.put(session.client, SetClientWeight(self._weights[session.name]))
+        return session
+
+    def close(self, session: Session) -> None:
+        """The engine aborts the session's requests when it meets the Goodbye. Does nothing the second time."""
+        if self._by_client.pop(session.client, None) is None:
+            return
+        del self._by_identity[session.identity]
+        self._backlogged.pop(session.client, None)
+        self._inbox.put(session.client, Goodbye())
+
+    def lose(self, session: Session) -> None:
+        """Close the session of a client that was cut off and may come back."""
+        if session.client in self._by_client and len(session.requests):
+            self._lost[session.token] = len(session.requests) + session.num_resumed
+            if len(self._lost) > MAX_SESSIONS:
+                self._lost.popitem(last=False)
+        self.close(session)
+
+    def take_lost(self, token: bytes) -> int:
+        """How many requests a session had when it was lost; once."""
+        return self._lost.pop(token, 0)
+
+    def end(self, session: Session, code: ErrorCode, text: str) -> None:
+        """Close the session from this side; the client finds out why as soon as it reads again."""
+        self.close(session)
+        self._farewells[session.identity] = encode(Refused(code, text))
+        self._say_farewells()
+
+    def of_identity(self, identity: bytes) -> Session | None:
+        return self._by_identity.get(identity)
+
+    def of_client(self, client: int) -> Session | None:
+        return self._by_client.get(client)
+
+    def of_fd(self, fd: int) -> list[Session]:
+        return [session for session in self.all if session.fd == fd]
+
+    def of_token(self, token: bytes) -> list[Session]:
+        return [session for session in self.all if session.token == token]
+
+    # --- sending ---
+
+    def send(self, session: Session, message: ServerMessage, now: float) -> None:
+        """Send, or keep for later; closes the session of a client that is gone, ends that of one that is too slow. KV
+        events are not kept: of those that a client does not read it is told that there is a gap."""
+        backlog = session.backlog
+        if session.client in self._backlogged:
+            if backlog.num_bytes > MAX_BACKLOG_BYTES:
+                self._drop(session, f"{backlog.num_bytes} bytes waited for this client, which did not read")
+                return
+        else:
+            try:
+                if self._try_send(session.identity, encode(message)):
+                    return
+            except _Unreachable:
+                self.close(session)
+                return
+            self._backlogged[session.client] = session
+        if not isinstance(message, KVEvents):
+            backlog.append(message)
+        elif not session.has_kv_gap:
+            session.has_kv_gap = True
+            backlog.append(msgspec.structs.replace(message, events=[KVBlocksCleared()], gap=True))
+        if backlog.num_bytes > HOLD_BYTES and session.held_since is None:
+            session.held_since = now
+            self._inbox.put(session.client, HoldClient())
+
+    def flush(self, now: float) -> bool:
+        """Send what waits, as far as the socket takes it; whether it took anything."""
+        progress = self._say_farewells()
+        for session in list(self._backlogged.values()):
+            progress |= self._flush(session)
+            if session.held_since is not None and now - session.held_since > HOLD_S:
+                self._drop(session, f"this client did not read for {HOLD_S:g} s while its output waited")
+        return progress
+
+    def _flush(self, session: Session) -> bool:
+        backlog, progress = session.backlog, False
+        try:
+            while (frame := backlog.head()) is not None and self._try_send(session.identity, frame):
+                backlog.pop_head()
+                progress = True
+        except _Unreachable:
+            self.close(session)
+            return True
+        if backlog.num_bytes == 0:
+            self._backlogged.pop(session.client)
+            if session.has_kv_gap:
+                session.has_kv_gap = False
+                self._inbox.put(session.client, RenewKVEvents())
+        if session.held_since is not None and backlog.num_bytes <= RELEASE_BYTES:
+            session.held_since = None
+            self._inbox.put(session.client, ReleaseClient())
+        return progress
+
+    def _drop(self, session: Session, text: str) -> None:
+        self.num_dropped += 1
+        self.end(session, ErrorCode.RESOURCE_EXHAUSTED, f"{text}; its requests were aborted")
+
+    def _say_farewells(self) -> bool:
+        said = []
+        for identity, frame in self._farewells.items():
+            try:
+                if self._try_send(identity, frame):
+                    said.append(identity)
+            except _Unreachable:
+                said.append(identity)
+        for identity in said:
+            del self._farewells[identity]
+        return bool(said)
+
+    def send_to_stranger(self, identity: bytes, message: ServerMessage) -> None:
+        """To a peer without a session; nothing is kept for it."""
+        with contextlib.suppress(_Unreachable):
+            self._try_send(identity, encode(message))
+
+    def _try_send(self, identity: bytes, payload: bytes) -> bool:
+        """False when the peer's queue is full."""
+        try:
+            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise _Unreachable from None
+            raise
+        return True
+
+
+class _Unreachable(Exception):
+    """The peer has left the socket."""

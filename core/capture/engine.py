@@ -1,0 +1,163 @@
+"""Capture: an EngineCore whose inputs and decisions are written down, from outside; the step knows nothing of it.
+
+Replaying a capture is capturing again: the same inputs go into a CapturedEngine whose log compares instead of writing.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from core.capture.records import FORMAT_MAJOR, FORMAT_MINOR, MAGIC, NO_RESULT, Header, Input, Step, encode_config
+from core.capture.writer import CaptureWriter, open_capture
+from core.engine import EngineCore
+from core.execution.executor import Executor, ModelInfo, StepHandle
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.inputs import EngineInput, EngineReply
+from ipc.arrays import Int32s
+from ipc.config import EngineConfig
+
+DIGEST_BYTES = 8
+
+
+class CaptureLog(Protocol):
+    def add(self, record: Input | Step) -> None: ...
+
+
+class CapturedEngine:
+    """An EngineCore from its first step on, and the same step. log: gets each step's inputs, then the step."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, log: CaptureLog, epoch: int = 0) -> None:
+        self._log = log
+        self._last_rows = self._last_counts = b""  # of the last plan
+        self._forget()
+        self.engine = EngineCore(config, _Tap(executor, self._on_plan, self._on_result), epoch)
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.engine.has_unfinished
+
+    def count_waiting(self) -> tuple[int, int]:
+        return self.engine.count_waiting()
+
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
+        """As EngineCore's. A step that raises is logged too, as far as it came."""
+        for client, message in inbox:
+            self._log.add(Input(client, message))
+        self._forget()
+        begin = time.monotonic_ns()
+        try:
+            replies = self.engine.step(inbox, now_ns)
+        except Exception as error:
+            self._log.add(self._record(now_ns, time.monotonic_ns() - begin, f"{type(error).__name__}: {error}"))
+            raise
+        self._log.add(self._record(now_ns, time.monotonic_ns() - begin))
+        return replies
+
+    def _forget(self) -> None:
+        self._plan: SchedulerOutput | None = None
+        self._added: list[tuple[int, int, int, int]] = []
+        self._result: ModelRunnerOutput | None = None
+
+    def _on_plan(self, plan: SchedulerOutput) -> None:
+        """Within the step: afterwards the requests that it has ended are gone from the table."""
+        self._plan = plan
+        if plan.added:
+            table = self.engine.scheduler.table
+            self._added = [
+                (new.row, int(table.client[new.row]), int(table.number[new.row]), new.num_computed_tokens)
+                for new in plan.added
+            ]
+
+    def _on_result(self, result: ModelRunnerOutput) -> None:
+        self._result = result
+
+    def _record(self, now_ns: int, elapsed_ns: int, error: str = "") -> Step:
+        scheduler, plan, result = self.engine.scheduler, self._plan, self._result
+        digest = rows = counts = removed = b""
+        if plan is not None:
+            digest = blake2b(encode_plan(plan), digest_size=DIGEST_BYTES).digest()
+            all_rows, all_counts = _column(plan.rows), _column(plan.num_scheduled_tokens)
+            rows = b"" if all_rows == self._last_rows else all_rows
+            counts = b"" if all_counts == self._last_counts else all_counts
+            self._last_rows, self._last_counts = all_rows, all_counts
+            removed = _column(plan.removed_rows)
+        return Step(
+            now_ns=now_ns,
+            elapsed_ns=elapsed_ns,
+            digest=digest,
+            rows=rows,
+            counts=counts,
+            removed_rows=removed,
+            added=self._added,
+            num_preemptions=scheduler.stats.num_preemptions,
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=scheduler.pool.num_free,
+            result_step=NO_RESULT if result is None else result.step,
+            tokens=b"" if result is None else _column(result.token_ids),
+            error=error,
+        )
+
+
+class _Tap:
+    """An executor that tells of each plan it is given and each result it gives."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        on_plan: Callable[[SchedulerOutput], None],
+        on_result: Callable[[ModelRunnerOutput], None],
+    ) -> None:
+        self.info = executor.info
+        self.determine_num_available_blocks = executor.determine_num_available_blocks
+        self.cache_memory_bytes = executor.cache_memory_bytes
+        self.initialize_cache = executor.initialize_cache
+        self.measure_costs = executor.measure_costs
+        self.prepare_ahead = executor.prepare_ahead
+        self.close = executor.close
+        self._execute = executor.execute
+        self._on_plan = on_plan
+        self._on_result = on_result
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        self._on_plan(plan)
+        return _TappedStep(self._execute(plan), self._on_result)
+
+
+class _TappedStep(NamedTuple):
+    handle: StepHandle
+    on_result: Callable[[ModelRunnerOutput], None]
+
+    def result(self) -> ModelRunnerOutput:
+        result = self.handle.result()
+        self.on_result(result)
+        return result
+
+
+def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:
+    """A new file with its header. config: resolved. Errors: ConfigError."""
+    header = Header(
+        magic=MAGIC,
+        major=FORMAT_MAJOR,
+        minor=FORMAT_MINOR,
+        engine_version=engine_version,
+        config=encode_config(config),
+        model=model,
+        epoch=epoch,
+        wall_ns=time.time_ns(),
+        monotonic_ns=time.monotonic_ns(),
+    )
+    return CaptureWriter(path, open_capture(path), header)
+
+
+def capture_path(config: EngineConfig, epoch: int) -> str | None:
+    """Where this start of the engine writes: an engine that is started again goes on in FILE.1, FILE.2, ..."""
+    return f"{config.capture}.{epoch}" if config.capture and epoch else config.capture
+
+
+def _column(values: Int32s) -> bytes:
+    return values.astype("<i4", copy=False).tobytes()

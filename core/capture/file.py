@@ -1,0 +1,141 @@
+"""CaptureFile: a capture opened for reading, its frames checked from the first to the last."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from core.capture.records import (
+    FORMAT_MAJOR,
+    MAGIC,
+    TAGS,
+    Close,
+    Gap,
+    Header,
+    Input,
+    Step,
+    decode_format,
+    decode_record,
+)
+from core.inputs import EngineInput
+from ipc.errors import CaptureFileError, ModelFileError
+from ipc.files.mapped_file import map_file
+from ipc.log_frames import Frame, read_frames
+
+
+class Turn(NamedTuple):
+    """One call of the step, as it was logged."""
+
+    step_index: int  # counted from 0
+    offset: int  # of the Step's frame, bytes
+    inbox: list[tuple[int, EngineInput]]
+    step: Step
+
+
+class CaptureFile:
+    """Errors: CaptureFileError when it cannot be opened, is damaged anywhere but at its end, has a gap that is not
+    accounted for, or is of a format to come. A torn tail, which a killed engine leaves, is left out and counted."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._data = _map(self.path)
+        self.num_lost = 0  # records that the engine could not write in time
+        self.num_unknown = 0  # records of a later minor of the format
+        self.close: Close | None = None  # None: the engine was killed, or is still running, or its disk was full
+        self._counts = dict.fromkeys(TAGS.values(), 0)
+        end = 0
+        try:
+            for frame in read_frames(self._data):
+                self._check_order(frame)
+                self._check(frame)
+                end = frame.end
+                self._next = frame.sequence + 1
+            if not end:
+                raise CaptureFileError("not a capture of engine-core: it does not begin with a whole record")
+        except CaptureFileError as error:
+            raise CaptureFileError(f"{self.path}: {error}") from None
+        self.num_dropped_bytes = len(self._data) - end
+
+    @property
+    def num_steps(self) -> int:
+        return self._counts[TAGS[Step]]
+
+    @property
+    def num_inputs(self) -> int:
+        return self._counts[TAGS[Input]]
+
+    def turns(self) -> Iterator[Turn]:
+        """Every step with what was drained before it; inputs that no step follows any more are left out.
+
+        Errors: CaptureFileError for a record whose content is not what its tag says.
+        """
+        inbox: list[tuple[int, EngineInput]] = []
+        index = 0
+        for frame in read_frames(self._data):
+            try:
+                record = decode_record(frame.tag, frame.payload)
+            except CaptureFileError as error:
+                raise CaptureFileError(f"{self.path}: {_place(frame)}: {error}") from None
+            if isinstance(record, Input):
+                inbox.append((record.client, record.message))
+            elif isinstance(record, Step):
+                yield Turn(index, frame.offset, inbox, record)
+                inbox, index = [], index + 1
+
+    def _check_order(self, frame: Frame) -> None:
+        if frame.offset == 0:
+            self.header = _read_header(frame)
+            self._next = 0
+        elif self.close is not None:
+            raise CaptureFileError(f"{_place(frame)}: there are records after the last one")
+        if frame.tag == TAGS[Gap]:
+            gap = decode_record(frame.tag, frame.payload)
+            if isinstance(gap, Gap) and gap.first == self._next and gap.count > 0:
+                self.num_lost += gap.count
+                self._next += gap.count
+        if frame.sequence != self._next:
+            raise CaptureFileError(
+                f"{_place(frame)}: records are missing: sequence {self._next} was due, and no gap record says why"
+            )
+
+    def _check(self, frame: Frame) -> None:
+        if frame.tag not in self._counts:
+            self.num_unknown += 1
+            return
+        self._counts[frame.tag] += 1
+        if frame.tag == TAGS[Header] and frame.offset:
+            raise CaptureFileError(f"{_place(frame)}: a second header")
+        if frame.tag == TAGS[Close]:
+            close = decode_record(frame.tag, frame.payload)
+            assert isinstance(close, Close), close
+            found = Close(self.num_inputs, self.num_steps, self.num_lost)
+            if close != found:
+                raise CaptureFileError(f"{_place(frame)}: the totals are {close}, the records before give {found}")
+            self.close = close
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        return map_file(path)
+    except ModelFileError as error:  # missing, empty, or no regular file
+        raise CaptureFileError(str(error)) from None
+
+
+def _read_header(frame: Frame) -> Header:
+    """The format first: a later one may have another header."""
+    head = decode_format(frame.payload)
+    if frame.tag != TAGS[Header] or head.magic != MAGIC:
+        raise CaptureFileError("not a capture of engine-core: it does not begin with a header")
+    if head.major != FORMAT_MAJOR:
+        raise CaptureFileError(
+            f"a capture of format {head.major}.{head.minor}; this version reads format {FORMAT_MAJOR}: "
+            f"use the release of engine-core that wrote it"
+        )
+    header = decode_record(frame.tag, frame.payload)
+    assert isinstance(header, Header), header
+    return header
+
+
+def _place(frame: Frame) -> str:
+    return f"byte {frame.offset}, sequence {frame.sequence}"

@@ -1,0 +1,63 @@
+"""The recorded executor: its tokens are those of a capture, handed to it step by step. No model, no torch."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from core.capture.records import Step
+from core.execution.executor import Costs, ModelInfo, StepHandle
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from ipc.config import EngineConfig
+
+
+class NotRecordedError(Exception):
+    """The capture has no tokens for a plan: the engine decides otherwise than the one that was captured."""
+
+
+class RecordedExecutor:
+    """info: of the captured engine's model."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self._step: Step | None = None
+
+    def feed(self, step: Step) -> None:
+        """The step that is replayed next."""
+        self._step = step
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return memory_bytes // block_size
+
+    def cache_memory_bytes(self) -> int | None:
+        return None
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        """There is none."""
+
+    def measure_costs(self) -> Costs:
+        """Those of the capture are in its config; an older one has none and needs none."""
+        return Costs(1, 1)
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        return _Recorded(self, plan)
+
+    def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Errors: NotRecordedError."""
+        step = self._step
+        if step is None or step.result_step != plan.step or len(step.tokens) != 4 * len(plan.rows):
+            raise NotRecordedError(f"the capture has no tokens for the {len(plan.rows)} rows of plan {plan.step}")
+        return ModelRunnerOutput(plan.step, np.frombuffer(step.tokens, "<i4").astype(np.int32, copy=False))
+
+    def prepare_ahead(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Recorded(NamedTuple):
+    executor: RecordedExecutor
+    plan: SchedulerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.executor.tokens_of(self.plan)

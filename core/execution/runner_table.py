@@ -1,0 +1,86 @@
+"""RunnerTable: the executor's own mirror of the batch table, learned from plans alone."""
+
+import numpy as np
+
+from core.execution.plan import NewRow, SchedulerOutput
+from ipc.arrays import Bools, Int32s, Rows, TokenIds
+from ipc.paged_rows import PagedRows
+
+TOKENS_PER_PAGE = 256
+BLOCKS_PER_PAGE = 64
+
+
+class RunnerTable:
+    """Rows have the scheduler's numbers; sampled tokens are appended here without waiting for the scheduler.
+
+    num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks [rows] int64: as in the batch table, of the steps
+    that this executor has begun.
+    """
+
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_prompt_tokens = np.zeros(num_rows, np.int64)
+        self.num_computed_tokens = np.zeros(num_rows, np.int64)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
+        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take in the plan's changes; the batch itself is left to advance()."""
+        if len(plan.removed_rows):
+            self.tokens.clear_all(plan.removed_rows)
+            self.blocks.clear_all(plan.removed_rows)
+        if plan.added:
+            self._add(plan.added)
+        if len(plan.block_rows):
+            self._append_blocks(plan.block_rows.astype(np.int64), plan.block_ids)
+
+    def _add(self, added: list[NewRow]) -> None:
+        columns = [
+            (new.row, len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids))
+            for new in added
+        ]
+        rows, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks = np.array(columns).T
+        self.num_tokens[rows] = num_tokens
+        self.num_prompt_tokens[rows] = num_prompt_tokens
+        self.num_computed_tokens[rows] = num_computed_tokens
+        self.num_blocks[rows] = num_blocks
+        self.tokens.fill(rows, [new.token_ids for new in added])
+        self.blocks.fill(rows, [new.block_ids for new in added])
+
+    def _append_blocks(self, rows: Rows, block_ids: Int32s) -> None:
+        """One for each entry; those of a row stand together."""
+        places = self.num_blocks[rows]
+        owners, lengths = rows, places + 1
+        if np.count_nonzero(rows[1:] == rows[:-1]):  # some get several
+            first = np.flatnonzero(np.diff(rows, prepend=-1))
+            places += np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
+            last = np.append(first[1:], len(rows)) - 1
+            owners, lengths = rows[last], places[last] + 1
+        self.blocks.ensure(owners, lengths)
+        self.blocks.set(rows, places, block_ids)
+        self.num_blocks[owners] = lengths
+
+    def advance(self, plan: SchedulerOutput) -> Bools:
+        """Count the batch's tokens as computed; True for the rows [R] that sample a token in this step."""
+        rows = plan.rows
+        ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
+        known, capacity = self.num_tokens[rows], self.num_blocks[rows] * self.block_size
+        assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
+        assert not np.count_nonzero(ends > capacity), f"scheduled up to {ends} tokens on blocks for {capacity}"
+        self.num_computed_tokens[rows] = ends
+        samples: Bools = ends == known
+        return samples
+
+    def block_tables(self, rows: Rows, width: int) -> Int32s:
+        """The first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
+        columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
+        return self.blocks.get(rows[:, None], columns)
+
+    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> None:
+        """One sampled token for each of these rows."""
+        lengths = self.num_tokens[rows]
+        self.tokens.ensure(rows, lengths + 1)
+        self.tokens.set(rows, lengths, token_ids)
+        self.num_tokens[rows] += 1

@@ -1,0 +1,139 @@
+"""The fake executor: tokens are a seeded function of all ids before them and their position. No model, no torch.
+
+It ships with the product: process-level tests, replay without a model, and simulation run on it. Because every token
+depends on every id before it, a token lost, doubled or taken from a neighbour shows in all that follow.
+"""
+
+import numpy as np
+
+from core.execution.executor import Costs, FinishedStep, ModelInfo, StepHandle
+from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
+from core.execution.runner_table import RunnerTable
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.config import EngineConfig
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(value: UInt64s) -> UInt64s:
+    """The finalizer of splitmix64 (Steele, Lea, Flood, 2014), elementwise."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def checksum(token_ids: AnyInts, start: int = 0) -> np.uint64:
+    """Order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
+    positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
+    return np.uint64(_terms(token_ids, positions).sum(dtype=np.uint64))
+
+
+def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> Int32s:
+    """Token at `positions` after ids with these checksums; seeds are 0 for greedy rows."""
+    return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """What fake_tokens takes as the seed of one choice of a request."""
+    return seed ^ (choice * int(_GOLDEN)) % 2**64
+
+
+def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """What the fake executor answers, one request at a time: the oracle of tests."""
+    ids = list(prompt)
+    for _ in range(count):
+        total = np.array([checksum(np.array(ids, np.int64))])
+        token = next_token(total, np.array([len(ids)], np.uint64), np.array([seed], np.uint64), vocab_size)
+        ids.append(int(token[0]))
+    return ids[len(prompt) :]
+
+
+def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:
+    return mix((token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + mix(positions + np.uint64(1)))
+
+
+def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: Rows, vocab_size: int) -> LogprobColumns:
+    """Made up of the token and its position: the token first, of rank 3, then token + 1, token + 2, ... ids."""
+    counts = 1 + np.minimum(num_top, vocab_size)
+    offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return LogprobColumns(
+        rows=rows.astype(np.int32),
+        positions=positions.astype(np.int32),
+        counts=counts.astype(np.int32),
+        ranks=np.full(len(rows), 3, np.int32),
+        token_ids=((np.repeat(tokens, counts) + offsets) % vocab_size).astype(np.int32),
+        values=(-(np.repeat(positions % 64, counts) + offsets + 1) / 16).astype(np.float32),
+    )
+
+
+class FakeExecutor:
+    def __init__(self, config: EngineConfig) -> None:
+        self.info = ModelInfo(
+            name=config.model or "fake",
+            fingerprint=f"fake-1-{config.fake_vocab_size}-{config.fake_eos_token_id}",
+            dtype="float32" if config.dtype == "auto" else config.dtype,
+            vocab_size=config.fake_vocab_size,
+            max_model_len=config.fake_max_model_len,
+            eos_token_ids=(config.fake_eos_token_id,),
+            numerics="L2",
+        )
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return max(2, memory_bytes // (block_size * 4096))  # as if a token took 4 KiB
+
+    def cache_memory_bytes(self) -> int | None:
+        return None
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        self._table = RunnerTable(config.max_num_seqs, config.block_size)
+        self._checksum = np.zeros(config.max_num_seqs, np.uint64)
+        self._seed = np.zeros(config.max_num_seqs, np.uint64)
+        self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
+
+    def measure_costs(self) -> Costs:
+        """Made up: a block of 16 tokens is copied five times as fast as it is computed."""
+        return Costs(recompute_ns_per_token=10_000, swap_ns_per_block=32_000)
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        table = self._table
+        table.apply(plan)
+        for new in plan.added:
+            self._checksum[new.row] = checksum(new.token_ids)
+            self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
+            wanted = (new.params.logprobs, new.params.prompt_logprobs if new.wants_prompt_logprobs else None)
+            self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
+        samples = table.advance(plan)
+        rows = plan.rows[samples]
+        positions = table.num_tokens[rows].astype(np.uint64)
+        sampled = next_token(self._checksum[rows], positions, self._seed[rows], self.info.vocab_size)
+        self._checksum[rows] += _terms(sampled, positions)
+        table.append_tokens(rows, sampled)
+        logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
+        token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
+        token_ids[samples] = sampled
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs))
+
+    def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
+        """One row after the other, tokens already appended."""
+        table, parts = self._table, []
+        for index, row in enumerate(plan.rows.tolist()):
+            end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
+            positions = np.arange(end - int(plan.num_scheduled_tokens[index]), end) + 1  # of the tokens that follow
+            for wanted, kind in zip(self._num_logprobs[row].tolist(), ("output", "prompt"), strict=True):
+                is_kind = positions < num_prompt if kind == "prompt" else (positions == end) & samples[index]
+                at = positions[is_kind]
+                if wanted >= 0 and len(at):
+                    tokens = table.tokens.get(np.full(len(at), row), at)
+                    args = np.full(len(at), wanted), np.full(len(at), index), self.info.vocab_size
+                    parts.append(fake_logprobs(tokens, at, *args))
+        return concat_logprobs(sorted(parts, key=lambda part: int(part.positions[0])))
+
+    def prepare_ahead(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def create(config: EngineConfig) -> FakeExecutor:
+    return FakeExecutor(config)

@@ -1,0 +1,196 @@
+"""BlockNames: which KV block holds which content. A radix tree laid out as columns, exact and without cryptography.
+
+Every distinct content (a block's tokens and all tokens before them) gets a number when a block first holds it. A block
+is found under (number of the content before it, its tokens); what is found is compared with both, so a collision of
+the 64-bit keys costs a missed hit and never a wrong one. Names need no hash chain: one block per row is named with a
+few column operations, whatever the number of rows.
+"""
+
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+
+from core.kv.event_log import KVEventLog
+from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
+
+#: Content number of a block that has no name. Numbers of blocks are positive, those of roots negative.
+UNNAMED = 0
+
+_MASK = 2**64 - 1
+_ONE = np.uint64(1)
+_ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+_ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
+_Number = TypeVar("_Number", int, UInt64s)
+
+
+def root_content(cache_salt: str) -> int:
+    """Number of the empty content under this salt: what a request's first block follows."""
+    if not cache_salt:
+        return -1
+    return -2 - (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "little") >> 2)
+
+
+@lru_cache(maxsize=8)
+def _powers(block_size: int) -> UInt64s:
+    return np.cumprod(np.full(block_size, _ODD_FINAL, np.uint64), dtype=np.uint64)
+
+
+def hash_blocks(token_ids: TokenIds) -> UInt64s:
+    """token_ids [n, block_size] -> a hash of each row; equal in every process."""
+    hashes: UInt64s = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
+    return hashes
+
+
+class BlockNames:
+    """content [num_blocks] int64: number of what each block holds, UNNAMED for none.
+    block_of_key: where a block is found; only for asking whether there is one."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.content = np.zeros(num_blocks, np.int64)
+        self.events: KVEventLog | None = None  # set while somebody listens
+        self._parent = np.zeros(num_blocks, np.int64)
+        self._key = np.zeros(num_blocks, np.uint64)
+        self._tokens = np.zeros((num_blocks, block_size), np.int32)
+        self.block_of_key: dict[int, int] = {}
+        self._num_contents = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self.block_of_key)
+
+    def find(self, root: int, token_ids: TokenIds, hashes: list[int]) -> tuple[Int32s, int]:
+        """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
+        hashes: of these blocks."""
+        content, found, contents = root, [], [root]
+        for value in hashes:
+            block = self.block_of_key.get(block_key(content, value))
+            if block is None:
+                break
+            content = int(self.content[block])
+            found.append(block)
+            contents.append(content)
+        if not found:
+            return NO_INT32S, root
+        blocks = np.array(found, np.int32)
+        right = (self._parent[blocks] == contents[:-1]) & (self._tokens[blocks] == token_ids[: len(found)]).all(1)
+        if not right.all():
+            blocks = blocks[: int(right.argmin())]
+        return blocks, contents[len(blocks)]
+
+    def name(self, blocks: Int32s, parents: Ints, token_ids: TokenIds) -> Ints:
+        """Name one block of each of several rows: parents [n] contents before them, token_ids [n, block_size] theirs.
+        Returns the contents [n]. The first block of a content keeps the name: block tables are append-only."""
+        contents = self._new_contents(len(blocks))
+        owners = self._enter(blocks, contents, parents, token_ids)
+        if owners is not None:
+            old = (owners != blocks).nonzero()[0]
+            same = self._parent[owners[old]] == parents[old]
+            same &= (self._tokens[owners[old]] == token_ids[old]).all(1)
+            contents[old[same]] = self.content[owners[old[same]]]
+        return contents
+
+    def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: TokenIds) -> Ints:
+        """Name consecutive blocks of several requests, none of which has any of these contents yet: request i has the
+        next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size]. Returns the content
+        of each one's last block.
+
+        A run's first block has a content that is new, so what follows it is new too, and numbers count up.
+        """
+        ends = lengths.cumsum()
+        contents = self._new_contents(len(blocks))
+        before = contents - 1
+        before[ends - lengths] = parents
+        self._enter(blocks, contents, before, token_ids)
+        lasts: Ints = contents[ends - 1]
+        return lasts
+
+    def _new_contents(self, count: int) -> Ints:
+        self._num_contents += count
+        return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
+
+    def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: TokenIds) -> Ints | None:
+        """Let the blocks be found under their keys. Returns None where all of them are; else who is found in place of
+        each [n]: the block that was entered first keeps the name, and the others enter nothing."""
+        keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
+        blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
+        holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
+        owners = None if holders == numbers else np.array(holders, np.int64)
+        if owners is not None:
+            new = owners == blocks
+            blocks, contents, parents, keys, token_ids = (
+                column[new] for column in (blocks, contents, parents, keys, token_ids)
+            )
+        self.content[blocks] = contents
+        self._parent[blocks] = parents
+        self._key[blocks] = keys
+        self._tokens[blocks] = token_ids
+        if self.events is not None:
+            self.events.stored(contents, parents, token_ids)
+        return owners
+
+    def name_run(self, blocks: Int32s, parent: int, token_ids: TokenIds, hashes: list[int]) -> int:
+        """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
+        last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
+        content, enter = parent, self.block_of_key.setdefault
+        for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
+            key = block_key(content, value)
+            owner = enter(key, block)
+            if owner != block and self._holds(owner, content, token_ids[index]):
+                content = int(self.content[owner])
+                continue
+            self._num_contents += 1
+            if owner == block:
+                self.content[block] = self._num_contents
+                self._parent[block] = content
+                self._key[block] = key
+                self._tokens[block] = token_ids[index]
+                if self.events is not None:
+                    self.events.stored(self.content[[block]], self._parent[[block]], token_ids[index])
+            content = self._num_contents
+        return content
+
+    def forget(self, blocks: BlockIds) -> None:
+        """These blocks, which have names, are not found any more."""
+        if self.events is not None:
+            self.events.removed(self.content[blocks])
+        for key in self._key[blocks].tolist():
+            del self.block_of_key[key]
+        self.content[blocks] = UNNAMED
+
+    def forget_all(self) -> None:
+        if self.events is not None:
+            self.events.cleared()
+        self.block_of_key.clear()
+        self.content[:] = UNNAMED
+
+    def columns(self) -> tuple[Ints, Ints, Int32s]:
+        """(contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found, parents first: a
+        content is numbered after the one before it."""
+        named = np.flatnonzero(self.content != UNNAMED)
+        named = named[np.argsort(self.content[named])]
+        return self.content[named], self._parent[named], self._tokens[named]
+
+    def _holds(self, block: int, parent: int, token_ids: TokenIds) -> bool:
+        return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
+
+    def check_integrity(self) -> None:
+        """AssertionError when a name does not lead to its block or does not say what the block holds."""
+        named = np.flatnonzero(self.content != UNNAMED)
+        assert len(named) == len(self.block_of_key), f"{len(named)} named, {len(self.block_of_key)} findable"
+        hashes = hash_blocks(self._tokens[named]).tolist()
+        parents, contents = self._parent[named].tolist(), self.content[named].tolist()
+        assert len(set(contents)) == len(contents), "two blocks have one content number"
+        for block, parent, value in zip(named.tolist(), parents, hashes, strict=True):
+            key = block_key(parent, value)
+            assert self.block_of_key.get(key) == block, f"block {block} is not found under its name"
+
+
+def block_key(content: _Number, value: _Number) -> _Number:
+    """Lookup key of a block: its token hash and the preceding content number, or of many blocks as columns [n] uint64.
+    Columns wrap at 64 bits by themselves."""
+    mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs take >> 32 for a signed number
+    key: _Number = mixed ^ (mixed >> 32)
+    return key

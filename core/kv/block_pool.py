@@ -1,0 +1,182 @@
+"""BlockPool: which KV blocks are free, held, or free but still remembered by their content.
+
+Columns indexed by block id; every operation takes arrays, and gives int64: indexing with int32 takes NumPy five
+times as long. `blank` blocks (without a name) are given out first; then blocks of the prefix cache are forgotten: those
+whose last user was least urgent, of them the least recently freed.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.kv.block_names import UNNAMED, BlockNames
+from core.kv.block_ring import BlockRing
+from ipc.arrays import BlockIds, Bools, Ints
+
+NULL_BLOCK = 0
+_NO_FENCE = -1
+
+
+class BlockPool:
+    """Blocks 1..num_blocks-1; block 0 is the null block, never handed out.
+
+    A block is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a step
+    that touches it is in flight; free after that step's update).
+
+    num_rings: how many classes of urgency the prefix cache tells apart.
+    urgency [num_blocks] int8: in which ring a block belongs, 0 = forgotten first; the owner sets it before free().
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_rings: int = 1) -> None:
+        assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
+        self.num_blocks = num_blocks
+        self.ref_count = np.zeros(num_blocks, np.int32)
+        self.ref_count[NULL_BLOCK] = 1
+        self.names = BlockNames(num_blocks, block_size)
+        self._blank = np.arange(num_blocks - 1, 0, -1)  # a stack: the top is the end
+        self._num_blank = num_blocks - 1
+        self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
+        self.urgency = np.zeros(num_blocks, np.int8)
+        self.num_free = num_blocks - 1  # blocks that allocate() can hand out now: blank and cached
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
+        self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
+        self._fenced: deque[tuple[int, Ints]] = deque()
+        self.num_fenced = 0
+
+    def allocate(self, count: int) -> Ints:
+        """Blocks with ref_count 1. The caller has compared count with num_free."""
+        assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        self.num_free -= count
+        from_blank = min(count, self._num_blank)
+        if from_blank:
+            blocks: Ints = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
+            self._num_blank -= from_blank
+            if from_blank < count:
+                blocks = np.concatenate([blocks, self._evict(count - from_blank)])
+        else:
+            blocks = self._evict(count)
+        self.ref_count[blocks] = 1
+        return blocks
+
+    def num_revived(self, blocks: BlockIds) -> int:
+        """How many of these found blocks are free now, and would leave the free lists when held."""
+        return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
+
+    def hold(self, blocks: BlockIds) -> None:
+        """One more reference to found blocks; to be done before anything is allocated, which might evict them."""
+        self.num_free -= self.num_revived(blocks)
+        self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
+        for ring in self._rings:
+            ring.discard(blocks)
+        self._fence_of[blocks] = _NO_FENCE
+        self.ref_count[blocks] += 1
+
+    def free(self, blocks: BlockIds, fence: int | None) -> None:
+        """Drop one reference for each of these, which go in this order: give a request's tail first.
+
+        fence: the last step in flight that may touch them, None when there is none.
+        """
+        released: Ints = blocks.astype(np.int64, copy=False)
+        if np.count_nonzero(self.ref_count[released] == 1) == len(released):
+            self.ref_count[released] = 0
+        else:
+            released = self._drop(released)
+        if fence is None:
+            self._make_free(released)
+        elif len(released):
+            self._fence_of[released] = fence
+            self._fenced.append((fence, released))
+            self.num_fenced += len(released)
+
+    def _drop(self, blocks: BlockIds) -> Ints:
+        """One reference less for each; returns those that nobody holds any more."""
+        places = np.arange(len(blocks))
+        self._place[blocks] = places
+        last = self._place[blocks] == places
+        np.subtract.at(self.ref_count, blocks, 1)
+        blocks = blocks[last]  # what requests that end together share goes with the last of them
+        counts = self.ref_count[blocks]
+        assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
+        released: Ints = blocks[counts == 0]
+        return released
+
+    def lift_fences(self, step: int) -> None:
+        """The update of this step is done: blocks fenced by it are free."""
+        while self._fenced and self._fenced[0][0] <= step:
+            fence, blocks = self._fenced.popleft()
+            lifted = blocks[self._fence_of[blocks] == fence]  # the others were revived meanwhile
+            self._fence_of[lifted] = _NO_FENCE
+            self.num_fenced -= len(lifted)
+            self._make_free(lifted)
+
+    def forget(self) -> None:
+        """Empty the prefix cache: free cached blocks become blank, held ones lose their names."""
+        self.names.forget_all()
+        for ring in self._rings:
+            self._push_blank(ring.clear())
+
+    def forget_names(self, blocks: BlockIds) -> None:
+        """These held blocks are not found any more."""
+        self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
+
+    def _make_free(self, blocks: BlockIds) -> None:
+        self.num_free += len(blocks)
+        named = self.names.content[blocks] != UNNAMED
+        self._push_blank(blocks[~named])
+        blocks = blocks[named]
+        if len(self._rings) == 1:
+            self._rings[0].push(blocks)
+            return
+        urgency = self.urgency[blocks]
+        for number, ring in enumerate(self._rings):
+            ring.push(blocks[urgency == number])
+
+    def _push_blank(self, blocks: BlockIds) -> None:
+        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
+        self._num_blank += len(blocks)
+
+    def _evict(self, count: int) -> Ints:
+        """The first cached blocks to go, forgotten."""
+        parts = []
+        for ring in self._rings:
+            parts.append(ring.pop(min(count, len(ring))))
+            count -= len(parts[-1])
+        assert not count, f"{count} blocks missing from the rings"
+        evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self.names.forget(evicted)
+        return evicted
+
+    def check_integrity(self, tables: Sequence[BlockIds]) -> None:
+        """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""
+        expected = np.zeros(self.num_blocks, np.int32)
+        expected[NULL_BLOCK] = 1
+        for table in tables:
+            np.add.at(expected, table, 1)
+        wrong = np.flatnonzero(expected != self.ref_count)
+        assert not len(wrong), (
+            f"blocks {wrong[:8]}: {expected[wrong[:8]]} owners, ref_count {self.ref_count[wrong[:8]]}"
+        )
+        states = np.zeros((self.num_blocks, 4), np.bool_)
+        states[:, 0] = self.ref_count > 0
+        blank = self._blank[: self._num_blank]
+        assert len(np.unique(blank)) == self._num_blank, "a block is blank twice"
+        states[blank, 1] = True
+        for ring in self._rings:
+            ring.check_integrity()
+            here = ring.holds(np.arange(self.num_blocks))
+            assert not (states[:, 2] & here).any(), "a block is in two rings"
+            states[:, 2] |= here
+        states[:, 3] = self._fence_of != _NO_FENCE
+        odd = np.flatnonzero(states.sum(1) != 1)
+        assert not len(odd), f"blocks {odd[:8]} are (held, blank, cached, fenced) = {states[odd[:8]].tolist()}"
+        num_free = states[:, 1:3].sum()
+        assert self.num_free == num_free, f"{self.num_free} free, {num_free} blank or in the rings"
+        assert self.num_fenced == states[:, 3].sum(), f"{self.num_fenced} fenced, {states[:, 3].sum()} found"
+        self._check_names(states)
+
+    def _check_names(self, states: Bools) -> None:
+        self.names.check_integrity()
+        named = self.names.content != UNNAMED
+        assert not states[named, 1].any(), "a blank block has a name"
+        assert named[states[:, 2]].all(), "a block without a name is in a ring"

@@ -1,0 +1,71 @@
+"""KVFeed: the clients that follow the prefix cache, and what each step has for them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from core.kv.block_names import BlockNames
+from core.kv.event_log import KVEventLog
+from ipc.kv_events import KVBlocksCleared, KVBlocksStored, KVEvent
+from ipc.scheduling_messages import KVEvents
+
+#: Of one message with what is cached already.
+MAX_SNAPSHOT_BLOCKS = 4096
+
+
+class KVFeed:
+    """Events are collected only while somebody follows. Who begins to follow is told all that is cached at the end of
+    that step, as if it had just been stored into an empty cache; after that, every change."""
+
+    def __init__(self, names: BlockNames, epoch: int) -> None:
+        self._names = names
+        self._epoch = epoch
+        self._sequences: dict[int, int] = {}  # by client: number of its next message
+        self._beginners: dict[int, None] = {}  # clients that are told everything; a dict, for its order
+
+    def follow(self, client: int) -> None:
+        """Begin, or begin again."""
+        self._sequences.setdefault(client, 0)
+        self._beginners[client] = None
+        if self._names.events is None:
+            self._names.events = KVEventLog(self._names.block_size)
+
+    def renew(self, client: int) -> None:
+        """The client has missed some; does nothing where it does not follow any more."""
+        if client in self._sequences:
+            self.follow(client)
+
+    def unfollow(self, client: int) -> None:
+        if self._sequences.pop(client, None) is not None:
+            self._beginners.pop(client, None)
+            if not self._sequences:
+                self._names.events = None
+
+    def drain(self, step: int) -> list[tuple[int, KVEvents]]:
+        """What there is to tell at the end of a step."""
+        if self._names.events is None:
+            return []
+        events, messages = self._names.events.drain(), list[tuple[int, KVEvents]]()
+        for client in self._sequences:
+            if client in self._beginners:
+                messages += [(client, self._message(client, step, part)) for part in self._snapshot()]
+            elif events:
+                messages.append((client, self._message(client, step, events)))
+        self._beginners.clear()
+        return messages
+
+    def _message(self, client: int, step: int, events: list[KVEvent]) -> KVEvents:
+        sequence = self._sequences[client]
+        self._sequences[client] = sequence + 1
+        return KVEvents(self._epoch, step, sequence, events)
+
+    def _snapshot(self) -> Iterator[list[KVEvent]]:
+        """All that is cached, parents before children; the first part begins with an empty cache."""
+        contents, parents, token_ids = self._names.columns()
+        columns = (contents.astype("<i8"), parents.astype("<i8"), np.ascontiguousarray(token_ids, "<i4"))
+        first: list[KVEvent] = [KVBlocksCleared()]
+        for start in range(0, max(1, len(contents)), MAX_SNAPSHOT_BLOCKS):
+            ids, before, tokens = (column[start : start + MAX_SNAPSHOT_BLOCKS].tobytes() for column in columns)
+            stored = KVBlocksStored(ids, before, tokens, self._names.block_size)
+            yield [*first, stored] if stored.contents else first
+            first = []

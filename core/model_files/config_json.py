@@ -1,0 +1,202 @@
+"""ModelConfig from a Hugging Face folder: config.json and generation_config.json, as transformers 4 and 5 write them.
+
+Whatever would change the arithmetic and is not implemented is refused by name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+from core.model_files.rope_scaling import read_rope_scaling
+from core.model_files.values import Values, model_sizes
+from core.models.architectures import ARCHITECTURES, Architecture
+from core.models.config import Activation, ModelConfig
+from core.models.rope_scaling import RopeScaling
+from ipc.errors import ModelFileError
+from ipc.files.model_files import read_small_file
+
+_NAMES = ", ".join(ARCHITECTURES)
+
+#: Settings of relatives of these architectures that nothing here computes -> the value without effect.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "mlp_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+}
+
+
+def read_json_config(folder: Path) -> ModelConfig:
+    """Errors: ModelFileError naming the key for a missing or senseless value; UnsupportedModelError naming what this
+    version cannot run."""
+    values = Values(_read_json(folder / "config.json"), str(folder / "config.json"))
+    architecture = _architecture(values)
+    values.values = {**architecture.defaults, **values.values}
+    _refuse_features(values)
+    vocab_size = values.integer("vocab_size")
+    sizes = model_sizes(values)
+    bos = values.token_ids("bos_token_id", vocab_size)
+    eos = values.token_ids("eos_token_id", vocab_size)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos += Values(_read_json(generation), str(generation)).token_ids("eos_token_id", vocab_size)
+    return ModelConfig(
+        architecture=architecture.name,
+        vocab_size=vocab_size,
+        tie_word_embeddings=values.boolean("tie_word_embeddings"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype=_dtype(values),
+        **sizes,
+        **_rope(values, architecture, sizes["max_position_embeddings"]),
+        **_window(values, architecture, sizes["num_hidden_layers"]),
+        **_features(values, architecture),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_small_file(path).decode())
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: expected a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _architecture(values: Values) -> Architecture:
+    """A config saved from a bare LlamaConfig has a model_type but no architectures."""
+    names, model_type = values.get("architectures"), values.get("model_type")
+    if names is None and model_type is None:
+        values.fail("architectures", f"is missing; supported are {_NAMES}")
+    rows = ARCHITECTURES.values()
+    found = [row for row in rows if names == [row.name] or (names is None and model_type == row.model_type)]
+    if not found:
+        values.refuse("model_type" if names is None else "architectures", f"supported are {_NAMES}")
+    return found[0]
+
+
+def _refuse_features(values: Values) -> None:
+    for name, plain in _WITHOUT_EFFECT.items():
+        if type(plain) is bool:
+            values.boolean(name)
+        if values.get(name) not in (None, plain):
+            values.refuse(name, f"only {json.dumps(plain)} is")
+    if values.get("quantization_config") is not None:
+        values.refuse("quantization_config", "safetensors weights must be F32, F16 or BF16")
+
+
+def _dtype(values: Values) -> str:
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    if dtype not in ("float32", "float16", "bfloat16"):
+        values.fail("dtype", f"must be float32, float16 or bfloat16, got {dtype!r:.80}")
+    return str(dtype)
+
+
+def _features(values: Values, architecture: Architecture) -> dict[str, Any]:
+    """Everything about a layer but rotation and window."""
+    configured = values.boolean("attention_bias") and architecture.attention_bias == "as configured"
+    activation = values.get(architecture.activation_key)
+    if activation not in (None, *get_args(Activation)):
+        values.refuse(architecture.activation_key, f"{' and '.join(map(repr, get_args(Activation)))} are")
+    scalar = None
+    if architecture.query_pre_attn_scalar:
+        scalar = values.number("query_pre_attn_scalar", 1e-6, 1e6)
+    return {
+        "hidden_act": activation or architecture.activation,
+        "qkv_bias": configured or architecture.attention_bias == "qkv",
+        "output_bias": configured,
+        "qk_norm": architecture.qk_norm,
+        "post_norms": architecture.post_norms,
+        "norm_offset": architecture.norm_offset,
+        "scale_embeddings": architecture.scale_embeddings,
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+# --- rotary embedding ---------------------------------------------------------------------------------------------
+
+
+def _rope(values: Values, architecture: Architecture, max_position_embeddings: int) -> dict[str, Any]:
+    """transformers 5 writes rope_parameters, with theta and scaling in it, and where layers differ one such group per
+    kind of layer; earlier ones write theta, the sliding layers' theta and rope_scaling as keys of their own."""
+    own = architecture.sliding_rope_theta  # of sliding layers
+    parameters = values.group("rope_parameters")
+    if parameters is None or own is None:
+        theta, scaling = _rope_group(
+            values, _flat(values, parameters), architecture.rope_theta, max_position_embeddings
+        )
+        if own is not None:
+            own = values.number("rope_local_base_freq", 1.0, 1e12, own)
+        return {"rope_theta": theta, "rope_scaling": scaling, "sliding_rope_theta": own}
+    full, sliding = parameters.group("full_attention"), parameters.group("sliding_attention")
+    if full is None or sliding is None:
+        values.fail("rope_parameters", "must have full_attention and sliding_attention")
+    theta, scaling = _rope_group(values, full, architecture.rope_theta, max_position_embeddings)
+    own, none = _rope_group(values, sliding, own, max_position_embeddings)
+    if none is not None:
+        values.refuse("rope_parameters", "the rotary embedding of sliding layers cannot be scaled")
+    return {"rope_theta": theta, "rope_scaling": scaling, "sliding_rope_theta": own}
+
+
+def _flat(values: Values, parameters: Values | None) -> Values:
+    """One group for all layers: rope_parameters, else rope_scaling; theta may stand outside."""
+    scaling = values.group("rope_scaling")
+    if parameters is not None and scaling is not None and parameters.values != scaling.values:
+        values.fail("rope_scaling", "and rope_parameters contradict each other; one of them is expected")
+    group = parameters or scaling or Values({}, values.source)
+    if "rope_theta" not in group.values and values.get("rope_theta") is not None:
+        theta = values.number("rope_theta", 1.0, 1e12)
+        group.values = {**group.values, "rope_theta": theta}
+    return group
+
+
+def _rope_group(
+    values: Values, group: Values, theta: float, max_position_embeddings: int
+) -> tuple[float, RopeScaling | None]:
+    """theta is the default. A length outside the group has precedence, as in transformers."""
+    if (original := values.get("original_max_position_embeddings")) is not None:
+        group.values = {**group.values, "original_max_position_embeddings": original}
+    for place in (group, values):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            place.refuse("partial_rotary_factor", "only 1 is")
+    return group.number("rope_theta", 1.0, 1e12, theta), read_rope_scaling(group, max_position_embeddings)
+
+
+# --- sliding window -----------------------------------------------------------------------------------------------
+
+
+def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+    match architecture.sliding:
+        case "none":
+            layers: tuple[int, ...] = ()
+        case "all":
+            if values.get("layer_types") is not None:
+                values.refuse("layer_types", f"all layers of a {architecture.name} are alike")
+            layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
+        case "from max_window_layers":
+            layers = ()
+            if values.boolean("use_sliding_window"):
+                first = values.integer("max_window_layers") if values.get("sliding_window") is not None else num_layers
+                layers = _named_layers(values, num_layers, tuple(range(first, num_layers)))
+        case "by sliding_window_pattern":
+            pattern = values.integer("sliding_window_pattern")
+            layers = _named_layers(values, num_layers, pattern_layers(pattern, num_layers))
+    return {"sliding_window": values.integer("sliding_window"), "sliding_layers": layers} if layers else {}
+
+
+def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The sliding ones of layer_types, if there is such a list."""
+    names = values.get("layer_types")
+    if names is None:
+        return default
+    if not isinstance(names, list) or len(names) != num_layers:
+        values.fail("layer_types", f"must be a list of {num_layers} names, one for each layer; got {names!r:.80}")
+    if any(name not in ("full_attention", "sliding_attention") for name in names):
+        values.refuse("layer_types", "'full_attention' and 'sliding_attention' are")
+    return tuple(layer for layer, name in enumerate(names) if name == "sliding_attention")
+
+
+def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
+    """The sliding layers where the last of every `pattern` sees everything."""
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)

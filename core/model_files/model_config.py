@@ -1,0 +1,21 @@
+"""read_model_config: the ModelConfig of a model folder or a .gguf file, checked in full."""
+
+from pathlib import Path
+
+from core.model_files.config_gguf import read_gguf_config
+from core.model_files.config_json import read_json_config
+from core.models.architectures import ARCHITECTURES
+from core.models.config import ModelConfig
+
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
+
+SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The configuration of a model folder or .gguf file, as ipc.files.model_files.resolve_model gives them.
+
+    Errors: ModelFileError naming the key for a missing or senseless value; UnsupportedModelError naming what this
+    version cannot run.
+    """
+    return read_gguf_config(path) if path.suffix == ".gguf" else read_json_config(path)

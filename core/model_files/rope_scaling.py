@@ -1,0 +1,66 @@
+"""Rotary scalings: how a model stretches its rotary embedding to longer contexts, as read from config.json.
+
+"dynamic" and "longrope" depend on how long a request has become, so that a token's K would change after it was stored;
+they are refused by name, as is everything else that transformers knows.
+"""
+
+import math
+
+from core.model_files.values import Values
+from core.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+_MAX_FACTOR = 1e6
+_MAX_LENGTH = 2**24  # tokens, as of max_position_embeddings
+
+
+def read_rope_scaling(group: Values, max_position_embeddings: int) -> RopeScaling | None:
+    """From config.json's rope_scaling or rope_parameters. Errors: UnsupportedModelError naming the type; ModelFileError
+    naming a number that is missing or senseless."""
+    name = "rope_type" if "rope_type" in group.values else "type"
+    kind = group.values.get(name, "default")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        group.refuse(name, "the types 'default', 'linear', 'llama3' and 'yarn' are")
+    if kind == "linear":
+        return LinearScaling(_factor(group))
+    if kind == "llama3":
+        return _llama3(group, max_position_embeddings)
+    return _yarn(group, max_position_embeddings) if kind == "yarn" else None
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """The paper's recommendation for a context stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _factor(group: Values, default: float | None = None) -> float:
+    return group.number("factor", 1 / _MAX_FACTOR, _MAX_FACTOR, default)
+
+
+def _original_length(group: Values, max_position_embeddings: int) -> float:
+    return group.number("original_max_position_embeddings", 1, _MAX_LENGTH, max_position_embeddings)
+
+
+def _llama3(group: Values, max_position_embeddings: int) -> Llama3Scaling:
+    low = group.number("low_freq_factor", 1 / _MAX_FACTOR, _MAX_FACTOR)
+    high = group.number("high_freq_factor", 1 / _MAX_FACTOR, _MAX_FACTOR)
+    if high <= low:
+        group.fail("high_freq_factor", f"must be above low_freq_factor={low:g}, got {high:g}")
+    return Llama3Scaling(_factor(group), low, high, _original_length(group, max_position_embeddings))
+
+
+def _yarn(group: Values, max_position_embeddings: int) -> YarnScaling:
+    original = _original_length(group, max_position_embeddings)
+    factor = _factor(group, max_position_embeddings / original)
+    scales = [group.number(name, 0.0, _MAX_FACTOR, 0.0) for name in ("mscale", "mscale_all_dim")]
+    recommended = yarn_attention_factor(factor)
+    if all(scales):
+        recommended = yarn_attention_factor(factor, scales[0]) / yarn_attention_factor(factor, scales[1])
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=group.number("attention_factor", 1 / _MAX_FACTOR, _MAX_FACTOR, recommended),
+        # transformers takes 0 for "not given"
+        beta_fast=group.number("beta_fast", 0.0, _MAX_FACTOR, 32.0) or 32.0,
+        beta_slow=group.number("beta_slow", 0.0, _MAX_FACTOR, 1.0) or 1.0,
+        truncate=group.boolean("truncate", True),
+    )

@@ -1,0 +1,114 @@
+"""The engine process's lease on life: the pipe from its owner, and the signals that end it.
+
+One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
+the pipe means that the owner is gone or wants no more: the process exits at once. The first Drain and the first SIGTERM
+let running requests finish; a second of its kind does not. The kinds are counted apart, because a service manager
+sends SIGTERM to the owner, which sends Drain, and to this process: that is once. SIGINT is ignored, because a
+terminal's Ctrl-C goes to the whole process group and it is the owner's to decide.
+"""
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+
+from core import log
+from core.border.io_thread import IOThread
+from ipc.pipes import FrameReader, decode_owner_message
+from ipc.sockets import remove_private_address
+from ipc.start_messages import Drain, Start
+
+EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
+_STOP_S = 1.0  # for telling the clients
+_LOG_S = 0.1  # for the last lines on standard error
+
+
+class Lease:
+    """Made by the main thread, which alone may install signal handlers. Errors: MalformedMessageError, EOFError."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._reader = FrameReader()
+        self._signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # works while the main thread is in C code
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the owner blocks them for exec
+        self.making_files = threading.Lock()  # held by who makes files, so that an exit removes all of them or none
+        self._lock = threading.Lock()
+        self._io: IOThread | None = None
+        self._num_commands: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
+        self._unread: list[bytes] = []  # frames that came together with Start
+        self.start = self._read_start()
+        self._at_exit: list[Callable[[], None]] = [self._remove_private_directory]
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def on_exit(self, do: Callable[[], None]) -> None:
+        """What to call, in its thread, before this lease ends the process; the first is to remove a private address."""
+        self._at_exit.append(do)
+
+    def _remove_private_directory(self) -> None:
+        if self.start.is_private:
+            remove_private_address(self.start.address)
+
+    def serve(self, io: IOThread) -> None:
+        """From now on there may be work to finish."""
+        with self._lock:
+            self._io = io
+
+    def _read_start(self) -> Start:
+        while True:
+            data = os.read(self._fd, 65_536)
+            if not data:
+                raise EOFError("the owner closed its pipe before it said what to start")
+            if frames := self._reader.feed(data):
+                self._unread = frames[1:]
+                message = decode_owner_message(frames[0])
+                assert isinstance(message, Start), message
+                return message
+
+    def _watch(self) -> None:
+        self._take(self._unread)
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        poller.register(self._signals, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == self._signals:
+                    for number in os.read(self._signals, 64):
+                        if number == signal.SIGTERM:
+                            self._drain_or_stop(signal.SIGTERM)
+                elif data := os.read(self._fd, 65_536):
+                    self._take(self._reader.feed(data))
+                else:
+                    self._exit(0)
+
+    def _take(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            if isinstance(decode_owner_message(frame), Drain):
+                self._drain_or_stop(Drain)
+
+    def _drain_or_stop(self, kind: object) -> None:
+        self._num_commands[kind] += 1
+        if self._num_commands[kind] == 1:
+            self._drain()
+            return
+        if self._io is not None:
+            self._io.finish("the engine was told to stop at once", _STOP_S)
+        self._exit(EXIT_STOPPED)
+
+    def _drain(self) -> None:
+        with self._lock:
+            if self._io is None:
+                self._exit(0)  # nothing has been accepted yet
+            else:
+                self._io.drain()
+
+    def _exit(self, code: int) -> None:
+        self.making_files.acquire(timeout=_STOP_S)  # for good
+        for do in self._at_exit:
+            do()
+        log.flush(_LOG_S)
+        os._exit(code)

@@ -1,0 +1,107 @@
+"""What the engine decides at its start: the resolved EngineConfig. Pure: sizes of the machine are handed in."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from core.execution.executor import Costs, ModelInfo
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.rounding import ceil_div
+
+MAX_DEFAULT_CACHE_BYTES = 4 << 30
+_PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block
+
+#: (memory in bytes, tokens per block) -> KV blocks that fit, null block included.
+BlocksIn = Callable[[int, int], int]
+
+
+def default_cache_bytes(total_memory_bytes: int) -> int:
+    """A quarter of the memory, at most 4 GiB."""
+    return max(1, min(total_memory_bytes // 4, MAX_DEFAULT_CACHE_BYTES))
+
+
+def resolve(
+    config: EngineConfig,
+    info: ModelInfo,
+    blocks_in: BlocksIn,
+    *,
+    total_memory_bytes: int,
+    num_cpus: int,
+    device_bytes: int | None = None,
+) -> EngineConfig:
+    """The config with nothing left open: dtype, max_model_len, kv_cache_memory_bytes, num_blocks_override (the number
+    of KV blocks, null block included), threads and num_swap_blocks are set; the costs of preemption are left to
+    resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of its own; None: it shares the
+    machine's memory.
+
+    Errors: ConfigError when max_model_len exceeds the model's; OutOfMemoryError when the cache cannot hold one request
+    of max_model_len tokens, with the numbers and what to change.
+    """
+    if config.max_model_len is not None and config.max_model_len > info.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
+            f"was made for: use at most {info.max_model_len}, or leave it out"
+        )
+    memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
+    available = config.num_blocks_override or blocks_in(memory_bytes, config.block_size)
+    bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
+    max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
+    useful = config.max_num_seqs * ceil_div(max_model_len, config.block_size) + 1
+    return msgspec.structs.replace(
+        config,
+        dtype=info.dtype,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=memory_bytes,
+        num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
+        threads=config.threads or min(max(1, num_cpus), 1024),
+        num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
+    )
+
+
+def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineConfig:
+    """The config with the costs of preemption set: measured where they decide something and are not given."""
+    costs = Costs(1, 1)
+    if config.preemption_mode == "auto" and None in (config.recompute_ns_per_token, config.swap_ns_per_block):
+        costs = measure()
+    return msgspec.structs.replace(
+        config,
+        recompute_ns_per_token=config.recompute_ns_per_token or costs.recompute_ns_per_token,
+        swap_ns_per_block=config.swap_ns_per_block or costs.swap_ns_per_block,
+    )
+
+
+def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    if config.preemption_mode == "recompute":
+        return 0
+    if config.num_swap_blocks is not None:
+        return config.num_swap_blocks
+    return min(config.swap_space_bytes // bytes_per_block, 2**30)
+
+
+def _max_model_len(
+    config: EngineConfig, info: ModelInfo, available: int, memory_bytes: int, bytes_per_block: int
+) -> int:
+    fitting = (available - 1) * config.block_size  # tokens; block 0 is the null block
+    if fitting < 2:
+        needed = ceil_div(2, config.block_size) + 1
+        raise OutOfMemoryError(
+            f"the KV cache has room for {max(0, available)} blocks of {config.block_size} tokens and needs at least "
+            f"{needed} (the null block is one): {_remedy(config, memory_bytes, needed, bytes_per_block)}"
+        )
+    if config.max_model_len is None:
+        return min(info.max_model_len, fitting)
+    if config.max_model_len > fitting:
+        needed = ceil_div(config.max_model_len, config.block_size) + 1
+        raise OutOfMemoryError(
+            f"a request of max_model_len={config.max_model_len} tokens needs {needed} KV blocks of "
+            f"{config.block_size} tokens (the null block included) and the cache has {available}: set max_model_len "
+            f"to at most {fitting}, or {_remedy(config, memory_bytes, needed, bytes_per_block)}"
+        )
+    return config.max_model_len
+
+
+def _remedy(config: EngineConfig, memory_bytes: int, needed: int, bytes_per_block: int) -> str:
+    if config.num_blocks_override is not None:
+        return f"set num_blocks_override to at least {needed}"
+    return f"set kv_cache_memory_bytes to at least {needed * bytes_per_block} (it is {memory_bytes})"

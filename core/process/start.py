@@ -1,0 +1,184 @@
+"""The engine's start: socket, executor, resolved config, KV cache, EngineCore - in phases that the owner is told of."""
+
+import contextlib
+import gc
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from core import log
+from core.border.io_thread import IOThread
+from core.border.reception import Served
+from core.border.zap import start_zap
+from core.capture.engine import CapturedEngine, capture_path, start_capture
+from core.capture.writer import check_capture
+from core.engine import EngineCore
+from core.execution.executor import Executor, ModelInfo
+from core.executors.by_name import import_executor, load_executor
+from core.process.loop import Engine
+from core.process.resolve import resolve, resolve_costs
+from ipc.config import EngineConfig
+from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.messages import (
+    MAX_CLIENT_MESSAGE_BYTES,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Limits,
+    ModelInformation,
+    TokenizerFiles,
+    Welcome,
+)
+from ipc.sockets import BoundRouter, Context, bind_router
+from ipc.start_messages import Start
+from ipc.version import VERSION
+
+Report = Callable[[str], None]
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class StartedEngine(NamedTuple):
+    engine: Engine
+    executor: Executor
+    io: IOThread  # bound, not yet running
+    close_capture: Callable[[], None]  # write what there is; any thread, and again
+
+
+def bind(start: Start) -> tuple[Context, BoundRouter]:
+    """First of all: a bad or busy address is known before minutes go into loading. Errors: AddressError."""
+    context: Context = zmq.Context()
+    try:
+        start_zap(context)
+        return context, bind_router(context, start.address, is_private=start.is_private)
+    except BaseException:
+        context.term()
+        raise
+
+
+def start_engine(start: Start, context: Context, router: BoundRouter, report: Report) -> StartedEngine:
+    """Errors: those of ipc.errors that concern the config, the model's files and memory."""
+    config = start.config
+    if (capture := capture_path(config, start.epoch)) is not None:
+        check_capture(capture)
+    report("read tokenizer")
+    tokenizer = _read_tokenizer(config)
+    report("import")
+    if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
+        # Imported here: whose `kernels` this is was checked after core was imported.
+        from kernels.cpu.library_file import find_library_soon
+
+        find_library_soon()  # torch's import takes a second of one core
+    with keeping_all():
+        import_executor(config)
+    report("load model")
+    executor = load_executor(config)
+    report("kv cache")
+    config = resolve(
+        config,
+        executor.info,
+        executor.determine_num_available_blocks,
+        total_memory_bytes=total_memory_bytes(),
+        num_cpus=len(os.sched_getaffinity(0)),
+        device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
+    )
+    executor.initialize_cache(config)
+    config = resolve_costs(config, executor.measure_costs)
+    served = Served(
+        _welcome(config, executor.info, start.epoch, tokenizer),
+        tokenizer,
+        _model_information(config, executor.info),
+        start.owner_token,
+        config.client_weights,
+    )
+    gc.collect()  # among what came after the imports: under a millisecond
+    gc.freeze()
+    io = IOThread(context, router, served)
+    if capture is None:
+        return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
+    writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
+    log.say(f"engine-core: every prompt and answer is captured to {capture}")
+    return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
+
+
+@contextlib.contextmanager
+def keeping_all() -> Iterator[None]:
+    """What there is at the end stays as long as the process: the garbage collector never looks at it again, nor at
+    anything meanwhile. torch's import makes a quarter of a million objects; to look through them while it runs took a
+    tenth of the start, and a tenth of a second whenever it happened later, between two steps."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def total_memory_bytes() -> int:
+    """Memory this process may use: the machine's, or less where a control group (a container) says so."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
+    if config.executor == "fake" and config.model is None:
+        return TokenizerFiles(0, "", {})
+    files = read_tokenizer_files(resolve_model(config.model), optional=config.load_format == "dummy")
+    if not files:
+        return TokenizerFiles(0, "", {})
+    return TokenizerFiles(0, tokenizer_hash(files), files)
+
+
+def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: TokenizerFiles) -> Welcome:
+    assert config.max_model_len is not None, config
+    return Welcome(
+        major=PROTOCOL_MAJOR,
+        minor=PROTOCOL_MINOR,
+        server_version=VERSION,
+        engine_id=secrets.token_hex(8),
+        epoch=epoch,
+        session_token=b"",
+        model_name=info.name,
+        model_fingerprint=info.fingerprint,
+        tokenizer_hash=tokenizer.tokenizer_hash,
+        numerics=info.numerics,
+        vocab_size=info.vocab_size,
+        limits=Limits(
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_message_bytes=MAX_CLIENT_MESSAGE_BYTES,
+            max_num_queued_requests=config.max_num_queued_requests,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            max_client_bytes=config.max_client_bytes,
+            heartbeat_ms=config.client_lease_ms // 3,
+            lease_ms=config.client_lease_ms,
+            max_logprobs=config.max_logprobs,
+        ),
+    )
+
+
+def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformation:
+    assert config.max_model_len is not None, config
+    assert config.num_blocks_override is not None, config
+    return ModelInformation(
+        call=0,
+        model_name=info.name,
+        model_fingerprint=info.fingerprint,
+        numerics=info.numerics,
+        executor=config.executor,
+        dtype=config.dtype,
+        vocab_size=info.vocab_size,
+        eos_token_ids=list(info.eos_token_ids),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=config.num_blocks_override,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )

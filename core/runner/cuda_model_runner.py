@@ -1,0 +1,261 @@
+"""CudaModelRunner: a ModelRunner whose steps run on a device while the host goes on; a step is a handle."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.execution.executor import Costs
+from core.execution.plan import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    concat_logprobs,
+)
+from core.models.llama import Llama
+from core.models.triton_operations import TritonOperations
+from core.runner.decode_graphs import DecodeGraphs
+from core.runner.device_tables import DeviceTables
+from core.runner.model_runner import ModelRunner
+from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.sampling.logit_edits import apply_edits
+from core.sampling.logprobs import gather_logprobs
+from core.sampling.sampler import SamplingInputs, processed_logits
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
+from ipc.config import LogprobsMode
+from ipc.rounding import ceil_div
+from kernels.triton.attention_work import TritonWork, triton_work, work_columns
+from kernels.triton.prepare_inputs import prepare_inputs
+from kernels.triton.sampling import pack_columns, sample_tokens
+
+
+class _Batch(NamedTuple):
+    """A step's tokens, packed request after request; T tokens of R rows. On the host."""
+
+    num_tokens: Int32s  # [R]
+    context_lens: Ints  # [R]
+    rows: Rows  # [T] row of each token
+    positions: Ints  # [T]
+    samples: Bools  # [R]
+    last: AnyInts  # [R] index of each row's last token
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What a step samples for S rows, on its way to the host."""
+
+    rows: Int32s
+    positions: Ints  # of the new tokens
+    tenancies: Ints
+    tokens: torch.Tensor  # [S] int32, host memory; valid after the event
+    reporting: Ints  # which of the S rows report log probabilities
+    num_top: Ints  # [len(reporting)]
+    reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
+
+
+class CudaStep:
+    """A step under way."""
+
+    def __init__(
+        self,
+        runner: "CudaModelRunner",
+        plan: SchedulerOutput,
+        samples: Bools,
+        logprobs: list[LogprobColumns],
+        sampled: _Sampled | None,
+    ) -> None:
+        self._runner, self._number, self._samples = runner, plan.step, samples
+        self._logprobs, self._sampled = logprobs, sampled
+        self._event = runner.record_event()
+        self._output: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the device, the first time."""
+        if self._output is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._output = self._finish()
+        return self._output
+
+    def _finish(self) -> ModelRunnerOutput:
+        token_ids = np.full(len(self._samples), NO_TOKEN, np.int32)
+        sampled, logprobs = self._sampled, self._logprobs
+        if sampled is not None:
+            tokens = sampled.tokens.numpy()
+            token_ids[self._samples] = np.where(tokens >= 0, tokens, FAILED_TOKEN)
+            known = np.maximum(tokens, 0)
+            if len(which := sampled.reporting):
+                in_plan = np.flatnonzero(self._samples)[which]
+                columns = known[which], sampled.num_top, in_plan, sampled.positions[which]
+                normalized = not self._runner.tells_logits
+                logprobs = [*logprobs, gather_logprobs(sampled.reported, *columns, normalized=normalized)]
+            self._runner.learn(sampled.rows, sampled.positions, sampled.tenancies, known)
+        return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs))
+
+
+class CudaModelRunner(ModelRunner):
+    """The host's table counts a token as soon as the step that samples it is launched, and learns it from the result.
+    Only rows whose options look at earlier tokens (penalties, bad words) make a step wait for the one before."""
+
+    def __init__(
+        self,
+        model: Llama,
+        operations: TritonOperations,
+        *,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        num_swap_blocks: int = 0,
+        use_graphs: bool = True,
+    ) -> None:
+        """Errors: MemoryError when the cache cannot be allocated."""
+        super().__init__(
+            model,
+            num_rows=num_rows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            eos_token_ids=eos_token_ids,
+            logprobs_mode=logprobs_mode,
+        )
+        if num_swap_blocks:
+            self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
+        self._llama, self._group_size = model, operations.group_size
+        self._device = operations.device
+        self.tells_logits = self._tells_logits
+        self._tables = DeviceTables(num_rows, max_model_len, self.cache)
+        self._tenancy = np.zeros(num_rows, np.int64)  # of each row: how many requests have left it
+        self._pending: CudaStep | None = None
+        self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._graphs = self._make_graphs(num_rows) if use_graphs and self._device.type == "cuda" else None
+
+    def _make_graphs(self, num_rows: int) -> DecodeGraphs:
+        return DecodeGraphs(self._decode, self._device, num_rows, self._llama.config.hidden_size)
+
+    @torch.inference_mode()
+    def measure_costs(self) -> Costs:
+        """Of preemption. Before the first step: it writes into free blocks."""
+        size, device = self.block_size, self._device
+        count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
+        counts = np.array([count])
+        blocks = np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None]
+        work = triton_work(counts, counts, blocks, self._group_size, device)
+        metadata = tuple(work._replace(window=window) for window in self._llama.windows)
+        token_ids = torch.zeros(count, dtype=torch.int64, device=device)
+        slots = torch.arange(size, size + count, device=device)  # from block 1 on
+
+        def compute() -> None:
+            self._llama.hidden_states(token_ids, work.positions, slots, metadata, self.cache)
+            self._wait()
+
+        return measure_costs(compute, count, self.cache, self.swap_cache, self._wait)
+
+    def _wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def begin(self, plan: SchedulerOutput) -> CudaStep:
+        """Launch one step. Its tokens are written to the device's tables there; the host learns them from the handle,
+        and takes handles' results in the order of their steps."""
+        self._apply(plan)
+        if self._pending is not None and self.sampling.has_edits:
+            self._pending.result()
+        batch = self._batch(plan)
+        hidden, logits = self._launch(batch)
+        logprobs: list[LogprobColumns] = []
+        if self.sampling.num_reporting:
+            logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, hidden)
+        sampled = self._sample(plan.rows[batch.samples], logits) if batch.samples.any() else None
+        self._pending = CudaStep(self, plan, batch.samples, logprobs, sampled)
+        return self._pending
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step to its end."""
+        return self.begin(plan).result()
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """Of all that has been launched. None: nothing runs but on the host."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def learn(self, rows: Int32s, positions: Positions, tenancies: Ints, tokens: TokenIds) -> None:
+        """Sampled tokens, of the rows that are still their requests'."""
+        here = self._tenancy[rows] == tenancies
+        self.table.tokens.set(rows[here], positions[here], tokens[here])
+        self.sampling.append_tokens(rows[here], tokens[here])
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        super()._apply(plan)
+        self._tenancy[plan.removed_rows] += 1
+        self._tables.apply(plan, self.table)
+
+    def _batch(self, plan: SchedulerOutput) -> _Batch:
+        rows, counts = plan.rows, plan.num_scheduled_tokens
+        samples = self.table.advance(plan)
+        ends = self.table.num_computed_tokens[rows]
+        last = np.cumsum(counts) - 1
+        positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
+        return _Batch(counts, ends, np.repeat(rows, counts), positions, samples, last)
+
+    def _launch(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, hidden] and logits [S, vocab] of the rows that sample."""
+        work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
+        columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
+        rows, positions, alone, tiles, counts, logits_rows = self._tables.send_columns(columns)
+        if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
+            hidden = self._graphs(rows, positions, work.num_splits)
+        else:
+            blocks = self._tables.blocks
+            hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))
+        return hidden, self._llama.compute_logits(hidden, logits_rows)
+
+    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+        """One token each of these rows [B] at these positions [B], -1 = padding; writes hidden [B, hidden]. Everything
+        happens on the device."""
+        alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        none, blocks = self._nothing, self._tables.blocks
+        hidden.copy_(self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits)))
+
+    def _forward(self, work: TritonWork) -> torch.Tensor:
+        """Hidden states [T, hidden]. work: its tables are the device's, its window is not looked at."""
+        ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
+        metadata = tuple(work._replace(window=window) for window in self._llama.windows)
+        return self._llama.hidden_states(ids, work.positions, slots, metadata, self.cache)
+
+    def _sample(self, rows: Int32s, logits: torch.Tensor) -> _Sampled:
+        positions = self.table.num_tokens[rows]
+        inputs = self.sampling.inputs(rows, self.table)
+        reporting = self.sampling.reporting(rows)
+        reported = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
+        apply_edits(logits, inputs.edits)
+        if len(reporting) and self._tells_processed:
+            reported = processed_logits(logits.cpu(), reporting, inputs)
+        tokens = self._draw(logits, inputs, rows, positions)
+        num_top = self.sampling.num_logprobs[rows[reporting]]
+        self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # learned later
+        columns = rows, positions, self._tenancy[rows]
+        return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
+
+    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Positions) -> torch.Tensor:
+        words = pack_columns(inputs[:7])
+        sent = self._tables.send(np.concatenate((words, rows[None], positions[None])).astype(np.int32))
+        tokens = sample_tokens(logits, sent[:-2])
+        self._tables.append(sent[-2], sent[-1], tokens)
+        return tokens
+
+    def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's memory, there once the step's event has come."""
+        if tensor.device.type != "cuda" or not tensor.numel():
+            return tensor.cpu().clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)

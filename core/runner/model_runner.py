@@ -1,0 +1,187 @@
+"""ModelRunner: turns plans into the model's inputs, as columns, and logits into sampled tokens."""
+
+import numpy as np
+import torch
+
+from core.execution.executor import Costs
+from core.execution.plan import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    concat_logprobs,
+)
+from core.execution.runner_table import RunnerTable
+from core.models.interface import Model
+from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.runner.step_inputs import InputMaker, StepInputs
+from core.sampling.columns import SamplingColumns
+from core.sampling.logprobs import gather_logprobs
+from core.sampling.sampler import processed_logits, sample, sample_greedily
+from ipc.arrays import AnyInts, Int32s, Ints, Rows
+from ipc.config import LogprobsMode
+from ipc.rounding import ceil_div
+
+#: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
+_PIECE = 32
+
+
+class ModelRunner:
+    """Owns the runner's table, the sampling columns and the KV cache."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        eos_token_ids: tuple[int, ...],
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        num_swap_blocks: int = 0,
+    ) -> None:
+        """num_swap_blocks: of the host pool, to which preempted requests are copied. Errors: MemoryError when a cache
+        cannot be allocated."""
+        self.model = model
+        self._tells_processed = logprobs_mode.startswith("processed")
+        self._tells_logits = logprobs_mode.endswith("logits")
+        self.block_size = block_size
+        self.table = RunnerTable(num_rows, block_size)
+        self._inputs = InputMaker(self.table, block_size)
+        self.sampling = SamplingColumns(num_rows, eos_token_ids)
+        self.cache = model.allocate_cache(num_blocks, block_size)
+        self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and append what it sampled to the table."""
+        self._apply(plan)
+        self.model.wake()
+        inputs = self.prepare(plan)
+        hidden, logits = self.forward(inputs)
+        logprobs: list[LogprobColumns] = []
+        if self.sampling.num_reporting:
+            logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, hidden)
+        token_ids = self._append_sampled(plan, inputs, logits, logprobs) if inputs.num_samples else _no_tokens(plan)
+        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
+
+    def _append_sampled(
+        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[LogprobColumns]
+    ) -> Int32s:
+        """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
+        everywhere = inputs.num_samples == len(inputs.rows)
+        rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
+        reporting = self.sampling.reporting(rows)
+        reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        sampled = self.sample(rows, logits)
+        if len(reporting):
+            if self._tells_processed:
+                reported = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
+            logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, reported))
+        token_ids, is_finite = sampled, min(sampled.tolist()) >= 0
+        if not everywhere:
+            token_ids = _no_tokens(plan)
+            token_ids[inputs.samples] = sampled
+        if everywhere and is_finite:
+            self._inputs.append(rows, sampled)
+        else:
+            finite = sampled >= 0
+            token_ids[np.flatnonzero(inputs.samples)[~finite]] = FAILED_TOKEN
+            rows, sampled = rows[finite], sampled[finite]
+            self.table.append_tokens(rows, sampled)
+        self.sampling.append_tokens(rows, sampled)
+        return token_ids
+
+    def measure_costs(self) -> Costs:
+        """Of preemption. Before the first step: it writes into free blocks, whose bits nobody reads before writing."""
+        size = self.block_size
+        count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
+        positions = np.arange(count)
+        inputs = StepInputs(
+            rows=np.zeros(1, np.int64),
+            token_ids=torch.from_numpy(positions % self.model.vocab_size),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(positions + size),  # from block 1 on
+            num_tokens=np.array([count]),
+            context_lens=np.array([count]),
+            block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
+            samples=np.zeros(1, np.bool_),
+            num_samples=0,
+            logits_rows=torch.zeros(0, dtype=torch.int64),
+        )
+
+        def compute() -> None:
+            self.forward(inputs)
+
+        return measure_costs(compute, count, self.cache, self.swap_cache)
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        self.table.apply(plan)
+        if self.swap_cache is not None:
+            self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
+            self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
+        for row in plan.removed_rows.tolist():
+            self.sampling.remove(row)
+        for new in plan.added:
+            self.sampling.add(new)
+
+    def prepare(self, plan: SchedulerOutput) -> StepInputs:
+        return self._inputs(plan)
+
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [>= T, hidden] and logits [S, vocab], float32."""
+        metadata = self.model.attention_metadata(
+            inputs.num_tokens, inputs.context_lens, inputs.block_tables, self.cache
+        )
+        return self.model.forward(
+            inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache, inputs.logits_rows
+        )
+
+    def _prompt_logprobs(
+        self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, hidden: torch.Tensor
+    ) -> list[LogprobColumns]:
+        """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
+        are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
+        wanted = self.sampling.num_prompt_logprobs[plan.rows]
+        group = np.flatnonzero(wanted >= 0)
+        if not len(group):
+            return []
+        table, rows = self.table, plan.rows[group]
+        first = (np.cumsum(num_tokens) - num_tokens)[group]  # index of each row's first token
+        starts = context_lens[group] - num_tokens[group]
+        ends = np.minimum(context_lens[group], table.num_prompt_tokens[rows] - 1)
+        counts = np.maximum(ends - starts, 0)
+        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        index = np.repeat(first, counts) + offsets
+        positions = np.repeat(starts, counts) + offsets + 1
+        tokens = table.tokens.get(np.repeat(rows, counts), positions)
+        columns = (tokens, np.repeat(wanted[group], counts), np.repeat(group, counts), positions)
+        return [
+            gather_logprobs(
+                self.model.compute_logits(hidden, torch.from_numpy(index[piece : piece + _PIECE])),
+                *(column[piece : piece + _PIECE] for column in columns),
+            )
+            for piece in range(0, len(index), _PIECE)
+        ]
+
+    def _sampled_logprobs(
+        self, inputs: StepInputs, rows: Rows, sampled: Int32s, reporting: Ints, reported: torch.Tensor
+    ) -> LogprobColumns:
+        """reporting: indices of the sampling rows that report; reported [len(reporting), vocab]: their logits, raw or
+        processed.
+        A failed row has any token; the scheduler drops it."""
+        tokens = np.maximum(sampled[reporting], 0)
+        num_top = self.sampling.num_logprobs[rows[reporting]]
+        in_plan = np.flatnonzero(inputs.samples)[reporting]
+        positions = self.table.num_tokens[rows[reporting]]
+        return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
+
+    def sample(self, rows: Rows, logits: torch.Tensor) -> Int32s:
+        """The next token of each of these rows [S]; negative where its logits are not finite."""
+        if self.sampling.is_greedy:
+            return sample_greedily(logits, self.model.sampler)
+        return sample(logits, self.sampling.inputs(rows, self.table), self.model.sampler)
+
+
+def _no_tokens(plan: SchedulerOutput) -> Int32s:
+    return np.full(len(plan.rows), NO_TOKEN, np.int32)

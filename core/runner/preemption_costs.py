@@ -1,0 +1,52 @@
+"""Costs of bringing a preempted request back, measured on this machine with this model before the first step."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from core.execution.executor import Costs
+from ipc.arrays import Int32s
+from kernels.memory.kv_cache import KVCache
+
+NUM_TOKENS = 128  # of the prompt that is timed: a chunk that keeps the processor busy
+_NUM_BLOCKS = 32  # copied at once
+_NUM_SAMPLES = 5
+_PATIENCE_NS = 200_000_000  # for all samples of a cost but the first; the first of all warms up and does not count
+#: What copying a block costs where the host has no room for any: a second, so that nothing is decided in its favour.
+_NO_ROOM_NS = 1_000_000_000
+
+
+def measure_costs(
+    compute: Callable[[], None],
+    num_tokens: int,
+    cache: KVCache,
+    swap_cache: KVCache | None,
+    wait: Callable[[], None] = lambda: None,
+) -> Costs:
+    """Medians. compute: runs the model over num_tokens tokens; wait: until copies are done. The blocks of both caches
+    are free and written to."""
+    token_ns = max(1, _median_ns(compute) // num_tokens)
+    if swap_cache is None:
+        return Costs(token_ns, _NO_ROOM_NS)
+    count = min(_NUM_BLOCKS, cache.num_blocks - 1, swap_cache.num_blocks)
+    blocks, slots = np.arange(1, count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
+
+    def copy(source: KVCache, sources: Int32s, target: KVCache, targets: Int32s) -> None:
+        source.copy_blocks(sources, target, targets)
+        wait()
+
+    out_ns = _median_ns(lambda: copy(cache, blocks, swap_cache, slots))
+    back_ns = _median_ns(lambda: copy(swap_cache, slots, cache, blocks))
+    return Costs(token_ns, max(1, (out_ns + back_ns) // (2 * count)))
+
+
+def _median_ns(work: Callable[[], None]) -> int:
+    work()  # touches memory for the first time
+    samples: list[int] = []
+    while len(samples) < _NUM_SAMPLES and sum(samples) < _PATIENCE_NS:
+        begin = time.perf_counter_ns()
+        work()
+        samples.append(time.perf_counter_ns() - begin)
+    return int(statistics.median(samples))

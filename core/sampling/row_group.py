@@ -1,0 +1,36 @@
+"""RowGroup: the rows that use an uncommon option, as columns of entries; rows without it have none and cost nothing."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ipc.arrays import Ints
+
+
+class RowGroup:
+    """Entries in one structured array: "row" and the named columns. A row's entries stand together, in the order in
+    which they were given. add() and remove() are events; what a step needs it takes from the columns."""
+
+    def __init__(self, **columns: type[np.generic]) -> None:
+        """columns: name and dtype of what an entry has beside its row."""
+        self._entries = np.zeros(0, [("row", np.int64), *columns.items()])
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._entries[name]
+
+    def add(self, row: int, **values: list[int] | list[float] | Ints) -> None:
+        """A row's entries: one value in every column for each."""
+        more = np.zeros(len(next(iter(values.values()))), self._entries.dtype)
+        more["row"] = row
+        for name, column in values.items():
+            more[name] = column
+        self._entries = np.concatenate([self._entries, more])
+
+    def remove(self, row: int) -> None:
+        """Forget the row's entries, if it has any."""
+        if len(self._entries):
+            self._entries = self._entries[self._entries["row"] != row]

@@ -1,0 +1,243 @@
+"""The sampler: one token per row of logits, a function of that row, its parameters and its position alone.
+
+Order, as in vLLM: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw is one Philox
+uniform pushed through the inverse cumulative distribution of the tokens left: of rows with top_p < 1 or top_k < V in
+order of descending logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never
+sorted whole: its largest logits are taken by the smallest of a few buckets that its own parameters, then its own
+logits, show to be enough.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.sampling.logit_edits import NO_EDITS, LogitEdits, apply_edits
+from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
+from kernels.cpu.sampling import CpuSampler
+from kernels.philox import uniform
+
+#: What stands for a token in a row whose logits are not numbers.
+NOT_A_TOKEN = -1
+
+#: Sizes of the candidate prefilter; after the last one comes the whole vocabulary.
+BUCKETS = (64, 256, 1024, 4096)
+
+#: Logits worked on at once, in whole rows: bounds temporary memory (13 bytes a logit).
+_MAX_LOGITS = 1 << 22
+
+#: Totals over the vocabulary are summed in blocks: torch splits the sum of one long row between threads, not of many.
+_SUM_BLOCK = 4096
+
+
+class SamplingInputs(NamedTuple):
+    """Parameters of S rows, as columns [S]; and the index groups of what uncommon options change."""
+
+    temperature: Floats  # 0 = greedy
+    top_k: Ints  # 0 = all
+    top_p: Floats  # (0, 1]
+    min_p: Floats  # [0, 1]
+    seed: UInt64s
+    position: Ints  # index of the token to draw in its request's output
+    choice: Ints  # of its request
+    edits: LogitEdits = NO_EDITS
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None) -> Int32s:
+    """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
+    not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations."""
+    if len(logits) == 0:
+        return NO_INT32S
+    if inputs.edits is not NO_EDITS:
+        apply_edits(logits, inputs.edits)
+    if kernel is None:
+        return _draw_tokens(logits, inputs)
+    filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
+    columns = (*filters, inputs.seed, inputs.position, inputs.choice)
+    return kernel(logits, columns, is_edited=inputs.edits is not NO_EDITS)
+
+
+def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:
+    """sample() where every temperature is 0 and nothing edits the logits, which stay as they are."""
+    if kernel is not None:
+        return kernel.largest(logits)
+    return _largest(logits) if len(logits) else NO_INT32S
+
+
+@torch.inference_mode()
+def _largest(logits: torch.Tensor) -> Int32s:
+    best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
+    finite = logits.gather(1, best[:, None])[:, 0].isfinite()
+    return torch.where(finite, best, NOT_A_TOKEN).int().numpy()
+
+
+@torch.inference_mode()
+def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> Int32s:
+    vocab_size = logits.shape[1]
+    best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
+    maximum = logits.gather(1, best[:, None])[:, 0]
+    drawn = inputs.temperature > 0
+    divisor = torch.from_numpy(np.where(drawn, inputs.temperature, np.float32(1)))
+    finite = (maximum / divisor).isfinite().numpy()
+    tokens = np.where(finite, best.numpy(), NOT_A_TOKEN)
+    drawn &= finite
+    has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
+    sorts = has_top_k | (inputs.top_p < 1)
+    for rows in _parts(np.flatnonzero(drawn & ~sorts), vocab_size):
+        tokens[rows] = _draw_in_vocabulary_order(*_scaled(logits, maximum, rows, inputs), rows, inputs)
+    for rows in _parts(np.flatnonzero(drawn & sorts), vocab_size):
+        top_k = np.where(has_top_k[rows], inputs.top_k[rows], 0)
+        tokens[rows] = _draw_in_descending_order(*_scaled(logits, maximum, rows, inputs), rows, top_k, inputs)
+    return tokens.astype(np.int32)
+
+
+@torch.inference_mode()
+def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> torch.Tensor:
+    """What sample() drew from: the logits [S, V], as it leaves them, of these rows [n] -> [n, V], divided by the
+    temperature, -inf for the tokens that min_p, top_k and top_p leave out. A greedy row has none of these."""
+    vocab_size = logits.shape[1]
+    drawn = inputs.temperature[rows] > 0
+    divisor = np.where(drawn, inputs.temperature[rows], np.float32(1))
+    scaled = logits[torch.from_numpy(rows)].div_(torch.from_numpy(divisor)[:, None])
+    top_k = np.where(inputs.top_k[rows] < vocab_size, inputs.top_k[rows], 0)
+    filters = drawn & ((top_k > 0) | (inputs.top_p[rows] < 1) | (inputs.min_p[rows] > 0))
+    for part in _parts(np.flatnonzero(filters), vocab_size):
+        index, top_p, min_p = torch.from_numpy(part), inputs.top_p[rows[part]], inputs.min_p[rows[part]]
+        chosen = scaled.index_select(0, index)
+        values, ids = chosen.sort(dim=-1, descending=True, stable=True)  # of equals the lower id first, as in a draw
+        maximum = values[:, :1]
+        candidates = _Candidates(values.numpy(), ids.numpy(), (values - maximum).exp_().double().numpy())
+        total = _sums(_weights_above_min_p(chosen.clone(), maximum, min_p))
+        kept, _ = _keep(candidates, top_k[part], total, top_p, min_p)
+        left_out = torch.arange(vocab_size) >= torch.from_numpy(kept)[:, None]
+        scaled[index] = chosen.scatter_(1, ids, values.masked_fill_(left_out, -torch.inf))
+    return scaled
+
+
+def _parts(rows: Ints, vocab_size: int) -> list[Ints]:
+    size = max(1, _MAX_LOGITS // vocab_size)
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def _scaled(
+    logits: torch.Tensor, maximum: torch.Tensor, rows: Ints, inputs: SamplingInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits / temperature [n, V] and their maximum [n, 1] of these rows."""
+    temperature = torch.from_numpy(inputs.temperature[rows])[:, None]
+    index = torch.from_numpy(rows)
+    return logits.index_select(0, index).div_(temperature), maximum[index, None].div_(temperature)
+
+
+def _draw_in_vocabulary_order(scaled: torch.Tensor, maximum: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> Ints:
+    weights = _weights_above_min_p(scaled, maximum, inputs.min_p[rows])
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = _targets(cumulative[:, -1].numpy(), rows, inputs)
+    found: Ints = torch.searchsorted(cumulative, torch.from_numpy(target)[:, None], right=True)[:, 0].numpy()
+    return found
+
+
+def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: Floats) -> torch.Tensor:
+    """exp(scaled - maximum) [n, V], 0 below the row's min_p (the largest weight is 1); overwrites scaled."""
+    weights = scaled.sub_(maximum).exp_()
+    users = np.flatnonzero(min_p > 0)
+    if len(users):
+        index = torch.from_numpy(users)
+        part = weights.index_select(0, index)
+        weights[index] = part.masked_fill_(part < torch.from_numpy(min_p[users])[:, None], 0.0)
+    return weights
+
+
+def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
+    """A uniform number in (0, total) of each row: below total also after rounding."""
+    drawn: Doubles = np.minimum(
+        uniform(inputs.seed[rows], inputs.position[rows], inputs.choice[rows]) * total, np.nextafter(total, 0.0)
+    )
+    return drawn
+
+
+def _draw_in_descending_order(
+    scaled: torch.Tensor, maximum: torch.Tensor, rows: Ints, top_k: Ints, inputs: SamplingInputs
+) -> Ints:
+    """Rows go through the buckets from the first that can hold their top_k, until one is seen to be enough."""
+    num_rows, vocab_size = scaled.shape
+    tokens = np.zeros(num_rows, np.int64)
+    total = np.zeros(num_rows)
+    need_total = np.flatnonzero(top_k == 0)
+    if len(need_total):
+        index = torch.from_numpy(need_total)
+        chosen, chosen_maximum = scaled.index_select(0, index), maximum.index_select(0, index)
+        total[need_total] = _sums(_weights_above_min_p(chosen, chosen_maximum, inputs.min_p[rows[need_total]]))
+    left = np.arange(num_rows)
+    for bucket in (*(size for size in BUCKETS if size < vocab_size), vocab_size):
+        # One more than top_k: the next value shows whether ties of the last one were cut off.
+        ready = left[(top_k[left] < bucket) | (bucket == vocab_size)]
+        if len(ready) == 0:
+            continue
+        index = torch.from_numpy(ready)
+        values, ids = scaled.index_select(0, index).topk(bucket, dim=-1)
+        candidates = _Candidates(
+            values.numpy(), ids.numpy(), (values - maximum.index_select(0, index)).exp_().double().numpy()
+        )
+        part = rows[ready]
+        kept, enough = _keep(candidates, top_k[ready], total[ready], inputs.top_p[part], inputs.min_p[part])
+        enough |= bucket == vocab_size
+        tokens[ready[enough]] = _draw(candidates.select(enough), kept[enough], part[enough], inputs)
+        left = np.setdiff1d(left, ready[enough], assume_unique=True)
+        if len(left) == 0:
+            break
+    return tokens
+
+
+def _sums(weights: torch.Tensor) -> Doubles:
+    """[n, V] -> [n] float64."""
+    blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]
+    sums: Doubles = torch.stack(blocks, -1).cumsum(-1)[:, -1].numpy()
+    return sums
+
+
+class _Candidates(NamedTuple):
+    """The largest logits of some rows [n, bucket], descending."""
+
+    values: Floats  # scaled logits
+    ids: Ints
+    weights: Doubles  # exp(value - the row's maximum)
+
+    def select(self, rows: Bools) -> "_Candidates":
+        return _Candidates(self.values[rows], self.ids[rows], self.weights[rows])
+
+
+def _keep(
+    candidates: _Candidates,
+    top_k: Ints,
+    total: Doubles,
+    top_p: Floats,
+    min_p: Floats,
+) -> tuple[Ints, Bools]:
+    """How many of the first candidates stay (every filter keeps a prefix), and whether this is sure: not if a token
+    outside the bucket may have the value of the last one kept."""
+    values, weights = candidates.values, candidates.weights
+    rows = np.arange(len(values))
+    bucket = values.shape[1]
+    allowed = (weights >= min_p[:, None]) & (values > -np.inf)
+    count = allowed.sum(-1)
+    kth = values[rows, np.minimum(np.where(top_k > 0, top_k, bucket), bucket) - 1]
+    by_k = np.where(top_k > 0, (allowed & (values >= kth[:, None])).sum(-1), count)
+    cumulative = np.cumsum(weights, -1)
+    total = np.where(top_k > 0, cumulative[rows, by_k - 1], total)
+    # A token stays if those before it have less than top_p together; as in vLLM the first always does.
+    by_p = ((cumulative - weights) < top_p[:, None] * total[:, None]).sum(-1)
+    kept = np.where(top_p < 1, np.clip(by_p, 1, by_k), by_k)
+    last = values[:, -1]
+    enough = (values[rows, kept - 1] > last) & ((top_k == 0) | (values[rows, by_k - 1] > last))
+    return kept, enough | (last == -np.inf)
+
+
+def _draw(candidates: _Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
+    """Tokens [n] from the first kept[i] candidates of each row."""
+    order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # topk leaves ties in any order
+    ids = np.take_along_axis(candidates.ids, order, -1)
+    cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights: their order is nothing to it
+    each = np.arange(len(kept))
+    target = _targets(cumulative[each, kept - 1], rows, inputs)
+    chosen: Ints = ids[each, (cumulative <= target[:, None]).sum(-1)]
+    return chosen

@@ -1,0 +1,276 @@
+"""Admission: which waiting requests start in this step, on whose room, and why the others do not."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.request import Request
+from core.batch.table import RequestStart
+from core.scheduling.decisions import Cause, Examined, Verdict
+from core.scheduling.delay import Delay
+from core.scheduling.draft import Draft
+from core.scheduling.policies import Policy
+from core.scheduling.preemption import Preemption
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import Int32s, Ints
+from ipc.config import EngineConfig
+from ipc.rounding import ceil_div
+
+#: After so many preemptions for running requests one starts only with all the blocks that it can need.
+MAX_PREEMPTIONS = 8
+
+
+class Appraisal(NamedTuple):
+    """What a waiting request would need to start now."""
+
+    num_computed_tokens: int  # that it would not compute
+    num_hits: int  # blocks found in the prefix cache
+    num_missing_blocks: int  # to take beside them
+    num_reserve_blocks: int  # that must stay free: the watermark, and more the oftener it was preempted
+
+
+class Admission:
+    """Requests are looked at in the policy's order. One that lacks blocks is passed by at most `admission_lookahead`
+    others in its life, which is its reservation; one that lacks anything else holds the rest."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        batch: Batch,
+        waiting: WaitingQueue,
+        policy: Policy,
+        preemption: Preemption,
+    ) -> None:
+        self._batch = batch
+        self._block_size = batch.block_size
+        self._waiting = waiting
+        self._policy = policy
+        self._preemption = preemption
+        self._delay = Delay(config.scheduler_delay_factor)
+        self._lookahead = config.admission_lookahead
+        self._watermark = self.num_watermark_blocks = int(config.watermark * batch.pool.num_blocks)
+        self._reserves_all = config.reserve_full_length
+        self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._is_chunked = config.enable_chunked_prefill
+        self._max_partial = config.max_num_partial_prefills or config.max_num_seqs
+        self._budget = config.max_num_batched_tokens
+
+    def never_fits(self, request: Request) -> str | None:
+        """Why the request could not run even alone, with the numbers; None when it could."""
+        length = request.max_total_tokens - 1  # its last token is never computed
+        needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
+        if needed > there_are:
+            return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
+        if not self._is_chunked and length > self._budget:
+            return (
+                f"without chunked prefill a request must fit one step: its prompt and output may come to {length} "
+                f"tokens, and max_num_batched_tokens is {self._budget}"
+            )
+        return None
+
+    def appraise(self, request: Request) -> Appraisal:
+        """Of a request that waits, between two steps."""
+        room, pool = _Room(self._batch, 0), self._batch.pool
+        start = self._start_of(request, room)
+        left = self._blocks_left(start, room)
+        reserve = pool.num_free - pool.num_revived(start.hits) - room.promised - left
+        return Appraisal(start.num_computed_tokens, start.num_hits, start.num_blocks - start.num_hits, reserve)
+
+    def fill(self, draft: Draft, row_limit: int) -> None:
+        """Start waiting requests while budget, rows and blocks last."""
+        self._delay.begin_step(draft.now_ns)
+        if row_limit and self._may_look(draft, row_limit):
+            self._look(draft, _Room(self._batch, row_limit))
+            self._delay.end_step(draft.now_ns, len(draft.starts))
+
+    def _may_look(self, draft: Draft, row_limit: int) -> bool:
+        """False, at once, where nobody can start: that must not cost anything while many wait."""
+        first = self._waiting.peek()
+        if first is None or not self._delay.has_passed(draft.now_ns, first, len(self._batch)):
+            return False
+        if draft.budget and len(self._batch) < row_limit:
+            return True
+        if self._policy.must_yield(first, self._batch.rows).any():
+            return True
+        draft.examined.append(Examined(first, Verdict.NO_ROW if draft.budget else Verdict.NO_BUDGET, 1, 0))
+        return False
+
+    def _look(self, draft: Draft, room: "_Room") -> None:
+        kept: list[Request] = []
+        passed: Request | None = None  # the first that did not fit
+        while (request := self._waiting.pop()) is not None:
+            refusal = self._try(request, draft, room)
+            if refusal is None:
+                if passed is not None:
+                    passed.num_overtaken += 1
+            else:
+                kept.append(request)
+                draft.examined.append(refusal)
+                passed = passed or request
+                if refusal.verdict < Verdict.HOLDS_THE_REST or len(kept) > self._lookahead:
+                    break
+            if passed is not None and passed.num_overtaken >= self._lookahead:
+                break
+        for request in kept:
+            self._waiting.push(request)
+        self._settle(draft, room)
+
+    def _try(self, request: Request, draft: Draft, room: "_Room") -> Examined | None:
+        """Start the request, or say what it lacks."""
+        if draft.preempted and any(preempted.request is request for preempted in draft.preempted):
+            return Examined(request, Verdict.PREEMPTED, 0, 0)
+        if request.first_key in room.first_keys:
+            self._settle(draft, room)  # who begins as one that starts in this step finds its blocks
+        start = self._start_of(request, room)
+        lack = start.num_blocks - start.num_hits - self._blocks_left(start, room)
+        refusal: Examined | None = None
+        if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
+            if start.num_tokens < start.num_missing_tokens:
+                refusal = self._cut(start, draft.budget, draft, room)
+        else:
+            refusal = self._preempt_for(start, lack, draft, room)
+        if refusal is None:
+            self._start(start, draft, room)
+        return refusal
+
+    def _preempt_for(self, start: RequestStart, lack: int, draft: Draft, room: "_Room") -> Examined | None:
+        """Take the missing row, blocks and tokens from those who must yield to the request, or say what it lacks;
+        nobody is preempted for one that cannot start."""
+        request, rows = start.request, self._batch.rows
+        yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
+        num_victims, given = self._count_victims(yields, start.hits, 1 - room.rows, lack)
+        needed = start.num_blocks - start.num_hits
+        if given < lack:
+            return Examined(request, Verdict.NO_BLOCKS, needed, needed - lack)
+        if num_victims + room.rows < 1:
+            return Examined(request, Verdict.NO_ROW, 1, 0)
+        if refusal := self._cut(start, draft.budget + draft.tokens_of(yields), draft, room):
+            return refusal
+        if num_victims:
+            for row in yields[:num_victims].tolist():
+                room.make(self._batch.num_promised_blocks_of(row))
+                self._preemption.preempt(draft, row, Cause.MORE_URGENT)
+            left = self._blocks_left(start, room)
+            if needed > left:
+                return Examined(request, Verdict.FENCED, needed, left)
+        if draft.budget < start.num_tokens:
+            draft.take_budget(yields[num_victims:], start.num_tokens - draft.budget)
+        return None
+
+    def _cut(self, start: RequestStart, budget: int, draft: Draft, room: "_Room") -> Examined | None:
+        """Give the request of its tokens what the budget allows, or say why that is not enough."""
+        missing = start.num_missing_tokens
+        if start.num_tokens > budget:
+            start.num_tokens = budget
+        elif start.num_tokens == missing:
+            return None
+        least = 1 if self._is_chunked else missing
+        if start.num_tokens < least:
+            return Examined(start.request, Verdict.NO_BUDGET, least, budget)
+        if room.partial + self._num_partial(start.request, draft) >= self._max_partial:
+            return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
+        return None
+
+    def _num_partial(self, request: Request, draft: Draft) -> int:
+        """Running prompts that take more steps, and need not yield to this request."""
+        table, rows = self._batch.table, draft.rows
+        is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
+        return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))
+
+    def _start_of(self, request: Request, room: "_Room") -> RequestStart:
+        """What the request would start with."""
+        hits, content = self._batch.prefix_cache.find(request)
+        num_hits, length = len(hits), len(request.token_ids)
+        computed = num_hits * self._block_size
+        if request.swapped is not None:
+            computed = max(computed, request.swapped.num_computed_tokens)
+        missing = num_tokens = length - computed
+        if missing > self._chunk and (room.rows < room.row_limit or len(self._waiting)):
+            num_tokens = self._chunk
+        is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
+        if is_reserved:
+            length = request.max_total_tokens - 1
+        num_blocks = ceil_div(length, self._block_size)
+        return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
+
+    def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
+        """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
+        oftener the request was preempted, so that it does not come back only to be preempted again."""
+        pool, request = self._batch.pool, start.request
+        left = pool.num_free - room.promised - room.unsettled
+        if start.num_hits:
+            left -= pool.num_revived(start.hits)
+        if room.rows < room.row_limit:
+            left -= self._watermark
+            if request.num_preemptions:
+                most = ceil_div(request.max_total_tokens - 1, self._block_size) - start.num_blocks
+                left -= min((1 << request.num_preemptions) - 1, most)
+        return left
+
+    def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
+        """How many of these rows must go, from the first on, to make room for so many rows and blocks, and how many
+        blocks that gives: those which nobody else holds or is about to. What they share goes with the last of them."""
+        batch, given, count = self._batch, 0, 0
+        num_dropped = np.zeros(batch.pool.num_blocks if len(yields) else 0, np.int32)  # references, of each block
+        for row in yields.tolist():
+            if count >= num_rows and given >= num_blocks:
+                break
+            blocks = batch.table.block_ids(row)
+            num_dropped[blocks] += 1
+            alone = (batch.pool.ref_count[blocks] == num_dropped[blocks]) & ~np.isin(blocks, hits)
+            given += int(np.count_nonzero(alone)) + batch.num_promised_blocks_of(row)
+            count += 1
+        return count, given
+
+    def _start(self, start: RequestStart, draft: Draft, room: "_Room") -> None:
+        request, count = start.request, start.num_tokens
+        end = start.num_computed_tokens + count
+        num_given = start.num_given = start.num_blocks if start.is_reserved else ceil_div(end, self._block_size)
+        if start.num_hits:
+            self._batch.pool.hold(start.hits)  # before anything is allocated, which might evict them
+        room.settling.append(start)
+        room.unsettled += num_given - start.num_hits
+        if request.first_key:
+            room.first_keys.add(request.first_key)
+        draft.budget -= count
+        room.rows -= 1
+        room.promised += start.num_blocks - num_given
+        room.partial += count < start.num_missing_tokens
+        self._policy.start(start)
+
+    def _settle(self, draft: Draft, room: "_Room") -> None:
+        """Give those that start their blocks, and the full ones of them their names."""
+        if not room.settling:
+            return
+        fresh, first = self._batch.pool.allocate(room.unsettled).astype(np.int32), 0
+        for start in room.settling:
+            end = first + start.num_given - start.num_hits
+            blocks = fresh[first:end]
+            start.block_ids = np.concatenate([start.hits, blocks]) if start.num_hits else blocks
+            first = end
+            if start.request.swapped is not None:
+                self._preemption.swap_in(start.request, start.block_ids, start.num_hits)
+        self._batch.prefix_cache.name_starts(room.settling)
+        draft.starts += room.settling
+        room.settling.clear()
+        room.first_keys.clear()
+        room.unsettled = 0
+
+
+class _Room:
+    """What is left for others in the step being planned."""
+
+    def __init__(self, batch: Batch, row_limit: int) -> None:
+        self.row_limit = row_limit
+        self.rows = row_limit - len(batch)  # fewer than row_limit: somebody runs beside who starts now
+        self.promised = batch.num_promised_blocks()  # blocks
+        self.settling: list[RequestStart] = []  # they start in this step and have not got their blocks yet
+        self.unsettled = 0  # blocks that those will get
+        self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
+        self.partial = 0  # prompts that start in this step and take more
+
+    def make(self, promised: int) -> None:
+        """A row goes that had so many blocks promised."""
+        self.rows += 1
+        self.promised -= promised

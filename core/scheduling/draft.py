@@ -1,0 +1,71 @@
+"""Draft: the plan being made, and what is found out in making it."""
+
+import numpy as np
+
+from core.batch.carried import Carried
+from core.batch.table import RequestStart
+from core.execution.plan import NewRow, SchedulerOutput
+from core.scheduling.decisions import Examined, Preempted
+from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
+
+
+class Draft:
+    """rows, counts: running rows and their tokens, in the order in which they were served; a count may be 0.
+    budget: tokens that are left."""
+
+    def __init__(self, step: int, now_ns: int, budget: int) -> None:
+        self.step = step
+        self.now_ns = now_ns
+        self.budget = budget
+        self.rows: Ints = NO_INTS
+        self.counts: Ints = NO_INTS
+        self.block_rows: Rows = NO_INTS
+        self.block_ids: BlockIds = NO_INTS
+        self.starts: list[RequestStart] = []
+        self.added: list[NewRow] = []
+        self.preempted: list[Preempted] = []
+        self.examined: list[Examined] = []
+        self.num_skipped = 0  # rows that wanted tokens and get none
+
+    def drop(self, row: int) -> None:
+        """The row has been preempted: it leaves the plan, and its tokens go back to the budget."""
+        kept = self.rows != row
+        self.budget += int(self.counts[~kept].sum())
+        self.rows, self.counts = self.rows[kept], self.counts[kept]
+        kept = self.block_rows != row
+        self.block_rows, self.block_ids = self.block_rows[kept], self.block_ids[kept]
+
+    def tokens_of(self, rows: Rows) -> int:
+        """Tokens that these rows get in this step, so far."""
+        return int(self.counts[np.isin(self.rows, rows)].sum())
+
+    def take_budget(self, victims: Ints, amount: int) -> None:
+        """Skip these rows, the first first, until so many tokens are back in the budget; they keep their blocks."""
+        order = np.argsort(self.rows, kind="stable")
+        index = order[np.searchsorted(self.rows, victims, sorter=order)]
+        counts = self.counts[index]
+        cuts = np.clip(amount - (np.cumsum(counts) - counts), 0, counts)
+        self.counts[index] -= cuts
+        self.num_skipped += int(np.count_nonzero((cuts == counts) & (counts > 0)))
+        self.budget += int(cuts.sum())
+
+
+def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
+    def column(values: AnyInts | list[int]) -> Int32s:
+        return np.asarray(values, np.int32) if len(values) else NO_INT32S
+
+    swapped_out, swap_slots = carried.out.columns()
+    swapped_in, swap_blocks = carried.back.columns()
+    return SchedulerOutput(
+        step=draft.step,
+        removed_rows=column(carried.removed_rows),
+        added=draft.added,
+        block_rows=column(draft.block_rows),
+        block_ids=column(draft.block_ids),
+        rows=column(rows),
+        num_scheduled_tokens=column(counts),
+        swapped_out_blocks=swapped_out,
+        swapped_out_slots=swap_slots,
+        swapped_in_slots=swapped_in,
+        swapped_in_blocks=swap_blocks,
+    )

@@ -1,0 +1,226 @@
+"""Explainer: why requests run or do not, from the decision record of the last step and the queue; on demand only."""
+
+import numpy as np
+
+from core.batch.request import NO_ROW, Request
+from core.scheduling.decisions import Examined, Verdict
+from core.scheduling.scheduler import Scheduler
+from ipc.messages import CallFailed, ErrorCode, PauseMode
+from ipc.scheduling_messages import (
+    EVERY_REQUEST,
+    OWN_SESSION,
+    Explain,
+    Explanation,
+    Reason,
+    RequestExplanation,
+    SchedulingState,
+)
+
+#: Requests in one answer; a larger limit is this.
+MAX_EXPLAINED = 1000
+
+
+def explain(scheduler: Scheduler, policy: str, client: int, call: Explain, now_ns: int) -> Explanation | CallFailed:
+    """The answer to this client; now_ns: the clock of the step."""
+    return _Explainer(scheduler, now_ns).answer(policy, client, call)
+
+
+class _Explainer:
+    """Of one moment between two steps."""
+
+    def __init__(self, scheduler: Scheduler, now_ns: int) -> None:
+        self._scheduler = scheduler
+        self._now_ns = now_ns
+        self._rows = scheduler.policy.in_order(scheduler.running).tolist()
+        self._places = {row: at for at, row in enumerate(self._rows)}
+        self._positions: dict[tuple[int, int, int], int] = {}  # of those looked up so far
+        decision = scheduler.decision
+        self._examined: dict[tuple[int, int, int], Examined] = {}
+        self._counts: dict[int, int] = {}
+        if decision is not None:
+            self._examined = {_key(one.request): one for one in decision.examined if one.request.ticket}
+            self._counts = dict(zip(decision.rows.tolist(), decision.counts.tolist(), strict=True))
+        self._holder = self._find_holder()
+
+    def answer(self, policy: str, client: int, call: Explain) -> Explanation | CallFailed:
+        session = client if call.session == OWN_SESSION else call.session
+        if call.number == EVERY_REQUEST:
+            requests, num_left_out = self._some(max(0, min(call.limit, MAX_EXPLAINED)))
+        else:
+            requests, num_left_out = self._scheduler.find(session, call.number), 0
+            if not requests:
+                text = f"no request {session}/{call.number} lives here: it has ended, or never came"
+                return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, text)
+        scheduler, waiting, batch = self._scheduler, self._scheduler.waiting, self._scheduler.batch
+        decision, pause = scheduler.decision, scheduler.pause_mode
+        return Explanation(
+            call=call.call,
+            session=client,
+            step=-1 if decision is None else decision.step,
+            now_ns=0 if decision is None else decision.now_ns,
+            policy=policy,
+            pause=0 if pause is None else 1 + pause,
+            num_running=len(batch),
+            num_waiting=len(waiting),
+            num_unbegun=waiting.num_unbegun,
+            num_on_hold=waiting.num_held,
+            num_swapped=scheduler.preemption.num_swapped,
+            num_skipped=0 if decision is None else decision.num_skipped,
+            budget=0 if decision is None else decision.budget,
+            num_usable_blocks=scheduler.pool.num_blocks - 1,
+            num_free_blocks=scheduler.pool.num_free,
+            num_promised_blocks=batch.num_promised_blocks(),
+            num_fenced_blocks=scheduler.pool.num_fenced,
+            num_watermark_blocks=scheduler.admission.num_watermark_blocks,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            block_size=scheduler.block_size,
+            requests=[self._of(request) for request in requests],
+            num_left_out=num_left_out,
+        )
+
+    def _some(self, limit: int) -> tuple[list[Request], int]:
+        """The first that run and the first that wait, half of the limit for each where both are many; and how many are
+        left out."""
+        ready = self._scheduler.waiting.ready(limit)
+        self._positions |= {_key(request): at for at, request in enumerate(ready)}
+        waiting = [*ready, *self._scheduler.waiting.unbegun(), *self._scheduler.waiting.held()]
+        num_waiting = min(len(waiting), max(limit - limit // 2, limit - len(self._rows)))
+        running = self._rows[: limit - num_waiting]
+        requests = [self._scheduler.table.request[row] for row in running]
+        chosen = [request for request in requests if request is not None] + waiting[:num_waiting]
+        return chosen, len(self._rows) + len(self._scheduler.waiting) - len(chosen)
+
+    def _of(self, request: Request) -> RequestExplanation:
+        return self._running(request) if request.row != NO_ROW else self._waiting(request)
+
+    # --- running ---
+
+    def _running(self, request: Request) -> RequestExplanation:
+        table, row = self._scheduler.table, request.row
+        num_tokens, num_blocks = int(table.num_tokens[row]), int(table.num_blocks[row])
+        count = self._counts.get(row, 0)
+        reason, needed, available = (Reason.NONE, 0, 0) if count else self._why_skipped(row)
+        return self._explanation(
+            request,
+            SchedulingState.RUNNING,
+            (reason, needed, available),
+            last_tokens=count,
+            position=self._places[row],
+            num_tokens=num_tokens,
+            num_computed_tokens=int(table.num_computed_tokens[row]),
+            num_blocks=num_blocks,
+            num_missing_blocks=self._scheduler.batch.num_promised_blocks_of(row),
+        )
+
+    def _why_skipped(self, row: int) -> tuple[Reason, int, int]:
+        table, decision = self._scheduler.table, self._scheduler.decision
+        if self._scheduler.pause_mode is PauseMode.ALL:
+            return Reason.PAUSED, 0, 0
+        known = int(table.num_tokens[row] + table.num_placeholders[row])
+        if decision is None or (table.num_placeholders[row] and known >= table.max_total_tokens[row]):
+            return Reason.IN_FLIGHT, 0, 0
+        if self._scheduler.starts_alone and decision.num_started:
+            return Reason.PROMPTS_FIRST, 0, 0
+        wanted = known - int(table.num_computed_tokens[row])
+        ends = table.num_computed_tokens[row] + np.array([min(wanted, self._scheduler.max_num_batched_tokens)])
+        missing = int(self._scheduler.batch.num_blocks_of(ends)[0] - table.num_blocks[row])
+        if missing > 0 and (decision.budget or missing > decision.num_free_blocks):
+            return Reason.SKIPPED_BLOCKS, missing, decision.num_free_blocks
+        return Reason.SKIPPED_BUDGET, wanted, decision.budget
+
+    # --- waiting ---
+
+    def _waiting(self, request: Request) -> RequestExplanation:
+        needs = self._scheduler.admission.appraise(request)
+        state = SchedulingState.WAITING if request.swapped is None else SchedulingState.SWAPPED
+        if self._scheduler.waiting.is_held(request.client):
+            state = SchedulingState.ON_HOLD
+        reason, holder = self._why_waiting(request)
+        return self._explanation(
+            request,
+            state,
+            reason,
+            position=self._position(request),
+            holder=holder,
+            num_tokens=request.num_tokens,
+            num_computed_tokens=needs.num_computed_tokens,
+            num_blocks=needs.num_hits,
+            num_missing_blocks=needs.num_missing_blocks,
+            num_reserve_blocks=needs.num_reserve_blocks,
+        )
+
+    def _why_waiting(self, request: Request) -> tuple[tuple[Reason, int, int], Request | None]:
+        """What it lacks; whom it waits behind."""
+        key = _key(request)
+        if self._scheduler.waiting.is_held(request.client):
+            return (Reason.ON_HOLD, 0, 0), None
+        if not request.ticket or self._scheduler.pause_mode is PauseMode.ALL:
+            return (Reason.PAUSED, 0, 0), None
+        if (own := self._examined.get(key)) is not None:
+            return (Reason(own.verdict), own.needed, max(0, own.available)), None
+        if self._holder is None or self._position(self._holder) > self._position(request):
+            return (Reason.NOT_YET, 0, 0), None
+        return (Reason.BEHIND, 0, 0), self._holder
+
+    def _position(self, request: Request) -> int:
+        """In the queue of those that may start; -1 = not there."""
+        key = _key(request)
+        if key not in self._positions:
+            position = self._scheduler.waiting.position(request)
+            self._positions[key] = -1 if position is None else position
+        return self._positions[key]
+
+    def _find_holder(self) -> Request | None:
+        """Whom those that were not looked at wait behind: the last that was, if it lacks what holds the rest; else the
+        first that lacks blocks, which enough others have passed."""
+        examined = list(self._examined.values())
+        if not examined:
+            return None
+        last = examined[-1]
+        return (last if last.verdict < Verdict.HOLDS_THE_REST else examined[0]).request
+
+    def _explanation(
+        self,
+        request: Request,
+        state: SchedulingState,
+        reason: tuple[Reason, int, int],
+        *,
+        position: int,
+        num_tokens: int,
+        num_computed_tokens: int,
+        num_blocks: int,
+        num_missing_blocks: int,
+        num_reserve_blocks: int = 0,
+        last_tokens: int = 0,
+        holder: Request | None = None,
+    ) -> RequestExplanation:
+        return RequestExplanation(
+            session=request.client,
+            number=request.number,
+            choice=request.choice,
+            state=state,
+            reason=reason[0],
+            needed=reason[1],
+            available=reason[2],
+            last_tokens=last_tokens,
+            position=position,
+            holder_session=0 if holder is None else holder.client,
+            holder_number=0 if holder is None else holder.number,
+            priority=request.priority,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_tokens=num_tokens,
+            max_total_tokens=request.max_total_tokens,
+            num_computed_tokens=num_computed_tokens,
+            num_blocks=num_blocks,
+            num_missing_blocks=num_missing_blocks,
+            num_reserve_blocks=num_reserve_blocks,
+            num_preemptions=request.num_preemptions,
+            num_overtaken=request.num_overtaken,
+            waited_ns=max(0, self._now_ns - request.arrival_ns),
+        )
+
+
+def _key(request: Request) -> tuple[int, int, int]:
+    """By which a request is told from all others that live."""
+    return request.client, request.number, request.choice

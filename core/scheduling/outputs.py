@@ -1,0 +1,176 @@
+"""OutputCollector: what a step has for the clients, gathered as columns and split by client once."""
+
+import struct
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from core.batch.request import Request
+from core.batch.table import RequestStart
+from core.execution.plan import LogprobColumns
+from core.scheduling.request_events import RequestEventLog
+from ipc.arrays import NO_INT32S, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
+from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
+
+#: (client, message) in the order in which they are to be sent.
+ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]
+
+
+class _Rows(NamedTuple):
+    """Rows of one or several clients."""
+
+    clients: Ints
+    numbers: Ints
+    choices: Ints
+    positions: Positions
+    tokens: Int32s  # one per row, or none at all
+    finish: UInt8s
+    stop_tokens: Bools  # the row's token was one of its stop_token_ids
+
+    def take(self, rows: Rows) -> "_Rows":
+        return _Rows(
+            self.clients[rows],
+            self.numbers[rows],
+            self.choices[rows],
+            self.positions[rows],
+            self.tokens[rows],
+            self.finish[rows],
+            self.stop_tokens[rows],
+        )
+
+
+class _Packed:
+    """Rows as the columns of the wire."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self.clients = rows.clients
+        self.numbers = rows.numbers.astype("<u4", copy=False).tobytes()
+        self.positions = rows.positions.astype("<u4").tobytes()
+        self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
+        self.tokens = rows.tokens.astype("<i4", copy=False).tobytes()
+        self.choices = _choices(rows.choices)
+        self.finish = rows.finish.tobytes() if np.count_nonzero(rows.finish) else b""
+        stopped = rows.stop_tokens.nonzero()[0].tolist()
+        self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
+
+
+class OutputCollector:
+    """Filled during a step, drained at its end."""
+
+    def __init__(self, epoch: int) -> None:
+        self.events = RequestEventLog()
+        self._epoch = epoch
+        self._rows: list[_Rows] = []
+        self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
+        self._logprobs: dict[int, Logprobs] = {}
+        self._failed: list[ClientOutput] = []
+
+    def add_tokens(
+        self,
+        clients: Ints,
+        numbers: Ints,
+        choices: Ints,
+        positions: Positions,
+        tokens: TokenIds,
+        finish: UInt8s,
+        stop_tokens: Bools,
+    ) -> None:
+        """One row per sampled token."""
+        if len(clients):
+            self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens))
+
+    def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
+        """The request ends without a token in this step."""
+        self._rows.append(
+            _Rows(
+                np.array([request.client]),
+                np.array([request.number], np.uint32),
+                np.array([request.choice], np.uint16),
+                np.array([num_output_tokens]),
+                NO_INT32S,
+                np.array([reason], np.uint8),
+                np.zeros(1, np.bool_),
+            )
+        )
+
+    def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
+        """clients, numbers, choices [L]: of each position. Once in a step."""
+        for client in np.unique(clients).tolist():
+            mine = clients == client
+            part = logprobs.where(mine)
+            self._logprobs[client] = Logprobs(
+                numbers=numbers[mine].astype("<u4").tobytes(),
+                positions=part.positions.astype("<u4").tobytes(),
+                counts=part.counts.astype("<u4").tobytes(),
+                ranks=part.ranks.astype("<u4").tobytes(),
+                token_ids=part.token_ids.astype("<i4", copy=False).tobytes(),
+                values=part.values.astype("<f4", copy=False).tobytes(),
+                choices=_choices(choices[mine]),
+            )
+
+    def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
+        """Before has_started of their requests is set."""
+        self.events.add_starts(starts, now_ns)
+        for start in starts:
+            request = start.request
+            if not request.has_started and request.choice == 0:  # the others find the prompt's blocks because of it
+                started = self._started.setdefault(request.client, [])
+                started += (request.number, start.num_computed_tokens)
+
+    def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
+        self._failed.append((client, RequestFailed(number, code, message)))
+
+    def drain(self, step: int) -> list[ClientOutput]:
+        """Everything added since the last drain."""
+        messages: list[ClientOutput] = []
+        for rows in self._rows:
+            messages.extend(self._split(step, rows))
+        others = dict.fromkeys((*self._started, *self._logprobs, *self.events.clients))
+        messages.extend((client, self._without_rows(step, client)) for client in others)
+        messages.extend(self._failed)
+        self._rows, self._failed = [], []
+        return messages
+
+    def _split(self, step: int, rows: _Rows) -> list[ClientOutput]:
+        """One message for each client, cut out of the encoded columns of all."""
+        clients = rows.clients
+        if clients[0] == clients[-1] and np.count_nonzero(clients == clients[0]) == len(clients):
+            return [(int(clients[0]), self._message(step, _Packed(rows), 0, len(clients)))]
+        order = np.argsort(clients, kind="stable")
+        packed = _Packed(rows.take(order))
+        starts = np.flatnonzero(np.diff(packed.clients, prepend=-1))
+        ends = [*starts[1:].tolist(), len(order)]
+        return [
+            (client, self._message(step, packed, start, end))
+            for client, start, end in zip(packed.clients[starts].tolist(), starts.tolist(), ends, strict=True)
+        ]
+
+    def _message(self, step: int, packed: "_Packed", start: int, end: int) -> Outputs:
+        client, finish = int(packed.clients[start]), packed.finish[start:end]
+        return Outputs(
+            epoch=self._epoch,
+            step=step,
+            numbers=packed.numbers[4 * start : 4 * end],
+            positions=packed.positions[4 * start : 4 * end],
+            counts=packed.counts[2 * start : 2 * end],
+            tokens=packed.tokens[4 * start : 4 * end],
+            choices=packed.choices[2 * start : 2 * end],
+            finish=finish if any(finish) else b"",
+            stop_tokens=[(row - start, token) for row, token in packed.stopped if start <= row < end],
+            started=_packed(self._started.pop(client, [])) if self._started else b"",
+            logprobs=self._logprobs.pop(client, None) if self._logprobs else None,
+            events=self.events.take(client) if self.events else None,
+        )
+
+    def _without_rows(self, step: int, client: int) -> Outputs:
+        started, logprobs = _packed(self._started.pop(client, [])), self._logprobs.pop(client, None)
+        events = self.events.take(client)
+        return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs, events=events)
+
+
+def _choices(choices: Ints) -> bytes:
+    return choices.astype("<u2").tobytes() if np.count_nonzero(choices) else b""
+
+
+def _packed(values: list[int]) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)

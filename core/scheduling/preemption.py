@@ -1,0 +1,117 @@
+"""Preemption: who gives way, and how: computed again later, or copied to the host and back."""
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.request import Request, Swapped
+from core.kv.swap_space import SwapSpace
+from core.scheduling.decisions import Cause, Preempted
+from core.scheduling.draft import Draft
+from core.scheduling.policies import Policy
+from core.scheduling.stats import SchedulerStats
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import Int32s, Ints, Rows
+from ipc.config import EngineConfig
+from ipc.rounding import ceil_div
+
+
+class Preemption:
+    """Costs are measured where the engine starts and frozen in its config, so that a log replays equal."""
+
+    def __init__(
+        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, stats: SchedulerStats
+    ) -> None:
+        self._batch = batch
+        self._waiting = waiting
+        self._policy = policy
+        self._stats = stats
+        self._mode = config.preemption_mode
+        self._recompute_ns = config.recompute_ns_per_token or 1  # None in captures older than these options
+        self._swap_ns = 2 * (config.swap_ns_per_block or 1)  # out and back
+        self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks or 0)
+        self.num_swapped = 0  # requests that wait with a copy on the host
+
+    def victims_first(self, candidates: Ints) -> Ints:
+        """These rows, given in the order in which they are served, the first victim first: what the policy values
+        least, of that the cheapest, of those the last."""
+        position = np.arange(len(candidates))
+        victim_keys = self._policy.victim_keys(candidates)
+        order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(victim_keys))))
+        return candidates[order]
+
+    def preempt(self, draft: Draft, row: int, cause: Cause) -> None:
+        """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
+        sampled again: same ids, same position, same token."""
+        computed = int(self._batch.table.num_computed_tokens[row])
+        self.undo_recompute_count(row)
+        swapped = self._swap_out(row)
+        request = self._batch.release_to_wait(row)
+        request.swapped = swapped
+        request.num_preemptions += cause is Cause.OLDER
+        self._waiting.push(request)
+        draft.drop(row)
+        num_swapped = 0 if swapped is None else len(swapped.slots)
+        self.num_swapped += swapped is not None
+        draft.preempted.append(Preempted(request, cause, computed, num_swapped))
+        self._stats.num_preemptions += 1
+        self._stats.num_swapped_out_blocks += num_swapped
+
+    def undo_recompute_count(self, row: int) -> None:
+        """The row goes before its time: what it was to compute again, which was counted at its start, and has not."""
+        table = self._batch.table
+        missing = int(table.num_computed_before[row]) - int(table.num_computed_tokens[row])
+        self._stats.num_recomputed_tokens -= max(0, missing)
+
+    def end(self, request: Request) -> None:
+        """The request, which waits, has ended: the host forgets it."""
+        if request.swapped is None:
+            return
+        self._batch.carried.out.drop(request.swapped.slots)  # if the copy is still to come
+        self.swap_space.give_back(request.swapped.slots)
+        request.swapped = None
+        self.num_swapped -= 1
+
+    def swap_in(self, request: Request, block_ids: Int32s, num_hits: int) -> None:
+        """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""
+        if request.swapped is None:
+            return
+        slots = request.swapped.slots
+        if num_hits < len(slots):
+            self._batch.carried.back.sources.append(slots[num_hits:])
+            self._batch.carried.back.targets.append(block_ids[num_hits : len(slots)])
+            self._stats.num_swapped_in_blocks += len(slots) - num_hits
+        self.swap_space.give_back_after_plan(slots)
+        request.swapped = None
+        self.num_swapped -= 1
+
+    def _swap_out(self, row: int) -> Swapped | None:
+        """Copy what the row has computed to the host, if that is the mode, the cheaper way and there is room. The last
+        token is left out: whoever resumes computes it, to sample the next."""
+        table, request = self._batch.table, self._batch.table.request[row]
+        assert request is not None, f"row {row} is preempted and free"
+        if request.params.prompt_logprobs is not None and table.num_tokens[row] == table.num_prompt_tokens[row]:
+            return None  # those of a step in flight would be lost: computed again they are told again
+        kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
+        count = ceil_div(kept, self._batch.block_size)
+        if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
+            return None
+        slots = self.swap_space.take(count)
+        self._batch.carried.out.sources.append(table.blocks.read(row, 0, count))
+        self._batch.carried.out.targets.append(slots)
+        return Swapped(slots, kept)
+
+    def _prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
+        return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
+
+    def _costs(self, rows: Rows) -> Ints:
+        """ns to bring each row back to where it is."""
+        computed = self._batch.table.num_computed_tokens[rows]
+        again = computed * self._recompute_ns
+        copied = self._batch.num_blocks_of(computed) * self._swap_ns
+        match self._mode:
+            case "recompute":
+                return again
+            case "swap":
+                return copied
+            case "auto":
+                return np.minimum(again, copied)

@@ -1,0 +1,62 @@
+"""RequestEventLog: what happened to single requests - queued, scheduled, preempted, resumed - until their clients are
+told. Steps without such events pay nothing."""
+
+import struct
+from typing import TypeAlias
+
+from core.batch.request import Request
+from core.batch.table import RequestStart
+from core.scheduling.decisions import Preempted
+from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
+
+#: Number, choice, kind, cause, amount, time.
+_Event: TypeAlias = tuple[int, int, int, int, int, int]
+
+_QUEUED, _SCHEDULED, _PREEMPTED, _RESUMED = map(int, EventKind)
+_FORMATS = "IHBBIq"  # of number, choice, kind, cause, amount, time
+
+
+class RequestEventLog:
+    """Times are of the step in which it happened. That a request was queued is told when it starts: nothing can be
+    shown of it before."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, list[_Event]] = {}  # by client
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    @property
+    def clients(self) -> list[int]:
+        return list(self._events)
+
+    def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
+        """Before has_started of their requests is set."""
+        for start in starts:
+            request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host
+            events, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
+            if request.has_started:
+                events.append((number, choice, _RESUMED, 0, num_found, now_ns))
+            else:
+                events.append((number, choice, _QUEUED, 0, 0, request.arrival_ns))
+                events.append((number, choice, _SCHEDULED, 0, num_found, now_ns))
+
+    def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
+        for request, cause, _, num_swapped in preempted:
+            self._add_preempted(request, EventCause(cause), num_swapped, now_ns)
+
+    def add_hold(self, request: Request, now_ns: int) -> None:
+        """It gives back its row because its client does not read."""
+        self._add_preempted(request, EventCause.HOLD, 0, now_ns)
+
+    def _add_preempted(self, request: Request, cause: EventCause, num_swapped: int, now_ns: int) -> None:
+        event = (request.number, request.choice, _PREEMPTED, int(cause), num_swapped, now_ns)
+        self._events.setdefault(request.client, []).append(event)
+
+    def take(self, client: int) -> RequestEvents | None:
+        """Of this client, since the last time; None for none."""
+        events = self._events.pop(client, None)
+        if events is None:
+            return None
+        columns = zip(_FORMATS, zip(*events, strict=True), strict=True)
+        return RequestEvents(*[struct.pack(f"<{len(events)}{kind}", *column) for kind, column in columns])

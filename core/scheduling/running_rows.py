@@ -1,0 +1,90 @@
+"""RunningRows: running rows get their next tokens and the blocks for them."""
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.scheduling.decisions import Cause
+from core.scheduling.draft import Draft
+from core.scheduling.policies import Policy
+from core.scheduling.preemption import Preemption
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import Ints, Rows
+from ipc.config import EngineConfig
+
+
+class RunningRows:
+    """Rows are served in the policy's order. One that is short of blocks takes them from those served after it; where
+    nobody there may be preempted, it and those after it keep what they have and get tokens for that only: it waits, and
+    the budget goes to those whose end will give it blocks."""
+
+    def __init__(
+        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
+    ) -> None:
+        self._batch = batch
+        self._waiting = waiting
+        self._policy = policy
+        self._preemption = preemption
+        self._long_prefill = config.long_prefill_token_threshold
+
+    def fill(self, draft: Draft) -> None:
+        """Give every running row its tokens, out of the draft's budget."""
+        batch, pool = self._batch, self._batch.pool
+        rows = batch.rows
+        counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
+        if num_needed > pool.num_free or num_tokens == draft.budget:  # who goes first matters
+            rows = self._policy.in_order(rows)
+            counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
+        while num_needed > pool.num_free + pool.num_fenced:
+            victim = self._victim(rows, needs)
+            if victim is None:
+                break
+            self._preemption.preempt(draft, victim, Cause.OLDER)
+            rows = rows[rows != victim]
+            counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
+        if num_needed > pool.num_free:  # blocks come free when fences lift or others end
+            wanted = counts
+            counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget, self._first_short(needs))
+            draft.num_skipped += int(np.count_nonzero((wanted > 0) & (counts == 0)))
+        if num_needed:
+            growing = needs > 0
+            draft.block_ids = pool.allocate(num_needed)
+            draft.block_rows = batch.table.append_blocks(rows[growing], needs[growing], draft.block_ids)
+        draft.rows, draft.counts = rows, counts
+        draft.budget -= num_tokens
+
+    def _demand(self, rows: Rows, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
+        """Tokens for each row, cut where the budget ends, and their sum; blocks that each lacks for them, and their
+        sum. Only the first num_growing rows may lack blocks, where it is given."""
+        table = self._batch.table
+        placeholders = table.num_placeholders[rows]
+        known = table.num_tokens[rows] + placeholders
+        computed = table.num_computed_tokens[rows]
+        wanted = known - computed
+        # A row whose last token is being sampled by a step in flight has nothing left to compute.
+        wanted[(known >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
+        if self._long_prefill and len(rows) + len(self._waiting) > 1:
+            np.minimum(wanted, self._long_prefill, out=wanted)
+        if num_growing is not None:
+            held = rows[num_growing:]
+            room = table.num_blocks[held] * self._batch.block_size - table.num_computed_tokens[held]
+            np.minimum(wanted[num_growing:], room, out=wanted[num_growing:])
+        num_wanted = int(wanted.sum())
+        if num_wanted > budget:
+            wanted, num_wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted), budget
+        needs = np.maximum(self._batch.num_blocks_of(computed + wanted) - table.num_blocks[rows], 0)
+        return wanted, num_wanted, needs, int(needs.sum())
+
+    def _first_short(self, needs: Ints) -> int:
+        return int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
+
+    def _victim(self, rows: Rows, needs: Ints) -> int | None:
+        """Whom the first row that is short of blocks takes them from: somebody served after it, but of its own level
+        nobody who has all the blocks that he can ever need, and so is sure to end and give them back."""
+        table = self._batch.table
+        short = self._first_short(needs)
+        later = rows[short + 1 :]
+        sure = table.num_blocks[later] >= self._batch.num_blocks_at_most(later)
+        candidates = later[~(sure & (table.level[later] == table.level[rows[short]]))]
+        if not len(candidates):
+            return None
+        return int(self._preemption.victims_first(candidates)[0])

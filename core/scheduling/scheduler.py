@@ -1,0 +1,350 @@
+"""Scheduler: which tokens of which requests run in the next step.
+
+There is no prefill phase and no decode phase. A request has num_tokens (prompt, output, and what steps in flight will
+sample) and num_computed_tokens; each step gives it the difference, out of a token budget. Chunked prefill, prefix hits,
+resumption after preemption and plain decode are this one subtraction, done for all running rows as columns.
+Python touches a single request only on an event: it arrives, starts, is preempted, ends.
+
+The parts: policies.py says who goes first, growth.py serves running rows, admission.py starts waiting requests,
+preemption.py makes room, batch.py holds the rows and their blocks.
+"""
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.carried import Carried
+from core.batch.index import RequestIndex
+from core.batch.request import NO_ROW, Request
+from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
+from core.scheduling.admission import Admission
+from core.scheduling.decisions import Decision
+from core.scheduling.draft import Draft, finish_plan
+from core.scheduling.outputs import ClientOutput, OutputCollector
+from core.scheduling.policies import build_policy
+from core.scheduling.preemption import Preemption
+from core.scheduling.running_rows import RunningRows
+from core.scheduling.stats import SchedulerStats
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import Ints, Rows
+from ipc.config import EngineConfig
+from ipc.messages import ErrorCode, FinishReason, PauseMode
+
+
+class Scheduler:
+    """Pure: no tensors, no sockets, no clock (now_ns is handed in), no randomness, no order of sets.
+
+    `schedule` may be called again before the last plan's result is known; `update_from_output` takes the results in
+    step order. Invariants, checked by check_integrity(): every request is in one place; rows are in the policy's
+    order; blocks are owned as the tables say; a plan holds only rows whose blocks cover what it schedules.
+    """
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
+        self.block_size = config.block_size
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
+        self.stats = SchedulerStats()
+        self.outputs = OutputCollector(epoch)
+        self.batch = Batch(config, eos_token_ids)
+        self.table, self.pool = self.batch.table, self.batch.pool
+        self.policy = build_policy(config, self.table)
+        self.waiting = WaitingQueue(self.policy.line)
+        self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
+        self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
+        self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
+        self.starts_alone = not config.enable_chunked_prefill
+        self._fill = self._prompts_first if self.starts_alone else self._running_first
+        self._requests = RequestIndex()
+        self._step = 0
+        self.decision: Decision | None = None  # on the last step
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, choices: list[Request], now_ns: int, deadline_ns: int = 0) -> None:
+        """Queue the choices of one validated message, which share their blocks as far as the prefix cache has them; a
+        number that lives already in the client's session, and one that could never run, are refused to the sender."""
+        client, number = choices[0].client, choices[0].number
+        if self._requests.get(client, number):
+            text = f"request number {number} is still running in this session; numbers are never reused"
+            self.outputs.add_failed(client, number, ErrorCode.ALREADY_EXISTS, text)
+            return
+        if reason := self.admission.never_fits(choices[0]):
+            self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
+            return
+        for request in choices:
+            finish = self.batch.stop_check.finish_of_delivered(request)
+            if finish:  # the client has all of its tokens already
+                self.outputs.add_finish(request, request.num_output_tokens, finish)
+                continue
+            request.arrival_ns = now_ns
+            self._requests.add(request, deadline_ns)
+            if not self.waiting.is_held(client):  # else it arrives with the client's others when the hold ends
+                self.policy.arrive(request)
+            self.batch.prefix_cache.prepare(request)
+            self.waiting.push(request)
+
+    def finish_requests(self, client: int, numbers: list[int], choices: list[int] | None = None) -> None:
+        """Abort these requests of a client, or of each only the choice beside it; what is unknown or finished is
+        ignored."""
+        for index, number in enumerate(numbers):
+            for request in self._requests.get(client, number):
+                if choices is None or request.choice in choices[index : index + 1]:
+                    num_output_tokens = self._num_output_tokens(request)
+                    self._take_out(request)
+                    self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
+
+    def finish_client(self, client: int) -> None:
+        """End all requests of a client that is gone; nothing is reported."""
+        for request in self._requests.of_client(client):
+            self._take_out(request)
+        self.waiting.release(client)
+        self.policy.forget(client)
+
+    def hold_client(self, client: int, now_ns: int = 0) -> None:
+        """The client does not read: its requests wait, and nobody pays for that. Their rows and blocks are given back;
+        the prefix cache remembers the blocks as long as nobody needs the room."""
+        requests = self._requests.of_client(client)
+        for row in [request.row for request in requests if request.row != NO_ROW]:
+            self.preemption.undo_recompute_count(row)
+            request = self.batch.release_to_wait(row)
+            self.outputs.events.add_hold(request, now_ns)
+            self.waiting.push(request)
+        if not self.waiting.is_held(client):
+            for request in requests:
+                self.preemption.end(request)  # the host is for those who go on soon
+                self.policy.end(request)  # who does not read saves up no claim
+        self.waiting.hold(client, requests)
+
+    def release_client(self, client: int, serial: int, now_ns: int = 0) -> int:
+        """The client reads again: its requests queue up as if they came now, with serials from `serial` on. Returns how
+        many they are."""
+        released = self.waiting.release(client)
+        for request in released:
+            request.serial, request.arrival_ns = serial, now_ns
+            serial += 1
+            self.policy.arrive(request)
+            self.waiting.push(request)
+        return len(released)
+
+    def set_weight(self, client: int, weight: float) -> None:
+        """The client's share under policy fair."""
+        self.policy.set_weight(client, weight)
+
+    def find(self, client: int, number: int) -> list[Request]:
+        """The live choices of a request; empty when there are none."""
+        return self._requests.get(client, number)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        return len(self.batch), len(self.waiting)
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """None: there is no pause."""
+        if not self.waiting.is_shut:
+            return None
+        return PauseMode.NEW if self._token_budget else PauseMode.ALL
+
+    @property
+    def running(self) -> Ints:
+        """The rows of running requests, in order of rank and arrival."""
+        return self.batch.rows
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return len(self.batch) > 0 or len(self.waiting) > 0
+
+    @property
+    def has_work(self) -> bool:
+        """False: steps change nothing until a message or a deadline comes."""
+        return self._token_budget > 0 and (len(self.batch) > 0 or self.waiting.num_ready > 0)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let nothing begin, or nothing run; aborts and deadlines end requests all the same. What has begun and was
+        preempted goes on under NEW, as what runs does."""
+        self.waiting.shut()
+        self._token_budget = 0 if mode == PauseMode.ALL else self.max_num_batched_tokens
+
+    def resume(self) -> None:
+        self.waiting.open()
+        self._token_budget = self.max_num_batched_tokens
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what all blocks hold; requests that run keep theirs, and nobody else finds them."""
+        self.pool.forget()
+
+    def take_outputs(self) -> list[ClientOutput]:
+        """What there is to tell without a result: refusals, aborts."""
+        return self.outputs.drain(self._step)
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int) -> SchedulerOutput:
+        """The next plan; empty when there is nothing to run. num_computed_tokens advances here, before it runs."""
+        self._fail_overdue(now_ns)
+        draft = Draft(self._step, now_ns, self._token_budget)
+        self._fill(draft)
+        return self._commit(draft)
+
+    def _running_first(self, draft: Draft) -> None:
+        """Chunked prefill: prompts share the step with whoever runs already."""
+        self._running_rows.fill(draft)
+        self.admission.fill(draft, self.max_num_seqs)
+
+    def _prompts_first(self, draft: Draft) -> None:
+        """No chunked prefill: a step either starts requests, with whole prompts, or serves those that run."""
+        self.admission.fill(draft, self.max_num_seqs)
+        if not draft.starts:
+            self._running_rows.fill(draft)
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
+        """Append the sampled tokens, end what has to end, and return the messages for the clients."""
+        table = self.table
+        step, rows, tenancies = self.batch.in_flight.popleft()
+        assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
+        self.pool.lift_fences(step)
+        live = table.tenancy[rows] == tenancies  # the others were aborted or preempted meanwhile
+        tokens = output.token_ids
+        if output.logprobs is not None:
+            reported = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
+            self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+        sampled = live & (tokens >= 0)
+        if np.count_nonzero(sampled) < len(rows):
+            self._fail_rows(rows[live & (tokens == FAILED_TOKEN)])
+            sampled &= table.tenancy[rows] == tenancies  # the other choices of what has failed are gone too
+            rows, tokens = rows[sampled], tokens[sampled]
+        lengths = table.append_tokens(rows, tokens)
+        finish, by_stop_token = self.batch.stop_check(rows, tokens, lengths)
+        positions = lengths - 1 - table.num_prompt_tokens[rows]
+        self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token)
+        self.stats.num_generation_tokens += len(rows)
+        if np.count_nonzero(finish):
+            self._end(rows[finish > 0])
+        return self.outputs.drain(step)
+
+    def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
+        """(client, number, choice) of each row."""
+        return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
+
+    def _commit(self, draft: Draft) -> SchedulerOutput:
+        table = self.table
+        if draft.preempted:
+            self.outputs.events.add_preempted(draft.preempted, draft.now_ns)
+        rows, counts = draft.rows, draft.counts
+        if np.count_nonzero(counts) < len(rows):
+            rows, counts = rows[counts > 0], counts[counts > 0]
+        self.policy.serve(rows, counts)
+        if draft.starts:
+            rows = np.concatenate([rows, self._launch(draft)])
+            counts = np.concatenate([counts, np.array([start.num_tokens for start in draft.starts])])
+        self.decision = self._decision(draft, rows, counts)
+        self.stats.count_decision(self.decision)
+        if not len(rows):
+            return finish_plan(draft, rows, counts, Carried())  # does not run: the next one that does tells the rest
+        self._step += 1
+        ends = table.num_computed_tokens[rows] + counts
+        table.num_computed_tokens[rows] = ends
+        table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
+        self.batch.prefix_cache.name_full_blocks(rows, ends)
+        self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
+        self.stats.count_step(rows, counts, self.pool)
+        carried, self.batch.carried = self.batch.carried, Carried()
+        self.preemption.swap_space.end_plan()
+        return finish_plan(draft, rows, counts, carried)
+
+    def _launch(self, draft: Draft) -> Ints:
+        """Give the starting requests their rows, and tell of it."""
+        rows = self.batch.launch(draft.starts)
+        for row, start in zip(rows.tolist(), draft.starts, strict=True):
+            request = start.request
+            draft.added.append(
+                NewRow(
+                    row,
+                    request.token_ids,
+                    request.num_prompt_tokens,
+                    start.num_computed_tokens,
+                    start.block_ids,
+                    request.params,
+                    request.seed,
+                    request.choice,
+                )
+            )
+        self.outputs.add_starts(draft.starts, draft.now_ns)
+        self.stats.count_starts(draft.starts)
+        for start in draft.starts:
+            start.request.has_started = True
+        return rows
+
+    def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
+        return Decision(
+            draft.step,
+            draft.now_ns,
+            rows,
+            counts,
+            len(draft.starts),
+            draft.num_skipped,
+            draft.preempted,
+            draft.examined,
+            len(self.waiting),
+            draft.budget,
+            self.pool.num_free,
+        )
+
+    # --- ends ----------------------------------------------------------------------------------------------------
+
+    def _fail_rows(self, rows: Rows) -> None:
+        """Requests whose logits were not finite fail alone; nobody is to find what they have stored."""
+        for row in rows.tolist():
+            self.pool.forget_names(self.table.block_ids(row))
+        for row in rows.tolist():
+            request = self.table.request[row]
+            if request is None:  # another choice of its request has failed before it
+                continue
+            text = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
+            self._fail(request, ErrorCode.INTERNAL, text)
+
+    def _fail_overdue(self, now_ns: int) -> None:
+        for request in self._requests.pop_overdue(now_ns):
+            if not request.is_finished:  # with another choice of it
+                self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+    def _fail(self, request: Request, code: ErrorCode, text: str) -> None:
+        """With all choices of its number."""
+        for choice in self._requests.get(request.client, request.number):
+            self._take_out(choice)
+        self.outputs.add_failed(request.client, request.number, code, text)
+
+    def _take_out(self, request: Request) -> None:
+        """The request leaves the scheduler, wherever it is."""
+        if request.row == NO_ROW:
+            self.waiting.discard(request)
+            self.preemption.end(request)
+        else:
+            self.preemption.undo_recompute_count(request.row)
+            self.batch.release(np.array([request.row]))
+        self._forget([request])
+
+    def _end(self, rows: Rows) -> None:
+        """The requests of these rows have all their tokens."""
+        self._forget(self.batch.release(rows))
+        self.stats.num_finished += len(rows)
+
+    def _forget(self, requests: list[Request]) -> None:
+        end, is_held = self.policy.end, self.waiting.is_held
+        for request in requests:
+            request.is_finished = True
+            if not is_held(request.client):
+                end(request)
+        self._requests.remove(requests)
+
+    def _num_output_tokens(self, request: Request) -> int:
+        if request.row == NO_ROW:
+            return request.num_output_tokens
+        return int(self.table.num_tokens[request.row]) - request.num_prompt_tokens
+
+    def check_integrity(self) -> None:
+        """AssertionError with the numbers when anything disagrees with anything."""
+        self.batch.check_integrity()
+        counts = (len(self._requests), len(self.batch), len(self.waiting))
+        assert counts[0] == counts[1] + counts[2], f"(live, running, waiting) = {counts}"
+        swapped = [request.swapped.slots for request in self._requests.all() if request.swapped is not None]
+        self.preemption.swap_space.check_integrity(swapped)

@@ -1,0 +1,89 @@
+"""VirtualTime: how much each client has been served, in tokens divided by its weight.
+
+The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a client that comes
+back after a pause is lifted to the least served of those at work, so that nobody saves up a claim.
+"""
+
+import numpy as np
+
+from ipc.arrays import Ints
+
+#: Virtual time of one token at weight 1. Integers: sums are exact, and the same in every process.
+TOKEN = 1 << 16
+
+
+class VirtualTime:
+    """Only clients with live requests count as present. A client's slot is an index into the columns."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._times = np.zeros(16, np.int64)
+        self._costs = np.full(16, TOKEN, np.int64)  # virtual time of one token
+        self._num_present = np.zeros(16, np.int64)  # live requests
+        self._latest = 0  # the least time of those present when there were any
+
+    def of(self, client: int) -> int:
+        return int(self._times[self._slots[client]])
+
+    def set_weight(self, client: int, weight: float) -> None:
+        """weight > 0: its share against clients of weight 1."""
+        self._costs[self._slot(client)] = max(1, round(TOKEN / weight))
+
+    def enter(self, client: int) -> int:
+        """A request of this client arrives; returns the client's slot."""
+        slot = self._slot(client)
+        if not self._num_present[slot]:
+            present = self._times[self._num_present > 0]
+            if len(present):
+                self._latest = int(present.min())
+            self._times[slot] = max(int(self._times[slot]), self._latest)
+        self._num_present[slot] += 1
+        return slot
+
+    def leave(self, client: int) -> None:
+        """One of its requests has ended."""
+        slot = self._slots[client]
+        self._num_present[slot] -= 1
+        if not self._num_present.any():
+            self._latest = max(self._latest, int(self._times[slot]))
+
+    def forget(self, client: int) -> None:
+        """The client is gone, and its requests are."""
+        slot = self._slots.get(client)
+        if slot is not None:
+            assert not self._num_present[slot], f"client {client} has {self._num_present[slot]} requests"
+            del self._slots[client]
+            self._times[slot], self._costs[slot] = 0, TOKEN
+            self._free.append(slot)
+
+    def charge(self, clients: Ints, counts: Ints) -> None:
+        """counts[i] tokens for clients[i]; a client may stand in it many times."""
+        tokens = np.bincount(self._slots_of(clients), counts, len(self._times)).astype(np.int64)
+        self._times += tokens * self._costs
+
+    def charge_one(self, client: int, count: int) -> None:
+        slot = self._slots[client]
+        self._times[slot] += count * self._costs[slot]
+
+    def at(self, clients: Ints) -> Ints:
+        """Their times."""
+        return self._times[self._slots_of(clients)]
+
+    def _slots_of(self, clients: Ints) -> Ints:
+        """Python once for each client that occurs, not for each row."""
+        different, index = np.unique(clients, return_inverse=True)
+        return np.array([self._slots[client] for client in different.tolist()], np.int64)[index]
+
+    def _slot(self, client: int) -> int:
+        slot = self._slots.get(client)
+        if slot is None:
+            if not self._free:
+                size = len(self._slots)
+                if size == len(self._times):
+                    self._times = np.concatenate([self._times, np.zeros(size, np.int64)])
+                    self._costs = np.concatenate([self._costs, np.full(size, TOKEN, np.int64)])
+                    self._num_present = np.concatenate([self._num_present, np.zeros(size, np.int64)])
+                self._free.append(size)
+            slot = self._slots[client] = self._free.pop()
+        return slot

@@ -1,0 +1,141 @@
+"""The orders in which requests wait: one line for all, or a line per client of which the least served goes first."""
+
+import heapq
+
+from core.batch.request import Request
+from core.scheduling.virtual_time import VirtualTime
+
+#: Left-over entries a line may hold beside as many as wait.
+_MAX_SPARE = 64
+
+
+class Line:
+    """By (rank, serial). push and pop are O(log n); discard is O(1) amortized: it leaves the entry behind."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int, Request]] = []
+        self._num_pushed = 0  # tickets given out
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, request: Request) -> None:
+        self._num_pushed += 1
+        request.ticket = self._num_pushed
+        heapq.heappush(self._heap, (request.rank, request.serial, request.ticket, request))
+        self._length += 1
+
+    def discard(self, request: Request) -> None:
+        """The request, which waits here, does so no longer."""
+        request.ticket = 0
+        self._length -= 1
+        if len(self._heap) > 2 * self._length + _MAX_SPARE:
+            self._heap = [entry for entry in self._heap if entry[2] == entry[3].ticket]
+            heapq.heapify(self._heap)
+
+    def peek(self) -> Request | None:
+        """The first."""
+        heap = self._heap
+        while heap and heap[0][2] != heap[0][3].ticket:
+            heapq.heappop(heap)
+        return heap[0][3] if heap else None
+
+    def pop(self) -> Request | None:
+        """Take the first out of the line."""
+        while self._heap:
+            _, _, ticket, request = heapq.heappop(self._heap)
+            if ticket == request.ticket:
+                request.ticket = 0
+                self._length -= 1
+                return request
+        return None
+
+    def first(self, count: int) -> list[Request]:
+        """The first `count`, in order; O(n log count)."""
+        live = (entry for entry in self._heap if entry[2] == entry[3].ticket)
+        return [entry[3] for entry in heapq.nsmallest(count, live)]
+
+    def position(self, request: Request) -> int:
+        """How many are before this one, which waits here; O(n)."""
+        key = (request.rank, request.serial)
+        return sum(entry[:2] < key and entry[2] == entry[3].ticket for entry in self._heap)
+
+    def in_order(self) -> list[Request]:
+        """All of them; O(n log n)."""
+        return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3]) if entry[2] == entry[3].ticket]
+
+
+class FairLine:
+    """A line per client; the client that has been served least, in virtual time, goes first, ties by client."""
+
+    def __init__(self, times: VirtualTime) -> None:
+        self._times = times
+        self._lines: dict[int, Line] = {}
+        self._heap: list[tuple[int, int]] = []  # (virtual time when entered, client); one entry for each line
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, request: Request) -> None:
+        line = self._lines.get(request.client)
+        if line is None:
+            line = self._lines[request.client] = Line()
+            heapq.heappush(self._heap, (self._times.of(request.client), request.client))
+        line.push(request)
+        self._length += 1
+
+    def discard(self, request: Request) -> None:
+        self._lines[request.client].discard(request)
+        self._length -= 1
+
+    def peek(self) -> Request | None:
+        heap = self._heap
+        while heap:
+            time, client = heap[0]
+            first = self._lines[client].peek()
+            if first is None:
+                del self._lines[client]
+                heapq.heappop(heap)
+            elif (now := self._times.of(client)) != time:
+                heapq.heapreplace(heap, (now, client))
+            else:
+                return first
+        return None
+
+    def pop(self) -> Request | None:
+        first = self.peek()
+        if first is not None:
+            self._lines[first.client].pop()
+            self._length -= 1
+        return first
+
+    def in_order(self) -> list[Request]:
+        """All of them, as if nobody were served meanwhile; O(n log n)."""
+        return [request for client in self._clients() for request in self._lines[client].in_order()]
+
+    def first(self, count: int) -> list[Request]:
+        """The first `count`, as if nobody were served meanwhile."""
+        requests: list[Request] = []
+        for client in self._clients():
+            if len(requests) >= count:
+                break
+            requests += self._lines[client].first(count - len(requests))
+        return requests
+
+    def position(self, request: Request) -> int:
+        """How many are before this one, which waits here, as if nobody were served meanwhile."""
+        before = self._lines[request.client].position(request)
+        for client in self._clients():
+            if client == request.client:
+                break
+            before += len(self._lines[client])
+        return before
+
+    def _clients(self) -> list[int]:
+        """Of the lines, the least served first."""
+        return sorted((client for client in self._lines if len(self._lines[client])), key=self._place)
+
+    def _place(self, client: int) -> tuple[int, int]:
+        return self._times.of(client), client

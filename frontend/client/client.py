@@ -1,0 +1,400 @@
+"""EngineClient: one session with an engine. It submits requests, feeds the journal, and answers typed calls.
+
+Threads: any may submit, wait, read and call. What arrives is applied by the transport's thread, which wakes waiting
+threads and listeners once per received batch, and only for news somebody waits for (a finish, or tokens of a streaming
+request). Everything toward the engine is encoded by the thread that asks for it.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import assert_never
+
+import msgspec
+import numpy as np
+
+from frontend.client.errors import fresh, refusal, request_error
+from frontend.client.journal import Journal, Progress
+from frontend.client.kv_event_stream import KVEventStream
+from frontend.client.transport import Transport
+from frontend.client.typed_calls import TypedCalls
+from ipc.arrays import Ints
+from ipc.errors import (
+    CallFailedError,
+    EngineCoreError,
+    EngineDeadError,
+    HandshakeError,
+    InvalidRequestError,
+    RequestFailedError,
+)
+from ipc.messages import (
+    MAX_ABORTED,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Abort,
+    AddRequest,
+    CallDone,
+    CallFailed,
+    CallResult,
+    ClientMessage,
+    EngineStopping,
+    ErrorCode,
+    FinishReason,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    ModelInformation,
+    Outputs,
+    Refused,
+    RequestFailed,
+    ServerMessage,
+    Statistics,
+    TokenizerFiles,
+    Welcome,
+    decode_server_message,
+    encode,
+)
+from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import SCHEDULING_MINOR, Explain, Explanation, FollowKVEvents, KVEvents, UnfollowKVEvents
+
+_MAX_NUMBER = 2**32 - 1
+_SCHEDULING_CALLS = (Explain, FollowKVEvents, UnfollowKVEvents)
+_LOST = "the connection to the engine was lost and is being made again; try again"
+
+
+class EngineClient(TypedCalls):
+    """A session over a transport, open when the constructor returns.
+
+    hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: of the engine's
+    owner, who alone may pause, resume, drain and shut down.
+    A transport that connects again after a loss finds the session going on: what had not finished is submitted again
+    with the tokens that were delivered, so no token is lost, doubled or different.
+    Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
+    EngineDeadError once the engine or the session has ended, and EngineCoreError in a forked child.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        name: str = "",
+        owner_token: bytes = b"",
+        hello_timeout: float = 10.0,
+        call_timeout: float = 30.0,
+    ) -> None:
+        self._transport = transport
+        self._call_timeout = call_timeout
+        self._pid = os.getpid()
+        self._hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}", b"", owner_token)
+        self._is_connected = False  # a Hello of the present connection was answered
+        self._changed = threading.Condition()  # owns all below; taken before the transport's lock
+        self._submitting = threading.RLock()  # keeps numbers in order on the wire; taken before _changed
+        self._journal = Journal()
+        self._next_number = 0
+        self._calls: dict[int, Future[CallResult]] = {}
+        self._call_numbers = itertools.count(1)
+        self._listeners: list[Callable[[], None]] = []
+        self._kv_events: KVEventStream | None = None
+        self._error: EngineCoreError | None = None
+        self._welcome: Future[Welcome] = Future()
+        transport.start(self._on_frames, self._on_dead, self._on_lost)
+        try:
+            transport.send(encode(self._hello))
+            self.welcome = self._welcome.result(hello_timeout)
+        except FutureTimeoutError:
+            transport.close()
+            raise EngineDeadError(
+                f"no engine answered within {hello_timeout:g} s; is one running at this address?"
+            ) from None
+        except BaseException:
+            transport.close()
+            raise
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int | Callable[[int], int],
+        priority: int = 0,
+        cache_salt: str = "",
+        deadline_ms: int = 0,
+        streaming: bool = False,
+    ) -> int:
+        """Submit a request and return its number; it stays in the journal until discard().
+
+        seed: uint64, or a function of the number that gives it. streaming: wake consumers for its tokens too, not only
+        when it finishes. Errors: InvalidRequestError when the message is too long for the engine; RequestFailedError
+        when too much waits to be sent.
+        """
+        self._check()
+        prompt = np.asarray(prompt_token_ids, "<i4").tobytes()
+        with self._submitting:
+            number = self._next_number
+            assert number <= _MAX_NUMBER, number
+            key = seed if isinstance(seed, int) else seed(number)
+            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt)
+            frame = encode(request)
+            if len(frame) > self.welcome.limits.max_message_bytes:
+                raise InvalidRequestError(
+                    f"a request of {len(frame)} bytes (prompt: {len(prompt)}) is too long; the engine takes "
+                    f"{self.welcome.limits.max_message_bytes}"
+                )
+            with self._changed:
+                self.raise_if_ended()
+                self._next_number = number + 1
+                self._journal.add(request, streaming=streaming, now=time.monotonic())
+                try:
+                    self._send(frame)
+                except BaseException:
+                    self._journal.remove(number)
+                    raise
+        return number
+
+    def wait(self, numbers: Ints, timeout: float | None = None) -> Ints:
+        """Those of `numbers` (int64) with news, waiting until there is one; empty after `timeout` seconds.
+
+        Errors: EngineDeadError when the session has ended and none of them has news left.
+        """
+        self._check_process()
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not len(ready := self._journal.take_ready(numbers)):
+                self.raise_if_ended()
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            return ready
+
+    def take_ready(self) -> Ints:
+        """Numbers of all requests with news not taken yet; for listeners."""
+        with self._changed:
+            return self._journal.take_ready()
+
+    def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
+        """What is known of a choice of a request that was not discarded, with its tokens from output position `start`
+        on."""
+        with self._changed:
+            return self._journal.read(number, start, choice)
+
+    def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
+        """Ask the engine to stop these, or only the choice beside each; what still runs finishes with ABORT."""
+        self._check()
+        column, beside = np.fromiter(numbers, "<u4"), np.array(choices, "<u2")
+        with self._changed:
+            self._journal.mark_aborted(column.tolist(), choices)
+            for at in range(0, len(column), MAX_ABORTED):
+                part = slice(at, at + MAX_ABORTED)
+                self._send(encode(Abort(column[part].tobytes(), beside[part].tobytes())))
+
+    def discard(self, numbers: Iterable[int]) -> None:
+        """Forget these requests, and stop those that run: what still arrives for them is dropped. Never raises for an
+        engine that is gone."""
+        if os.getpid() != self._pid:
+            return  # a thread that was not forked may hold the lock
+        with self._changed:
+            running = [number for number in numbers if self._journal.remove(number)]
+        with contextlib.suppress(EngineDeadError, HandshakeError):
+            self.abort(running)
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` from the transport's thread once per batch with news, and when the session ends."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    @property
+    def error(self) -> EngineCoreError | None:
+        """Why the session has ended; None while it is open."""
+        return self._error
+
+    def raise_if_ended(self) -> None:
+        """Errors: the reason why the session has ended, if it has."""
+        if self._error is not None:
+            raise fresh(self._error)
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted and not discarded."""
+        return self._journal.num_live
+
+    def close(self) -> None:
+        """Say goodbye and end the session; whoever waits gets EngineDeadError. Does nothing the second time."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed, contextlib.suppress(RequestFailedError):  # it does not read; it will see the end
+            if self._error is None:
+                self._send(encode(Goodbye()))
+        self._end(EngineDeadError("this client was closed"))
+        self._transport.close()
+
+    def call(self, make: Callable[[int], ClientMessage], name: str, timeout: float | None) -> CallResult:
+        self._check()
+        limit = self._call_timeout if timeout is None else timeout
+        number, future = next(self._call_numbers), Future[CallResult]()
+        message = make(number)
+        if isinstance(message, _SCHEDULING_CALLS) and self.welcome.minor < SCHEDULING_MINOR:
+            theirs, needed = f"{self.welcome.major}.{self.welcome.minor}", f"{PROTOCOL_MAJOR}.{SCHEDULING_MINOR}"
+            raise CallFailedError(f"{name}: the engine speaks protocol {theirs}; this needs {needed}")
+        try:
+            with self._changed:
+                self.raise_if_ended()
+                if not self._is_connected:
+                    raise CallFailedError(f"{name}: {_LOST}")
+                self._calls[number] = future
+                self._send(encode(message))
+            return future.result(limit)
+        except FutureTimeoutError:
+            raise CallFailedError(f"the engine did not answer {name} within {limit:g} s") from None
+        finally:
+            with self._changed:
+                self._calls.pop(number, None)
+
+    def follow_kv_events(self) -> KVEventStream:
+        """What the engine's prefix cache holds, and every change. One stream at a time; the one before is closed."""
+        if self._kv_events is not None:
+            self._kv_events.close()
+        stream = self._kv_events = KVEventStream(self)
+        try:
+            self.begin_kv_events()
+        except BaseException:
+            self._kv_events = None
+            raise
+        return stream
+
+    def _send(self, frame: bytes) -> None:
+        """Under the lock. Without a connection nothing is sent: the journal has what the next one needs."""
+        if self._is_connected:
+            self._transport.send(frame)
+
+    def _check(self) -> None:
+        self._check_process()
+        self.raise_if_ended()
+
+    def _check_process(self) -> None:
+        """Refuse another process's client: after a fork its socket and thread are the parent's."""
+        if os.getpid() != self._pid:
+            raise EngineCoreError(
+                f"this client belongs to process {self._pid} and was used in {os.getpid()}; make a new one after a fork"
+            )
+
+    # --- the transport's thread ---------------------------------------------------------------------------------
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        messages = [decode_server_message(frame) for frame in frames]
+        now = time.monotonic()
+        with self._changed:
+            news = False
+            for message in messages:
+                news |= self._apply(message, now)
+            if news:
+                self._changed.notify_all()
+        if news:
+            self._notify_listeners()
+
+    def _on_dead(self, reason: str) -> None:
+        self._end(EngineDeadError(reason))
+
+    def _apply(self, message: ServerMessage, now: float) -> bool:
+        """Enter one message; whether it is news to a waiting consumer."""
+        match message:
+            case Outputs():
+                if message.epoch != self.welcome.epoch:
+                    return False
+                return self._journal.any_ready(self._journal.apply(message, now))
+            case RequestFailed():
+                return self._journal.fail(message.number, request_error(message), now)
+            case KVEvents():
+                if self._kv_events is not None:
+                    self._kv_events.put(message)
+                return False
+            case TokenizerFiles() | Statistics() | ModelInformation() | Explanation() | CallDone() | CallFailed():
+                future = self._calls.pop(message.call, None)
+                if future is not None:
+                    future.set_result(message)
+                return False
+            case Welcome():
+                return self._open(message, now)
+            case Refused():
+                ended = EngineDeadError(f"the engine ended this session: {message.message}")
+                self._end(ended if self._welcome.done() else refusal(message))
+                return False
+            case EngineStopping():
+                self._end(EngineDeadError(f"the engine stopped{': ' if message.error else ''}{message.error}"))
+                return False
+            case _:
+                assert_never(message)
+
+    def _open(self, welcome: Welcome, now: float) -> bool:
+        if self._is_connected:
+            return False
+        if welcome.major != PROTOCOL_MAJOR:
+            self._end(refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
+            return False
+        is_first = not self._welcome.done()
+        if not is_first and welcome.engine_id != self.welcome.engine_id:
+            self._end(EngineDeadError("the engine was restarted while the connection was lost; requests are lost"))
+            return False
+        self.welcome = welcome
+        self._is_connected = True
+        self._hello = msgspec.structs.replace(self._hello, session_token=welcome.session_token)
+        self._transport.keep_alive(encode(Heartbeat()), welcome.limits.heartbeat_ms / 1000)
+        if is_first:
+            self._welcome.set_result(welcome)
+            return False
+        if self._kv_events is not None and self._kv_events.is_open:
+            self._transport.send(encode(FollowKVEvents(next(self._call_numbers))))
+        return self._submit_again(now)
+
+    def _submit_again(self, now: float) -> bool:
+        """After a loss: what has not finished goes on in the new session; whether there is news."""
+        news = False
+        for number in self._journal.unfinished().tolist():
+            if self._journal.is_aborted(number):
+                news |= self._journal.finish(number, FinishReason.ABORT, now)
+                continue
+            frames = [encode(message) for message in self._journal.resubmission(number, now)]
+            try:
+                if len(frames[0]) > self.welcome.limits.max_message_bytes:
+                    raise RequestFailedError("the connection was lost and the request has become too long to go on")
+                for frame in frames:
+                    self._transport.send(frame)
+            except RequestFailedError as error:
+                news |= self._journal.fail(number, error, now)
+        return news
+
+    def _on_lost(self) -> bytes:
+        """The connection is gone; the first frame for the next one. Calls are not repeated."""
+        with self._changed:
+            self._is_connected = False
+            calls, self._calls = self._calls, {}
+            for future in calls.values():
+                future.set_exception(CallFailedError(_LOST))
+            return encode(self._hello)
+
+    def _end(self, error: EngineCoreError) -> None:
+        """The session is over: fail everybody who waits. Only the first reason counts."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            calls, self._calls = self._calls, {}
+            for future in calls.values():
+                future.set_exception(fresh(error))
+            if not self._welcome.done():
+                self._welcome.set_exception(fresh(error))
+            self._changed.notify_all()
+        self._notify_listeners()
+
+    def _notify_listeners(self) -> None:
+        for listener in self._listeners:
+            listener()
+        if self._error is not None and self._kv_events is not None:
+            self._kv_events.wake()

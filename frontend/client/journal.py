@@ -1,0 +1,372 @@
+"""The journal: all a client knows of its live requests, one row per choice, fed by the engine's output columns.
+
+It holds every request as submitted and every token received, so it is enough to go on from when an engine is lost.
+Applying a batch of outputs is a handful of column operations; Python touches a single request only when it is added,
+stopped by a token, failed or removed. Owner and lock: frontend/client/client.py.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from frontend.client.output_columns import OutputColumns, columns_of
+from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
+from frontend.client.request_events import RequestEvent, read_events
+from ipc.arrays import AnyInts, Int32s, Ints
+from ipc.errors import EngineCoreError, MalformedMessageError
+from ipc.messages import Abort, AddRequest, FinishReason, Outputs
+from ipc.paged_rows import PagedRows
+
+_PAGE_SIZE = 64  # tokens
+_SIBLINGS_PAGE = 4  # rows
+_FIRST_ROWS = 64
+_NO_STOP_TOKEN = -1
+
+
+class Progress(NamedTuple):
+    """A request's state at one moment, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
+
+    token_ids: Int32s
+    finish: FinishReason
+    stop_token: int | None
+    num_cached_tokens: int
+    arrival_time: float
+    first_token_time: float
+    last_token_time: float
+    finished_time: float
+    error: EngineCoreError | None  # why the engine refused or gave up the request
+    logprobs: ReceivedLogprobs | None = None  # at least those of the tokens; None where none were asked for
+    events: tuple[RequestEvent, ...] = ()  # of all choices of the request
+
+
+class Journal:
+    """One session's live requests in columns; see the module's text."""
+
+    def __init__(self) -> None:
+        self.num_live = 0
+        self._tokens = PagedRows(_FIRST_ROWS, _PAGE_SIZE)
+        self._requests: list[AddRequest | None] = [None] * _FIRST_ROWS
+        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._errors: dict[int, EngineCoreError] = {}  # by row
+        self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
+        self._events: dict[int, list[RequestEvent]] = {}  # by row of the first choice
+        self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # of a first choice with others: rows of all choices
+        self._num_choices = np.zeros(_FIRST_ROWS, np.int64)  # of first choices
+        self._first = np.zeros(_FIRST_ROWS, np.int64)  # row of the first choice of the row's request
+        self._number = np.full(_FIRST_ROWS, -1, np.int64)
+        self._num_delivered = np.zeros(_FIRST_ROWS, np.int64)
+        self._num_cached_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        self._finish = np.zeros(_FIRST_ROWS, np.uint8)
+        self._stop_token = np.full(_FIRST_ROWS, _NO_STOP_TOKEN, np.int64)
+        self._aborted = np.zeros(_FIRST_ROWS, np.bool_)  # the engine was asked to abort it
+        self._streaming = np.zeros(_FIRST_ROWS, np.bool_)
+        self._ready = np.zeros(_FIRST_ROWS, np.bool_)  # has news its consumer waits for and has not taken
+        self._arrival_time = np.zeros(_FIRST_ROWS)
+        self._first_token_time = np.zeros(_FIRST_ROWS)
+        self._last_token_time = np.zeros(_FIRST_ROWS)
+        self._finished_time = np.zeros(_FIRST_ROWS)
+        self._seat = np.zeros(_FIRST_ROWS, np.int64)  # scratch of apply
+        # Row of number _first_number + i at [1 + i], -1 = not live; a -1 at either end is where clipped look-ups land.
+        self._row_of = np.full(66, -1, np.int64)
+        self._first_number = 0
+
+    # --- events: one request ------------------------------------------------------------------------------------
+
+    def add(self, request: AddRequest, *, streaming: bool, now: float) -> int:
+        """Enter a request under its number, which must be above all numbers before it. Returns the row of its first
+        choice."""
+        while len(self._free) < request.params.n:
+            self._grow_rows()
+        rows = [self._free.pop() for _ in range(request.params.n)]
+        row = rows[0]
+        slot = self._slot_for(request.number)
+        assert self._row_of[slot] == -1, (request.number, int(self._row_of[slot]))
+        self._row_of[slot] = row
+        self._requests[row] = request
+        self._num_choices[row] = len(rows)
+        if len(rows) > 1:
+            self._siblings.extend(row, 0, np.array(rows))
+        self._first[rows] = row
+        self._number[rows] = request.number
+        self._streaming[rows] = streaming
+        self._arrival_time[rows] = now
+        if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+            num_prompt_tokens = len(request.prompt_token_ids) // 4
+            self._logprobs |= {each: ReceivedLogprobs(num_prompt_tokens) for each in rows}
+        self.num_live += 1
+        return row
+
+    def fail(self, number: int, error: EngineCoreError, now: float) -> bool:
+        """The engine gave the request up; its tokens stay readable. False when it is not live or has finished."""
+        rows = [row for row in self._rows_of_request(number) if not self._finish[row]]
+        if not rows:
+            return False
+        self._errors |= dict.fromkeys(rows, error)
+        return self.finish(number, FinishReason.ABORT, now)
+
+    def finish(self, number: int, reason: FinishReason, now: float) -> bool:
+        """The request ends without another word of the engine. False when it is not live or has finished."""
+        rows = [row for row in self._rows_of_request(number) if not self._finish[row]]
+        if not rows:
+            return False
+        self._finish[rows] = reason
+        self._finished_time[rows] = now
+        self._ready[self._first[rows]] = True
+        return True
+
+    def is_aborted(self, number: int) -> bool:
+        """Whether the engine was asked to abort all of it that had not finished."""
+        return all(self._aborted[row] or self._finish[row] for row in self._rows_of_request(number))
+
+    def resubmission(self, number: int, now: float) -> list[AddRequest | Abort]:
+        """The request, to go on after the tokens that were delivered, within what is left of its deadline; an Abort of
+        the choices that were aborted by themselves, as stop strings do."""
+        rows, request = self._rows_of_request(number), self.request(number)
+        delivered = [self._tokens.read(row, 0, int(self._num_delivered[row])) for row in rows]
+        left_ms = request.deadline_ms - int((now - self._arrival_time[rows[0]]) * 1000)
+        again = msgspec.structs.replace(
+            request,
+            delivered=[tokens.astype("<i4", copy=False).tobytes() for tokens in delivered],
+            deadline_ms=max(1, left_ms) if request.deadline_ms else 0,
+        )
+        aborted = np.flatnonzero(self._aborted[rows])
+        if not len(aborted):
+            return [again]
+        return [again, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]
+
+    def remove(self, number: int) -> bool:
+        """Forget a request; what still arrives for it is dropped. Returns whether it was known and unfinished."""
+        rows = self._rows_of_request(number)
+        if not rows:
+            return False
+        unfinished = not self._finish[rows].all()
+        self._row_of[number - self._first_number + 1] = -1
+        self._requests[rows[0]] = None
+        self._siblings.clear(rows[0])
+        for row in rows:
+            self._clear(row)
+        self._free.extend(reversed(rows))
+        self.num_live -= 1
+        return unfinished
+
+    def _clear(self, row: int) -> None:
+        self._tokens.clear(row)
+        self._errors.pop(row, None)
+        self._logprobs.pop(row, None)
+        self._events.pop(row, None)
+        self._number[row] = -1
+        for column in (self._num_delivered, self._num_cached_tokens, self._finish):
+            column[row] = 0
+        for flags in (self._aborted, self._streaming, self._ready):
+            flags[row] = False
+        for times in (self._first_token_time, self._last_token_time, self._finished_time):
+            times[row] = 0.0
+        self._stop_token[row] = _NO_STOP_TOKEN
+
+    def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
+        """The state of one of the request's choices, with its tokens from output position `start` on."""
+        row = self.row(number, choice)
+        assert row >= 0, f"request {number} is not in the journal"
+        stop_token = int(self._stop_token[row])
+        return Progress(
+            token_ids=self._tokens.read(row, start, int(self._num_delivered[row])),
+            finish=FinishReason(int(self._finish[row])),
+            stop_token=None if stop_token == _NO_STOP_TOKEN else stop_token,
+            num_cached_tokens=int(self._num_cached_tokens[self._first[row]]),
+            arrival_time=float(self._arrival_time[row]),
+            first_token_time=float(self._first_token_time[row]),
+            last_token_time=float(self._last_token_time[row]),
+            finished_time=float(self._finished_time[row]),
+            error=self._errors.get(row),
+            logprobs=self._logprobs.get(row),
+            events=tuple(self._events.get(int(self._first[row]), ())),
+        )
+
+    def row(self, number: int, choice: int = 0) -> int:
+        """The row of one of the request's choices, -1 when it is not live."""
+        slot = number - self._first_number + 1
+        row = int(self._row_of[slot]) if 0 < slot < len(self._row_of) else -1
+        return row if row < 0 or choice == 0 else self._rows_of_request(number)[choice]
+
+    def _rows_of_request(self, number: int) -> list[int]:
+        """Of all choices; empty when it is not live."""
+        row = self.row(number)
+        if row < 0 or self._num_choices[row] == 1:
+            return [row] if row >= 0 else []
+        rows: list[int] = self._siblings.read(row, 0, int(self._num_choices[row])).tolist()
+        return rows
+
+    def request(self, number: int) -> AddRequest:
+        """The request as it was submitted."""
+        request = self._requests[self.row(number)] if self.row(number) >= 0 else None
+        assert request is not None, f"request {number} is not in the journal"
+        return request
+
+    # --- columns ------------------------------------------------------------------------------------------------
+
+    def rows_of(self, numbers: AnyInts, choices: Ints | None = None) -> Ints:
+        """The rows of these requests' choices (None = the first), -1 where one is not live. Errors:
+        MalformedMessageError for a choice that a request has not."""
+        slots = numbers.astype(np.int64) - (self._first_number - 1)
+        rows: Ints = self._row_of.take(slots, mode="clip")
+        if choices is None:
+            return rows
+        others = np.flatnonzero((choices > 0) & (rows >= 0))
+        first, choice = rows[others], choices[others]
+        if (choice >= self._num_choices[first]).any():
+            raise MalformedMessageError("an output row is of a choice that its request has not")
+        rows[others] = self._siblings.get(first, choice)
+        return rows
+
+    def take_ready(self, numbers: Ints | None = None) -> Ints:
+        """Numbers (of these, or of all) with news not taken yet: finished, or new tokens while streaming."""
+        rows = np.flatnonzero(self._ready) if numbers is None else self.rows_of(numbers)
+        rows = rows[(rows >= 0) & self._ready[rows]]
+        self._ready[rows] = False
+        return self._number[rows]
+
+    def mark_aborted(self, numbers: Sequence[int], choices: Sequence[int]) -> None:
+        """The engine is asked to abort these, or only the choice beside each; it will not be given them again."""
+        if len(choices):
+            rows = [self.row(number, choice) for number, choice in zip(numbers, choices, strict=True)]
+        else:
+            rows = [row for number in numbers for row in self._rows_of_request(number)]
+        self._aborted[[row for row in rows if row >= 0]] = True
+
+    def unfinished(self) -> Ints:
+        """Numbers of the requests that go on, ascending: what a new engine would be given."""
+        return np.unique(self._number[(self._number >= 0) & (self._finish == 0)])
+
+    def apply(self, outputs: Outputs, now: float) -> Ints:
+        """Enter what one step produced; returns the touched rows [N].
+
+        Rows of requests that are gone or finished, and tokens at positions that were delivered before, are dropped; a
+        position above the delivered ones is an AssertionError. Errors: MalformedMessageError when columns do not fit.
+        """
+        columns = columns_of(outputs)
+        rows = self.rows_of(columns.numbers, columns.choices)
+        live = (rows >= 0) & (self._finish[rows] == 0)
+        if np.count_nonzero(live) < len(live):
+            columns, rows = columns.where(live), rows[live]
+        seats = np.arange(len(rows))
+        self._seat[rows] = seats
+        if np.count_nonzero(self._seat[rows] != seats):
+            raise MalformedMessageError(f"a choice has two rows in the output message of step {outputs.step}")
+        delivered = self._num_delivered[rows]
+        if np.count_nonzero(columns.positions > delivered):
+            gap = int(np.argmax(columns.positions > delivered))
+            raise AssertionError(
+                f"request {columns.numbers[gap]}: {delivered[gap]} tokens were delivered, the next begin at position "
+                f"{columns.positions[gap]} (epoch {outputs.epoch}, step {outputs.step})"
+            )
+        ends = np.maximum(columns.positions + columns.counts, delivered)
+        self._write_tokens(columns, rows, delivered, ends)
+        touched = ends > delivered
+        fed = rows[touched]
+        self._num_delivered[fed] = ends[touched]
+        self._last_token_time[fed] = now
+        first = fed[self._first_token_time[fed] == 0.0]
+        self._first_token_time[first] = now
+        if columns.finish is not None:
+            finished = columns.finish > 0
+            self._finish[rows[finished]] = columns.finish[finished]
+            self._finished_time[rows[finished]] = now
+            touched = touched | finished
+        self._apply_events(outputs)
+        news: Ints = rows[touched]
+        awaited = news[self._streaming[news] | (self._finish[news] > 0)]
+        self._ready[self._first[awaited]] = True
+        return news
+
+    def any_ready(self, rows: Ints) -> bool:
+        """Whether one of these rows has news its consumer waits for."""
+        return bool(np.count_nonzero(self._ready[self._first[rows]]))
+
+    def _write_tokens(self, columns: OutputColumns, rows: Ints, delivered: Ints, ends: Ints) -> None:
+        if not len(columns.tokens):
+            return
+        self._tokens.ensure(rows, ends)
+        if len(columns.tokens) == len(rows) == np.count_nonzero(columns.counts == 1):
+            token_rows, positions, known = rows, columns.positions, delivered
+        else:
+            token_rows = rows.repeat(columns.counts)
+            known = delivered.repeat(columns.counts)
+            starts = np.cumsum(columns.counts) - columns.counts
+            positions = np.arange(len(columns.tokens)) + (columns.positions - starts).repeat(columns.counts)
+        new = positions >= known
+        if np.count_nonzero(new) == len(new):
+            self._tokens.set(token_rows, positions, columns.tokens)
+        else:
+            self._tokens.set(token_rows[new], positions[new], columns.tokens[new])
+
+    def _apply_events(self, outputs: Outputs) -> None:
+        if outputs.started:
+            pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
+            rows = self.rows_of(pairs[:, 0])
+            self._num_cached_tokens[rows[rows >= 0]] = pairs[rows >= 0, 1]
+        if outputs.events is not None:
+            for number, event in read_events(outputs.events):
+                if (row := self.row(number)) >= 0:
+                    self._events.setdefault(row, []).append(event)
+        if outputs.logprobs is not None:
+            for number, choice, position, logprobs in logprob_columns_of(outputs.logprobs).split():
+                received = self._logprobs.get(self.row(number, choice))
+                if received is not None:
+                    received.add(position, logprobs)
+        for index, token in outputs.stop_tokens:
+            numbers = np.frombuffer(outputs.numbers, "<u4")
+            choices = np.frombuffer(outputs.choices or bytes(2 * len(numbers)), "<u2")
+            if not 0 <= index < len(numbers):
+                raise MalformedMessageError(f"stop token {token} is of row {index}; there are {len(numbers)} rows")
+            row = self.row(int(numbers[index]), int(choices[index]))
+            if row >= 0:
+                self._stop_token[row] = token
+
+    # --- growth -------------------------------------------------------------------------------------------------
+
+    def _grow_rows(self) -> None:
+        size = len(self._number)
+        for name, fill in _COLUMNS.items():
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.full(size, fill, column.dtype)]))
+        self._tokens.grow_rows(2 * size)
+        self._siblings.grow_rows(2 * size)
+        self._requests.extend([None] * size)
+        self._free.extend(range(2 * size - 1, size - 1, -1))
+
+    def _slot_for(self, number: int) -> int:
+        """Where `number` goes in _row_of; widened, or moved past numbers that are all gone, when it does not fit."""
+        slot = number - self._first_number + 1
+        assert slot > 0, (number, self._first_number)
+        if slot < len(self._row_of) - 1:
+            return slot
+        live = np.flatnonzero(self._row_of >= 0)
+        dropped = int(live[0]) - 1 if len(live) else slot - 1
+        kept = self._row_of[1 + dropped : -1]
+        slot -= dropped
+        self._row_of = np.full(max(len(self._row_of), 2 * (slot + 1)), -1, np.int64)
+        self._row_of[1 : 1 + len(kept)] = kept
+        self._first_number += dropped
+        return slot
+
+
+#: Journal columns that grow together, and the value of a row that holds nothing.
+_COLUMNS = {
+    "_number": -1,
+    "_num_choices": 0,
+    "_first": 0,
+    "_num_delivered": 0,
+    "_num_cached_tokens": 0,
+    "_finish": 0,
+    "_stop_token": _NO_STOP_TOKEN,
+    "_aborted": False,
+    "_streaming": False,
+    "_ready": False,
+    "_seat": 0,
+    "_arrival_time": 0.0,
+    "_first_token_time": 0.0,
+    "_last_token_time": 0.0,
+    "_finished_time": 0.0,
+}

@@ -1,0 +1,86 @@
+"""Log probabilities as a client receives them: read from the wire's columns, each position kept once."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ipc.arrays import Floats, Int32s, UInt16s, UInt32s
+from ipc.errors import MalformedMessageError
+from ipc.messages import Logprobs
+
+
+class PositionLogprobs(NamedTuple):
+    """At one position: the token there first, then the most likely ones."""
+
+    rank: int  # of the first
+    token_ids: Int32s  # [n]
+    values: Floats  # [n]
+
+
+class ReceivedLogprobs:
+    """Those of one choice, each position once however often it is delivered. `prompt` begins with the second token of
+    the prompt: nothing predicts the first."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.prompt: list[PositionLogprobs] = []
+        self.output: list[PositionLogprobs] = []
+        self._num_prompt_tokens = num_prompt_tokens
+        self._next: int | None = None  # position; None: whatever comes first
+
+    def add(self, position: int, logprobs: PositionLogprobs) -> None:
+        """AssertionError when one is missing."""
+        if self._next is not None and position < self._next:
+            return
+        assert self._next in (None, position), f"log probabilities of {position} follow, {self._next} is due"
+        (self.prompt if position < self._num_prompt_tokens else self.output).append(logprobs)
+        self._next = position + 1
+
+
+class LogprobColumns(NamedTuple):
+    """The wire's columns, L positions."""
+
+    numbers: UInt32s
+    positions: UInt32s
+    counts: UInt32s
+    ranks: UInt32s
+    token_ids: Int32s
+    values: Floats
+    choices: UInt16s
+
+    def split(self) -> list[tuple[int, int, int, PositionLogprobs]]:
+        """(number, choice, position, what is there) of each."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        return [
+            (number, choice, position, PositionLogprobs(rank, self.token_ids[start:end], self.values[start:end]))
+            for number, choice, position, rank, start, end in zip(
+                self.numbers.tolist(),
+                self.choices.tolist(),
+                self.positions.tolist(),
+                self.ranks.tolist(),
+                (ends - self.counts).tolist(),
+                ends.tolist(),
+                strict=True,
+            )
+        ]
+
+
+def logprob_columns_of(message: Logprobs) -> LogprobColumns:
+    """Errors: MalformedMessageError when the columns do not fit one another."""
+    try:
+        numbers = np.frombuffer(message.numbers, "<u4")
+        columns = LogprobColumns(
+            numbers,
+            np.frombuffer(message.positions, "<u4"),
+            np.frombuffer(message.counts, "<u4"),
+            np.frombuffer(message.ranks, "<u4"),
+            np.frombuffer(message.token_ids, "<i4"),
+            np.frombuffer(message.values, "<f4"),
+            np.frombuffer(message.choices, "<u2") if message.choices else np.zeros(len(numbers), np.uint16),
+        )
+    except ValueError as error:
+        raise MalformedMessageError(f"a column of logprobs is not a whole number of entries: {error}") from error
+    lengths = [len(column) for column in columns]
+    entries = int(columns.counts.sum(dtype=np.int64))
+    if lengths != [lengths[0]] * 4 + [entries] * 2 + [lengths[0]] or not columns.counts.all():
+        raise MalformedMessageError(f"columns of logprobs do not fit: {lengths} with {entries} entries")
+    return columns

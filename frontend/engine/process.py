@@ -1,0 +1,233 @@
+"""EngineProcess: starts an engine in a process of its own, watches it and ends it. Imports neither torch nor core.
+
+The engine is started by name with exec, never by fork or multiprocessing, so the user's script needs no main guard. A
+pipe is its lease on life: when this process ends, however it ends, the pipe closes and the engine exits.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import msgspec
+
+from frontend.engine.child import EngineChild, spawn_engine
+from ipc import errors
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
+from ipc.files.model_files import locate_model
+from ipc.pipes import FrameReader, decode_start_report, write_frame
+from ipc.sockets import check_address, private_ipc_address, remove_private_address
+from ipc.start_messages import Drain, Ready, Start, StartFailed, StartPhase
+
+OnPhase = Callable[[str, float], None]
+
+_FAILED_START_S = 0.5  # for a process whose start failed to end by itself; there is nothing to lose
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, EngineCoreError)
+}
+"""Errors an engine may name in StartFailed; other names become EngineStartError."""
+
+
+class EngineProcess:
+    """One engine process.
+
+    config: of the engine. listen: address to listen on; None = a private ipc address, removed at the end.
+    start_timeout: seconds from start() to readiness. on_phase: called by wait_ready with the name of each phase of the
+    start and the seconds since the process began. May be started again after close(), with the next epoch.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        listen: str | None = None,
+        start_timeout: float = 300.0,
+        on_phase: OnPhase | None = None,
+    ) -> None:
+        """Errors: AddressError."""
+        if listen is not None:
+            check_address(listen, binding=True)
+        self.config = config
+        self.owner_token = secrets.token_bytes(16)  # who sends it in Hello may pause, drain and shut the engine down
+        self.epoch = -1  # of the running engine: 0 for the first start
+        self._listen = listen
+        self._start_timeout = start_timeout
+        self._on_phase = on_phase
+        self._child: EngineChild | None = None
+        self._finalizer: weakref.finalize[[float], EngineProcess] | None = None
+        self._deadline = 0.0
+        self._phase = "start of Python"
+        self._address: str | None = None
+        self._exit = "has not been started"
+
+    def start(self) -> None:
+        """Spawn the process and return at once; a model with a Hugging Face name is found or downloaded first, and
+        `config` has its path from here on. Errors: EngineStartError; AddressError; ModelFileError for such a name."""
+        if self._child is not None:
+            raise EngineStartError(f"engine process {self.pid} was started already; close() it first")
+        self.config = _with_local_model(self.config)
+        self.epoch += 1
+        self._phase, self._address = "start of Python", None
+        self._deadline = time.monotonic() + self._start_timeout
+        private = private_ipc_address() if self._listen is None else None
+        try:
+            address = self._listen or private or ""
+            start = Start(self.config, address, self.epoch, self.owner_token, is_private=private is not None)
+            self._child = spawn_engine(start, private)
+        except BaseException:
+            if private is not None:
+                remove_private_address(private)
+            raise
+        self._finalizer = weakref.finalize(self, self._child.release, 0.5)
+
+    def wait_ready(self) -> None:
+        """Wait until the engine answers on `address`.
+
+        Errors: EngineStartError with the phase and the reason; or the engine's own ConfigError, ModelFileError,
+        OutOfMemoryError, AddressError. The process is gone then.
+        """
+        if self._address is not None:
+            return
+        try:
+            for message in self._reports():
+                match message:
+                    case StartPhase(name, seconds):
+                        self._phase = name
+                        if self._on_phase is not None:
+                            self._on_phase(name, seconds)
+                    case Ready(address):
+                        self._address = address
+                        return
+                    case StartFailed(error, text):
+                        self.wait(_FAILED_START_S)
+                        raise self._start_error(error, text)
+        except BaseException:
+            self.stop(_FAILED_START_S)
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where the engine listens; known after wait_ready()."""
+        if self._address is None:
+            raise EngineStartError("the engine has no address before wait_ready()")
+        return self._address
+
+    @property
+    def pid(self) -> int:
+        return self._live().process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Readable once the process is dead; to be polled together with the socket. Owned by this object."""
+        return self._live().pidfd
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child is not None and self._child.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process lives or when it was closed; negative: the signal that ended it."""
+        return None if self._child is None else self._child.process.poll()
+
+    def describe_exit(self) -> str:
+        """How the process ended, in words that follow "the engine process"."""
+        if self._child is None:
+            return f"the engine process {self._exit}"
+        return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
+
+    def drain(self) -> None:
+        """Tell the engine to take no more requests, finish the running ones and exit; does not wait.
+
+        The second time: to tell its clients and exit at once, with code 143.
+        """
+        child = self._child
+        if child is not None and child.lease_fd >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                write_frame(child.lease_fd, Drain())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the process has ended; False when it has not within `timeout` seconds."""
+        return self._child is None or self._child.wait(timeout)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the engine: close its lease, wait, after `timeout` seconds kill it. Requests in flight are lost."""
+        if self._child is not None:
+            self._child.end(timeout)
+
+    def close(self) -> None:
+        """stop(), then release everything. May be called again."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.release(5.0)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._exit = f"({child.process.pid}) {child.describe_exit()}"
+
+    def __enter__(self) -> "EngineProcess":
+        if self._child is None:
+            self.start()
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _live(self) -> EngineChild:
+        if self._child is None:
+            raise EngineStartError(f"the engine process {self._exit}")
+        return self._child
+
+    def _reports(self) -> Iterator[StartPhase | Ready | StartFailed]:
+        """What the child says, until it ends or the time is up. Errors: EngineStartError."""
+        child = self._live()
+        reader = FrameReader()
+        poller = select.poll()
+        poller.register(child.report_fd, select.POLLIN)
+        poller.register(child.pidfd, select.POLLIN)
+        while True:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise EngineStartError(
+                    f"the engine was not ready within start_timeout={self._start_timeout:g} seconds; it was in phase "
+                    f"{self._phase!r}. Raise start_timeout if that phase needs longer"
+                )
+            ready = dict(poller.poll(left * 1000))
+            if child.report_fd in ready:
+                if data := os.read(child.report_fd, 65_536):
+                    yield from self._decode(reader, data)
+                    continue
+                poller.unregister(child.report_fd)  # ended without Ready: the process is ending too
+            if child.pidfd in ready:
+                child.wait(None)
+                raise EngineStartError(f"the engine process {child.describe_exit()} while in phase {self._phase!r}")
+
+    def _decode(self, reader: FrameReader, data: bytes) -> Iterator[StartPhase | Ready | StartFailed]:
+        try:
+            for frame in reader.feed(data):
+                yield decode_start_report(frame)
+        except MalformedMessageError as error:
+            raise EngineStartError(f"the started process does not speak as an engine does: {error}") from error
+
+    def _start_error(self, name: str, text: str) -> EngineCoreError:
+        if name in _ERRORS and _ERRORS[name] is not EngineStartError:
+            return _ERRORS[name](text)
+        return EngineStartError(f"the engine failed to start, in phase {self._phase!r}: {text}")
+
+
+def _with_local_model(config: EngineConfig) -> EngineConfig:
+    """Both processes must read one snapshot of a model with a Hugging Face name: this one alone says which."""
+    path = locate_model(config.model, with_weights=config.load_format != "dummy")
+    return msgspec.structs.replace(config, model=path)

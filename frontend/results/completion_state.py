@@ -1,0 +1,107 @@
+"""CompletionState: one choice of a request - its tokens, its text, its log probabilities, its end."""
+
+from collections.abc import Sequence
+
+from frontend.client.journal import Progress
+from frontend.results.logprobs import logprob_dicts
+from frontend.results.outputs import CompletionOutput, TokenLogprobs
+from frontend.text.detokenizer import Detokenizer
+from frontend.text.token_texts import TokenTexts
+from frontend.text.tokenizer import Tokenizer
+from ipc.messages import FinishReason
+from ipc.sampling_params import RequestOutputKind, SamplingParams
+
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+def needs_every_token(params: SamplingParams) -> bool:
+    """Whether tokens matter before the request has finished: they are shown, or may complete a stop string."""
+    return params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop_strings)
+
+
+class CompletionState:
+    """Texts are decoded here: once, at the end, where only that is asked for; else as tokens arrive.
+
+    tokenizer: None = token ids only, texts stay "". `num_tokens` is where the next Progress must begin; `finished`
+    becomes true with the last output, which may be before the engine knows (`stop_string` is set).
+    """
+
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finished = False
+        self.stop_string: str | None = None
+        self._params = params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer: Detokenizer | None = None
+        if self._tokenizer is not None and needs_every_token(params):
+            self._detokenizer = Detokenizer(
+                self._tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        self._finish = FinishReason.NONE
+        self._stop_token: int | None = None
+        self.token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._token_texts: TokenTexts | None = None
+        if self._tokenizer is not None and params.logprobs is not None:
+            self._token_texts = TokenTexts(self._tokenizer, prompt_token_ids)
+        self._num_shown = 0  # tokens of earlier outputs
+
+    def update(self, progress: Progress) -> bool:
+        """Take what is new; whether anything is."""
+        assert not self.finished, self.index
+        new = progress.token_ids.tolist()
+        if self._params.logprobs is not None and progress.logprobs is not None:
+            received = progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
+            self._logprobs += logprob_dicts(received, self._token_texts)
+        self.num_tokens += len(new)
+        self.token_ids += new
+        self._finish, self._stop_token = progress.finish, progress.stop_token
+        if self._detokenizer is not None:
+            self._detokenize(self._detokenizer, new)
+        self.finished = progress.finish != FinishReason.NONE or self.stop_string is not None
+        return self.finished or bool(new)
+
+    def output(self) -> CompletionOutput:
+        """What is shown now: all so far, or with DELTA what is new since the last output."""
+        first = self._num_shown if self._params.output_kind == RequestOutputKind.DELTA else 0
+        self._num_shown = len(self.token_ids)
+        output = CompletionOutput(self.index, self._text(), self.token_ids[first:])
+        if self._params.logprobs is not None:
+            output.logprobs = self._logprobs[first:]
+            chosen = (one[token].logprob for one, token in zip(self._logprobs, self.token_ids, strict=True))
+            output.cumulative_logprob = sum(chosen, 0.0)
+        if self.stop_string is not None:
+            output.finish_reason, output.stop_reason = "stop", self.stop_string
+        elif self.finished:
+            output.finish_reason, output.stop_reason = _FINISH_REASONS[self._finish], self._stop_token
+        return output
+
+    def _detokenize(self, detokenizer: Detokenizer, new: list[int]) -> None:
+        """Feed the detokenizer; a stop string ends the choice, whose tokens are cut after it."""
+        detokenizer.update(new[:-1] if self._hides_last_token() else new)
+        if self._finish != FinishReason.NONE:
+            detokenizer.finish()
+        if detokenizer.stop_string is not None:
+            self.stop_string = detokenizer.stop_string
+            del self.token_ids[detokenizer.num_tokens :]
+            del self._logprobs[detokenizer.num_tokens :]
+
+    def _hides_last_token(self) -> bool:
+        """EOS and stop tokens are part of token_ids; of the text only where the caller wants to see what stopped it."""
+        return self._finish == FinishReason.STOP and not self._params.include_stop_str_in_output
+
+    def _text(self) -> str:
+        if self._detokenizer is not None:
+            delta = self._params.output_kind == RequestOutputKind.DELTA
+            return self._detokenizer.delta() if delta else self._detokenizer.text
+        if self._tokenizer is None:
+            return ""
+        ids = self.token_ids[:-1] if self._hides_last_token() else self.token_ids
+        return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)

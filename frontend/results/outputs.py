@@ -1,0 +1,82 @@
+"""What generate() gives back: RequestOutput and its parts, shaped as vLLM's."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from frontend.client.request_events import RequestEvent
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token: its log probability as the model gave it (or what the engine's logprobs_mode says); its rank, from 1;
+    its text, of a part of a character what it completes."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+#: Of one position: the token there first, then the most likely ones.
+TokenLogprobs: TypeAlias = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request on this machine's monotonic clock, seconds; 0.0 = has not happened."""
+
+    arrival_time: float
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    finished_time: float = 0.0
+    num_generation_tokens: int = 0  # of the longest choice
+    first_scheduled_time: float = 0.0  # arrival_time + time_in_queue: no clock of another process
+    time_in_queue: float | None = None  # seconds in the engine before it began; None = it has not, as far as is known
+    num_preemptions: int = 0  # of all choices
+    events: tuple[RequestEvent, ...] = ()  # in the order in which the engine told them
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, seconds; None before it came."""
+        return self.first_token_time - self.arrival_time if self.first_token_time else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first, seconds; None with fewer than two tokens."""
+        if self.num_generation_tokens < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request. `text` and `token_ids` are all so far, or with DELTA what is new."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None  # of all tokens so far; None without logprobs
+    logprobs: list[TokenLogprobs] | None = None  # beside token_ids
+    finish_reason: str | None = None  # "stop" | "length" | "abort"; None while it goes on
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and what it has produced."""
+
+    request_id: str
+    prompt: str | None  # None where the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing predicts
+    lora_request: None = None
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values the engine already had
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None

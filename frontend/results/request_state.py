@@ -1,0 +1,100 @@
+"""RequestState: one request as its caller sees it; turns journal progress into RequestOutputs."""
+
+from frontend.client.journal import Progress
+from frontend.client.request_events import time_in_queue
+from frontend.results.completion_state import CompletionState
+from frontend.results.logprobs import logprob_dicts
+from frontend.results.outputs import RequestMetrics, RequestOutput, TokenLogprobs
+from frontend.text.prompts import Prompt
+from frontend.text.token_texts import TokenTexts
+from frontend.text.tokenizer import Tokenizer
+from ipc.messages import FinishReason
+from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.scheduling_messages import EventKind
+
+
+class RequestState:
+    """The choices of one request, aggregated: CUMULATIVE shows all of them at every output, DELTA those with news,
+    FINAL_ONLY all of them once. `finished` becomes true with the last output."""
+
+    def __init__(
+        self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.finished = False
+        self.completions = [CompletionState(index, params, tokenizer, prompt.token_ids) for index in range(params.n)]
+        self._prompt = prompt
+        self._params = params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._progress: dict[int, Progress] = {}  # the last of each choice
+        self._stopped: list[int] = []
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """(choice, position from which its Progress must begin) of what the next update() takes."""
+        return [(one.index, one.num_tokens) for one in self.completions if not one.finished]
+
+    def update(self, *progress: Progress) -> RequestOutput | None:
+        """Take what is new, a Progress for each that is wanted; None where there is nothing to show (yet)."""
+        assert not self.finished, self.number
+        going = [one for one in self.completions if not one.finished]
+        changed = []
+        for completion, one in zip(going, progress, strict=True):
+            self._progress[completion.index] = one
+            if completion.update(one):
+                changed.append(completion)
+            if completion.finished and one.finish == FinishReason.NONE:
+                self._stopped.append(completion.index)
+        self.finished = all(one.finished for one in self.completions)
+        kind = self._params.output_kind
+        if not changed or (kind == RequestOutputKind.FINAL_ONLY and not self.finished):
+            return None
+        shown = changed if kind == RequestOutputKind.DELTA else self.completions
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt.token_ids,
+            outputs=[one.output() for one in shown],
+            finished=self.finished,
+            metrics=self._metrics(),
+            prompt_logprobs=self._take_prompt_logprobs(),
+            num_cached_tokens=self._progress[changed[0].index].num_cached_tokens,
+        )
+
+    def take_stopped(self) -> list[int]:
+        """Choices that a stop string has ended since the last call, of which the engine does not know."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def _take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The first choice's task, complete from its first token on; with DELTA they are shown once."""
+        first = self._progress.get(0)
+        if self._params.prompt_logprobs is None or first is None or first.logprobs is None:
+            return None
+        if self._prompt_logprobs is not None:
+            return None if self._params.output_kind == RequestOutputKind.DELTA else self._prompt_logprobs
+        if self.completions[0].token_ids:
+            texts = None if self._tokenizer is None else TokenTexts(self._tokenizer, self._prompt.token_ids[:1])
+            self._prompt_logprobs = [None, *logprob_dicts(first.logprobs.prompt, texts)]
+        return self._prompt_logprobs
+
+    def _metrics(self) -> RequestMetrics:
+        all_progress = self._progress.values()
+        first = [one.first_token_time for one in all_progress if one.first_token_time]
+        # A stop string ends a choice here, before the engine knows.
+        ends = [one.finished_time or one.last_token_time for one in all_progress]
+        events = max((one.events for one in all_progress), key=len)
+        arrival_time, queued_s = min(one.arrival_time for one in all_progress), time_in_queue(events)
+        return RequestMetrics(
+            arrival_time,
+            min(first, default=0.0),
+            max(one.last_token_time for one in all_progress),
+            max(ends) if self.finished else 0.0,
+            max(len(one.token_ids) for one in self.completions),
+            0.0 if queued_s is None else arrival_time + queued_s,
+            queued_s,
+            sum(event.kind is EventKind.PREEMPTED for event in events),
+            events,
+        )

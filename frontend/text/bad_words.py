@@ -1,0 +1,22 @@
+"""Bad words: from the words a caller names to the token sequences the engine forbids."""
+
+from frontend.text.tokenizer import Tokenizer
+from ipc.errors import InvalidRequestError
+from ipc.sampling_params import MAX_BAD_WORD_TOKENS
+
+
+def bad_words_token_ids(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Each word as it begins a text, and behind a space where that is another sequence of as many tokens, as in vLLM.
+    Errors: InvalidRequestError for a word of too many tokens."""
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if len(bare) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"the bad word {word!r:.80} has {len(bare)} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed"
+            )
+        sequences += [bare] if bare else []
+        if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            sequences.append(spaced)
+    return sequences

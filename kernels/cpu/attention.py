@@ -1,0 +1,70 @@
+"""CpuAttention: paged attention by the C kernel (kernels/cpu/attention.h); numerics level L2."""
+
+import ctypes
+import math
+
+import torch
+
+from kernels.cpu.attention_plan import AttentionPlan
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.structs import AttentionArguments, CacheShape
+from kernels.memory.scratch import Scratch
+from kernels.rounding import round_up
+
+
+class CpuAttention:
+    """Attention of all layers over one cache. A row's bits depend on its own tokens only."""
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._run = library.function("attention", ctypes.POINTER(AttentionArguments))
+        pointer = ctypes.POINTER(CacheShape)
+        self._scratch_bytes = library.function(
+            "attention_scratch_bytes", pointer, ctypes.c_int32, ctypes.c_int32, result=ctypes.c_int64
+        )
+        self._partial_floats = library.function("attention_partial_floats", ctypes.c_int32, result=ctypes.c_int64)
+        self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
+        self._scratch = Scratch()
+        self._reserved: tuple[object, ...] = ()  # what the room is for
+        self._max_partials = 0
+        self._places = (0, 0)  # of partials and scratch
+
+    def __call__(
+        self, q: torch.Tensor, cache: CpuKVCache, layer: int, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of a mixed batch. q [T, H, D] contiguous, rotated, of the cache's dtype -> [T, H * D].
+
+        This step's K and V are in the cache already."""
+        assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
+        assert q.is_contiguous(), q.stride()
+        num_heads = q.shape[1]
+        out = torch.empty((q.shape[0], num_heads * cache.head_dim), dtype=q.dtype)
+        arguments = AttentionArguments(
+            q=q.data_ptr(),
+            layer=cache.layers[layer].data_ptr(),
+            out=out.data_ptr(),
+            scale=scale * math.log2(math.e),
+        )
+        work = plan.arguments
+        arguments.block_tables, arguments.table_width = work.blocks, work.width
+        arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members
+        arguments.merges, arguments.num_merges = work.merges, work.num_merges
+        arguments.max_item_tokens, arguments.window = work.max_item_tokens, work.window
+        arguments.shape, arguments.num_heads = cache.shape, num_heads
+        self.reserve(arguments, cache, plan, num_heads)
+        self._run(arguments)
+        return out
+
+    def reserve(self, arguments: AttentionArguments, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
+        """Partials and scratch: room for the plan's partial results, and for each thread. Good until this is asked
+        again."""
+        num_threads, most = self._num_threads(), plan.arguments.max_item_tokens
+        wanted = (num_threads, num_heads, cache.num_kv_heads, cache.head_dim, cache.dtype, most)
+        if wanted != self._reserved or plan.arguments.num_partials > self._max_partials:
+            self._reserved, self._max_partials = wanted, plan.num_partials
+            scratch_bytes = self._scratch_bytes(cache.shape, num_heads, most) + 64
+            scratch = self._scratch.get("scratch", (scratch_bytes * num_threads + 64,), torch.uint8)
+            num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
+            partials = self._scratch.get("partials", (num_floats,), torch.float32)
+            self._places = partials.data_ptr(), round_up(scratch.data_ptr(), 64)
+        arguments.partials, arguments.scratch = self._places

@@ -1,0 +1,142 @@
+"""AttentionPlan: a step's attention as the C kernel's work items, worked out once and used by every layer
+(kernels/cpu/attention_plan.h).
+
+How the work is cut changes no bit of any result (kernels/cpu/attention.h), so sizes are free to suit the machine.
+"""
+
+import ctypes
+
+import numpy as np
+
+from kernels.arrays import AnyInts, Int32s, Ints
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.structs import AttentionItem, AttentionMember, AttentionMerge, PlanArguments, TileUser
+
+#: Tokens; enum in attention.h.
+TILE = 512
+
+#: Rows - tokens x query heads of a KV head - of an item: what they have so far stays in a core's second level cache.
+MAX_ITEM_ROWS = 192
+
+#: Items of no more rows than this are split along their context: their results cost less than what they read.
+MAX_SPLIT_ROWS = 64
+
+#: Rows of an item whose tokens are of several requests, which have a tile's blocks in common: few enough for threads to
+#: have a like share of them.
+MAX_SHARED_ROWS = 24
+
+#: Numbers, int32, that a plan has room for, for each item.
+_STRUCTS = {"items": AttentionItem, "merges": AttentionMerge, "members": AttentionMember, "tile_users": TileUser}
+_STRUCTS |= {"wanted_items": AttentionItem, "wanted_merges": AttentionMerge}
+_ROOM = {name: ctypes.sizeof(struct) // 4 for name, struct in _STRUCTS.items()} | {"places": 2}
+
+
+class AttentionPlan:
+    """One step's attention for the layers of one window. Its arrays stay where they are from step to step, so that
+    little is touched in a step: weights push all else out of the CPU's caches."""
+
+    def __init__(self, num_kv_heads: int, group: int, window: int | None) -> None:
+        self.window = window  # tokens that a row sees, itself included; None = all before it
+        self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
+        self.context_lens: Ints = self.num_tokens  # [R]
+        self.block_tables: Int32s = np.zeros((0, 0), np.int32)  # [R, P]
+        self.arguments = PlanArguments(
+            num_kv_heads=num_kv_heads,
+            group=group,
+            window=window or 0,
+            max_split_rows=MAX_SPLIT_ROWS,
+            max_members=max(1, MAX_SHARED_ROWS // group),
+        )
+        self.reserve(64)
+
+    @property
+    def num_rows(self) -> int:
+        """Of q and of the output."""
+        return self.arguments.num_rows
+
+    @property
+    def longest(self) -> int:
+        """Of context_lens."""
+        return self.arguments.longest
+
+    @property
+    def items(self) -> Int32s:
+        """[I, 9] struct AttentionItem, the longest first, as far as an eighth."""
+        return self._room[0][: self.arguments.num_items]
+
+    @property
+    def merges(self) -> Int32s:
+        """[M, 5] struct AttentionMerge."""
+        return self._room[1][: self.arguments.num_merges]
+
+    @property
+    def members(self) -> Int32s:
+        """[N, 2] struct AttentionMember."""
+        return self._room[2][: self.arguments.num_members]
+
+    @property
+    def num_partials(self) -> int:
+        """Rows of partial results."""
+        return self.arguments.num_partials
+
+    @property
+    def max_item_tokens(self) -> int:
+        return self.arguments.max_item_tokens
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the row at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts) -> None:
+        """Point to these. Arrays that are given again, with other numbers in them, are not looked at again."""
+        if (
+            num_tokens is self.num_tokens and context_lens is self.context_lens and block_tables is self.block_tables
+        ):  # never of those that had to be copied
+            return
+        self.num_tokens = np.ascontiguousarray(num_tokens, np.int64)
+        self.context_lens = np.ascontiguousarray(context_lens, np.int64)
+        self.block_tables = np.ascontiguousarray(block_tables, np.int32)
+        arguments = self.arguments
+        arguments.num_tokens, arguments.context_lens = self.num_tokens.ctypes.data, self.context_lens.ctypes.data
+        arguments.blocks, arguments.width = self.block_tables.ctypes.data, self.block_tables.shape[1]
+        arguments.num_requests = len(self.num_tokens)
+
+    def reserve(self, max_items: int) -> None:
+        """Room for so many items, a power of two."""
+        self._room = [np.empty((max_items, num_fields), np.int32) for num_fields in _ROOM.values()]
+        self.arguments.max_items = max_items
+        for name, array in zip(_ROOM, self._room, strict=True):
+            setattr(self.arguments, name, array.ctypes.data)
+
+
+class AttentionPlanner:
+    """Makes the plans of a model with so many heads."""
+
+    def __init__(self, library: CpuLibrary, num_heads: int, num_kv_heads: int) -> None:
+        self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
+        self._run = library.function("attention_plan", ctypes.POINTER(PlanArguments))
+        self._plans: dict[int | None, AttentionPlan] = {}  # by window
+
+    def __call__(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        block_size: int,
+        window: int | None = None,
+    ) -> AttentionPlan:
+        """The work of a batch whose tokens are packed request after request; arguments as attention_metadata's. Good
+        until the next plan for this window is made."""
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = AttentionPlan(self._num_kv_heads, self._group, window)
+        plan.take(num_tokens, context_lens, block_tables)
+        arguments = plan.arguments
+        arguments.block_size = block_size
+        arguments.max_item_tokens = most = max(1, MAX_ITEM_ROWS // self._group)
+        self._run(arguments)
+        if arguments.num_items > arguments.max_items:
+            plan.reserve(1 << (arguments.num_items - 1).bit_length())
+            arguments.max_item_tokens = most
+            self._run(arguments)
+        return plan

@@ -1,0 +1,141 @@
+"""The C kernels' shared library as a file: from the wheel, from the cache, or built. Needs the standard library only:
+it can be built while torch is being imported.
+
+Built libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...), a folder that only its owner may
+enter: what lies there runs in the engine. A file's name has the hash of what it was made of, its end the digest of its
+content.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels.cpu.build import (
+    BUILD_FOLDER_PREFIX,
+    BUILD_S,
+    SOURCE_FOLDER,
+    VARIANTS,
+    CpuLibraryError,
+    build,
+    find_compiler,
+    is_intact,
+    source_hash,
+    usable_variants,
+    with_digest,
+)
+
+PREBUILT_FOLDER = SOURCE_FOLDER / "prebuilt"
+_LOCK_POLL_S = 0.02
+
+
+class LibraryFile(NamedTuple):
+    variant: str
+    path: Path
+    is_prebuilt: bool  # a wheel brought it
+
+
+def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> LibraryFile:
+    """The file of this variant, else of the best that this CPU runs; built if need be, by one process at a time.
+    Waiting for another process and building take BUILD_S at most, together. Errors: CpuLibraryError."""
+    end = time.monotonic() + BUILD_S
+    usable = usable_variants()
+    name = variant or usable[0]
+    if name not in VARIANTS or name not in usable:
+        raise CpuLibraryError(f"this CPU runs the kernels {', '.join(usable)}; not {name!r}")
+    prebuilt = PREBUILT_FOLDER / f"{name}-{source_hash(name)}.so"
+    if use_prebuilt and _is_intact_file(prebuilt):
+        return LibraryFile(name, prebuilt, True)
+    compiler = find_compiler()
+    folder = _private_folder()
+    path = folder / f"{name}-{source_hash(name, compiler.version)}.so"
+    try:
+        if not _is_intact_file(path):
+            with _locked(folder / "lock", end):
+                if not _is_intact_file(path):  # else another process has built it meanwhile
+                    _remove_leftovers(folder)
+                    _write(path, with_digest(build(name, compiler, folder, max(0.0, end - time.monotonic()))))
+    except OSError as error:
+        raise CpuLibraryError(f"cannot write {path}: {error}") from error
+    return LibraryFile(name, path, False)
+
+
+def find_library_soon() -> threading.Thread:
+    """find_library() on a thread of its own. What goes wrong there goes wrong again, and is said, at the loading."""
+
+    def find() -> None:
+        with contextlib.suppress(CpuLibraryError):
+            find_library()
+
+    thread = threading.Thread(target=find, name="kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+def _private_folder() -> Path:
+    """The cache, made if need be. Errors: CpuLibraryError if others may write there."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:
+        raise CpuLibraryError(f"no folder for built kernels: neither XDG_CACHE_HOME nor a home ({error})") from error
+    folder = cache / "engine-core" / "kernels"
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # else a group might exchange what is in it
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError as error:
+        raise CpuLibraryError(f"cannot make the folder {folder} for built kernels: {error}") from error
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
+        raise CpuLibraryError(
+            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, since what lies there is run; "
+            f"it has owner {status.st_uid} and mode {mode:04o}: remove it, or chmod 0700"
+        )
+    return folder
+
+
+def _is_intact_file(path: Path) -> bool:
+    try:
+        return is_intact(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: others may load it at any moment. Under the lock, so one name is enough."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of builds that were killed. Under the lock, so nobody is building."""
+    for left in folder.glob(f"{BUILD_FOLDER_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, end: float) -> Iterator[None]:
+    """Among processes; a process that dies gives it back. Errors: CpuLibraryError where somebody else still has it at
+    `end` on the monotonic clock."""
+    with path.open("wb") as file:
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > end:
+                raise CpuLibraryError(f"another process is building, and holds {path} for more than {BUILD_S:g} s")
+            time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""CpuRope: rotary embedding, head norms and the cache write, by the C kernel (kernels/cpu/rope.h)."""
+
+import ctypes
+
+import torch
+
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.structs import RopeArguments
+from kernels.torch.rope import rotary_tables
+
+MAX_HEAD_DIM = 4096  # enum in rope.c: a longer head would not fit where it is rotated
+_LEAST_POSITIONS = 1024  # of a table
+
+
+class RotaryTable:
+    """cos and sin [positions, head_dim] float32 of kernels.torch.rope.rotary_tables, for the positions reached so
+    far."""
+
+    def __init__(self, frequencies: torch.Tensor, factor: float = 1.0) -> None:
+        self._frequencies, self._factor = frequencies, factor
+        self.cos = self.sin = torch.empty(0, 2 * len(frequencies))
+
+    def reach(self, num_positions: int) -> None:
+        """Go on to that many positions, at least; those that there are keep their bits."""
+        have = len(self.cos)
+        if num_positions <= have:
+            return
+        positions = torch.arange(have, max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length()))
+        cos, sin = rotary_tables(positions, self._frequencies, self._factor)
+        self.cos, self.sin = torch.cat((self.cos, cos[:, 0])), torch.cat((self.sin, sin[:, 0]))
+
+
+class CpuRope:
+    """One layer's. head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation."""
+
+    def __init__(
+        self, library: CpuLibrary, num_heads: int, head_norms: torch.Tensor | None = None, eps: float = 0.0
+    ) -> None:
+        self.num_heads, self.eps = num_heads, eps
+        self.head_norms = None if head_norms is None else head_norms.contiguous()
+        self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        table: "RotaryTable",
+        positions: torch.Tensor,
+        cache: CpuKVCache,
+        layer: int,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, positions [T] int64 within the table's reach, slots [T]
+        int64 (-1: do not store) -> Q [T, H, D], the cache's dtype."""
+        assert qkv.is_contiguous(), qkv.stride()
+        assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
+        assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim
+        assert cache.head_dim % 2 == 0, cache.head_dim
+        q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=cache.dtype)
+        self._run(
+            RopeArguments(
+                qkv.data_ptr(),
+                table.cos.data_ptr(),
+                table.sin.data_ptr(),
+                positions.data_ptr(),
+                None if self.head_norms is None else self.head_norms.data_ptr(),
+                slots.data_ptr(),
+                q.data_ptr(),
+                cache.layers[layer].data_ptr(),
+                cache.shape,
+                self.num_heads,
+                len(qkv),
+                self.eps,
+            )
+        )
+        return q

@@ -1,0 +1,85 @@
+"""CpuSampler: tokens drawn from rows of logits by the C kernel (kernels/cpu/sampling.h)."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.arrays import Int32s
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.structs import SamplingArguments
+from kernels.rounding import round_up
+
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
+_TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
+
+
+class CpuSampler:
+    """Draws as core/sampling/sampler.py does by torch's operations. Weights of the two differ in their last bits, so a
+    token may differ where a draw falls within about 1e-7 of the border between two tokens; each by itself is
+    deterministic."""
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._run = library.function("sample", ctypes.POINTER(SamplingArguments))
+        self._scratch_bytes = library.function("sampling_scratch_bytes", ctypes.c_int64, result=ctypes.c_int64)
+        self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
+        self._arguments = SamplingArguments()
+        self._columns: list[NDArray[Any]] = []  # each with room for as many rows as tokens has
+        self._tokens = np.zeros(0, np.int32)
+        self._room: tuple[int, ...] = ()  # what the scratch is for
+        self._logits: torch.Tensor | None = None  # what the arguments point to
+        self._known: tuple[torch.Tensor, Int32s] | None = None  # logits, and what largest() is of them
+
+    def expect(self, logits: torch.Tensor, largest: Int32s) -> None:
+        """Whoever writes these logits [S, V], each time he does, writes into largest [S] what largest() is of them."""
+        self._known = logits, largest
+
+    def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], *, is_edited: bool = False) -> Int32s:
+        """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
+        token ids [S]; -1 where a row's largest logit over its temperature is no finite number. is_edited: the logits
+        are not as their writer left them."""
+        num_rows = self._point_to(logits)
+        if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
+            self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
+            self._arguments.scratch = round_up(self._scratch.data_ptr(), 64)
+            self._room = room
+        for buffer, column in zip(self._columns, columns, strict=True):
+            buffer[:num_rows] = column
+        self._arguments.temperature = self._columns[0].ctypes.data
+        known = None if is_edited else self._largest_of(logits)
+        self._arguments.largest = None if known is None else known.ctypes.data
+        self._run(self._arguments)
+        return self._tokens[:num_rows].copy()
+
+    def largest(self, logits: torch.Tensor) -> Int32s:
+        """The same where every temperature is 0; of logits that are as their writer left them."""
+        known = self._largest_of(logits)
+        if known is not None:
+            return known.copy()
+        num_rows = self._point_to(logits)
+        self._arguments.temperature = self._arguments.largest = None
+        self._run(self._arguments)
+        return self._tokens[:num_rows].copy()
+
+    def _largest_of(self, logits: torch.Tensor) -> Int32s | None:
+        return self._known[1] if self._known is not None and logits is self._known[0] else None
+
+    def _point_to(self, logits: torch.Tensor) -> int:
+        """The number of rows. A tensor that is given again, as a step's is, is not looked at again."""
+        arguments = self._arguments
+        if logits is not self._logits:
+            assert logits.is_contiguous(), logits.stride()
+            arguments.num_rows, arguments.vocab_size = logits.shape
+            arguments.logits, self._logits = logits.data_ptr(), logits
+        num_rows: int = arguments.num_rows
+        if num_rows > len(self._tokens):
+            self._grow(1 << (num_rows - 1).bit_length())
+        return num_rows
+
+    def _grow(self, num_rows: int) -> None:
+        self._tokens = np.zeros(num_rows, np.int32)
+        self._columns = [np.zeros(num_rows, to) for to in _TYPES]
+        for name, buffer in zip((*_COLUMNS, "tokens"), (*self._columns, self._tokens), strict=True):
+            setattr(self._arguments, name, buffer.ctypes.data)

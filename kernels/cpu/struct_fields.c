@@ -1,0 +1,100 @@
+/* The layout of every struct that Python fills, for kernels/cpu/structs.py to compare with its own when it loads these
+ * kernels. A field that is missing in one of the two lists, or that stands elsewhere, is an error there.
+ */
+#include "decoder.h"
+#include "dequantize.h"
+#include "embedding.h"
+#include "norm.h"
+#include "rope.h"
+#include "sampling.h"
+
+typedef struct {
+    const char *type, *field; /* field "": the struct as a whole */
+    int32_t offset, size;     /* bytes */
+    int32_t kind;             /* 'i': an integer, 'f': a float, 'o': other */
+} StructField;
+
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+#define KIND(value) _Generic((value), int32_t: 'i', int64_t: 'i', float: 'f', default: 'o')
+#define FIELD(name) {TEXT(STRUCT), #name, offsetof(STRUCT, name), sizeof(((STRUCT *)0)->name), KIND(((STRUCT
+*)0)->name)}, #define WHOLE {TEXT(STRUCT), "", 0, sizeof(STRUCT), 'o'},
+
+EXPORT const StructField struct_fields[] = {
+#define STRUCT CacheShape
+    WHOLE FIELD(num_kv_heads) FIELD(head_dim) FIELD(block_size) FIELD(dtype)
+#undef STRUCT
+#define STRUCT BlockTables
+    WHOLE FIELD(blocks) FIELD(width) FIELD(block_size)
+#undef STRUCT
+#define STRUCT AttentionItem
+    WHOLE FIELD(request) FIELD(kv_head) FIELD(token) FIELD(num_tokens) FIELD(position) FIELD(begin) FIELD(end)
+    FIELD(partial) FIELD(members)
+#undef STRUCT
+#define STRUCT AttentionMember
+    WHOLE FIELD(token) FIELD(partial)
+#undef STRUCT
+#define STRUCT AttentionMerge
+    WHOLE FIELD(kv_head) FIELD(token) FIELD(num_tokens) FIELD(partial) FIELD(num_partials)
+#undef STRUCT
+#define STRUCT TileUser
+    WHOLE FIELD(request) FIELD(token) FIELD(begin) FIELD(last_block) FIELD(partial) FIELD(head_stride) FIELD(first)
+    FIELD(next) FIELD(count)
+#undef STRUCT
+#define STRUCT Attention
+    WHOLE FIELD(q) FIELD(layer) FIELD(out) FIELD(block_tables) FIELD(items) FIELD(members) FIELD(merges) FIELD(partials)
+    FIELD(scratch) FIELD(shape) FIELD(num_heads) FIELD(table_width) FIELD(num_items) FIELD(num_merges)
+    FIELD(max_item_tokens) FIELD(window) FIELD(scale)
+#undef STRUCT
+#define STRUCT AttentionPlan
+    WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users)
+    FIELD(places) FIELD(wanted_items) FIELD(wanted_merges) FIELD(tables) FIELD(num_requests) FIELD(max_items)
+    FIELD(num_kv_heads) FIELD(group) FIELD(window) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members)
+    FIELD(num_items) FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows)
+    FIELD(longest) FIELD(num_wanted_items) FIELD(num_wanted_merges)
+#undef STRUCT
+#define STRUCT Gemm
+    WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
+    FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(is_compact) FIELD(reserved) FIELD(next)
+#undef STRUCT
+#define STRUCT GemmPack
+    WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
+    FIELD(dtype) FIELD(is_gated) FIELD(reserved) FIELD(plan)
+#undef STRUCT
+#define STRUCT DecoderLayer
+    WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
+    FIELD(mlp_out_norm) FIELD(head_norms) FIELD(scale) FIELD(kind)
+#undef STRUCT
+#define STRUCT Decoder
+    WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)
+    FIELD(dtype) FIELD(eps) FIELD(embedding_scale) FIELD(embeddings_packing)
+#undef STRUCT
+#define STRUCT DecoderKind
+    WHOLE FIELD(cos) FIELD(sin) FIELD(plan) FIELD(attention)
+#undef STRUCT
+#define STRUCT DecoderStep
+    WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(slots) FIELD(logits_rows)
+    FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(added) FIELD(normed)
+    FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(num_tokens) FIELD(num_logits) FIELD(is_narrow)
+#undef STRUCT
+#define STRUCT Dequantize
+    WHOLE FIELD(blocks) FIELD(out) FIELD(num_blocks) FIELD(type) FIELD(dtype)
+#undef STRUCT
+#define STRUCT Embedding
+    WHOLE FIELD(ids) FIELD(table) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(scale) FIELD(packing)
+#undef STRUCT
+#define STRUCT Norm
+    WHOLE FIELD(hidden) FIELD(x) FIELD(weight) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)
+    FIELD(eps)
+#undef STRUCT
+#define STRUCT RopeKvWrite
+    WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(positions) FIELD(head_norms) FIELD(slots) FIELD(q) FIELD(layer)
+    FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps)
+#undef STRUCT
+#define STRUCT Sampling
+    WHOLE FIELD(logits) FIELD(temperature) FIELD(top_k) FIELD(top_p) FIELD(min_p) FIELD(seed) FIELD(position)
+    FIELD(choice) FIELD(largest) FIELD(tokens) FIELD(scratch) FIELD(num_rows) FIELD(vocab_size)
+#undef STRUCT
+};
+
+EXPORT const int32_t num_struct_fields = sizeof(struct_fields) / sizeof(struct_fields[0]);

@@ -1,0 +1,56 @@
+"""Rotary position embedding, half-split ("neox") layout (Su et al. 2021, arXiv 2104.09864), and the KV cache write."""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.memory.kv_cache import KVCache
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """[head_dim / 2] float32, radians per token."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+
+
+def rotary_tables(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [T] int64 -> cos, sin [T, 1, head_dim] float32, times factor; sin carries the sign of its half:
+    (-sin, +sin)."""
+    angles = positions[:, None].float() * frequencies
+    # In float64, rounded once: in float32 the last bit depends on the make of the CPU, and on the place in the tensor.
+    angles = angles.double()
+    cos, sin = angles.cos().float().mul_(factor), angles.sin().float().mul_(factor)
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] -> [T, H, D] float32: pairs (x[i], x[i + D/2]) turned by their angle."""
+    x = x.float()
+    # Two products and a sum, each rounded: a fused multiply-add would be used for some positions and not for others.
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    write_rows: torch.Tensor,
+    write_tokens: torch.Tensor | slice,
+    before: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+) -> torch.Tensor:
+    """Rotate Q and K, store K and V; returns Q [T, H, D] float32.
+
+    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to what is rotated, float32.
+    qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, cos and sin of rotary_tables. write_tokens picks the tokens that
+    have a slot, write_rows = cache.slot_rows(their slots). K is overwritten in qkv.
+    """
+    kv_width = cache.num_kv_heads * cache.head_dim
+    q_width = qkv.shape[1] - 2 * kv_width
+    rotated = rotate(before(qkv[:, : q_width + kv_width].view(len(qkv), -1, cache.head_dim)), cos, sin)
+    num_heads = q_width // cache.head_dim
+    qkv[:, q_width : q_width + kv_width] = rotated[:, num_heads:].flatten(1)
+    cache.write(layer, write_rows, qkv[write_tokens, q_width:])
+    return rotated[:, :num_heads]

@@ -1,0 +1,257 @@
+"""The whole engine with --device cuda: the tokens of the CPU path, at depth 1 and 2, with options and preemption. In CI
+its kernels run under Triton's interpreter."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.engine import EngineCore
+from core.execution.executor import ModelInfo, StepHandle
+from core.execution.plan import SchedulerOutput
+from core.models.llama import Llama
+from core.models.triton_operations import TritonOperations
+from core.runner.cuda_model_runner import CudaModelRunner
+from core.runner.model_runner import ModelRunner
+from ipc.config import EngineConfig, LogprobsMode, PreemptionMode
+from ipc.messages import AddRequest, Logprobs, Outputs
+from ipc.sampling_params import SamplingParams
+from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+
+pytestmark = ANYWHERE
+
+VOCAB = 64
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 96
+
+
+def both(**changes: Any) -> tuple[Llama, Llama]:
+    """One tiny model by torch's kernels and by Triton's."""
+    config = tiny_config(**{"vocab_size": VOCAB, "num_hidden_layers": 2, **changes})
+    operations = TritonOperations(config, torch.float32, DEVICE)
+    weights = list(random_weights(config, torch.float32))
+    moved = [(name, tensor.to(DEVICE)) for name, tensor in weights]
+    return Llama(config, weights, torch.float32), Llama(config, moved, torch.float32, operations=operations)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "qkv_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    "gemma3": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "post_norms": True,
+        "norm_offset": 1.0,
+        "scale_embeddings": True,
+        "sliding_window": 20,
+        "sliding_layers": frozenset((0,)),
+        "sliding_rope_theta": 1e3,
+        "num_key_value_heads": 1,
+    },
+}
+
+
+class OnDevice:
+    """A model whose inputs come from the host."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self.attention_metadata, self.allocate_cache = model.attention_metadata, model.allocate_cache
+
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        moved = [part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in inputs]
+        hidden, logits = self._model.forward(*moved)
+        return hidden.cpu(), logits.cpu()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_logits_are_near_those_of_torch(kind: str) -> None:
+    torch_model, triton_model = both(**SHAPES[kind])
+    theirs, ours = (Requests(each, prompts(5, 40, vocab_size=VOCAB)) for each in (torch_model, OnDevice(triton_model)))
+    for counts in ({0: 2, 1: 33}, {1: 1, 0: 1}, {0: 2, 1: 1}):
+        expected, got = theirs.step(counts), ours.step(counts)
+        for index in counts:
+            torch.testing.assert_close(got[index], expected[index], rtol=1e-4, atol=1e-4)
+
+
+class RunnerExecutor:
+    """A runner as an executor."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.info = ModelInfo("tiny", "00", "float32", VOCAB, MAX_MODEL_LEN, (2,), "L0")
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        if isinstance(self.runner, CudaModelRunner):
+            return self.runner.begin(plan)
+        output = self.runner.execute(plan)
+        return type("Done", (), {"result": lambda _: output})()
+
+    def close(self) -> None: ...
+
+
+MODELS: list[Llama] = []
+
+
+NUM_SWAP_BLOCKS = 12
+
+
+def runner(kind: str, num_blocks: int, logprobs_mode: LogprobsMode = "raw_logprobs") -> ModelRunner:
+    if not MODELS:
+        MODELS.extend(both(num_hidden_layers=1))
+    torch_model, triton_model = MODELS
+    options: dict[str, Any] = {"num_rows": 4, "num_blocks": num_blocks, "block_size": BLOCK_SIZE, "eos_token_ids": (2,)}
+    options |= {"num_swap_blocks": NUM_SWAP_BLOCKS, "logprobs_mode": logprobs_mode}
+    if kind == "torch":
+        return ModelRunner(torch_model, **options)
+    operations = triton_model.operations
+    assert isinstance(operations, TritonOperations)
+    made = CudaModelRunner(triton_model, operations, max_model_len=MAX_MODEL_LEN, **options)
+    for layer in made.cache.layers:
+        layer[1:] = torch.nan
+    return made
+
+
+class Answers:
+    def __init__(self, count: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.logprobs: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self.num_preemptions = self.num_swapped_in_blocks = 0
+
+    def take(self, message: Outputs) -> None:
+        numbers, counts = (np.frombuffer(message.numbers, "<u4"), np.frombuffer(message.counts, "<u2"))
+        values = iter(np.frombuffer(message.tokens, "<i4").tolist())
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            self.tokens[number] += [next(values) for _ in range(count)]
+        if message.logprobs is not None:
+            self._take_logprobs(message.logprobs)
+
+    def _take_logprobs(self, reported: Logprobs) -> None:
+        entries = zip(
+            np.frombuffer(reported.token_ids, "<i4").tolist(),
+            np.frombuffer(reported.values, "<f4").tolist(),
+            strict=True,
+        )
+        columns = (
+            np.frombuffer(reported.numbers, "<u4"),
+            np.frombuffer(reported.positions, "<u4"),
+            np.frombuffer(reported.counts, "<u4"),
+        )
+        for number, position, count in zip(*(column.tolist() for column in columns), strict=True):
+            self.logprobs[number, position] = [next(entries) for _ in range(count)]
+
+
+def run(
+    kind: str,
+    requests: list[tuple[list[int], SamplingParams]],
+    depth: int = 1,
+    num_blocks: int = 40,
+    mode: PreemptionMode = "recompute",
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+) -> Answers:
+    executor = RunnerExecutor(runner(kind, num_blocks, logprobs_mode))
+    config = EngineConfig(
+        device="cuda",
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        block_size=BLOCK_SIZE,
+        num_blocks_override=num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        async_scheduling=depth == 2,
+        preemption_mode=mode,
+        num_swap_blocks=NUM_SWAP_BLOCKS if mode == "swap" else 0,
+    )
+    engine = EngineCore(config, executor)
+    inbox = [(0, AddRequest(i, np.array(ids, "<i4").tobytes(), params, i)) for i, (ids, params) in enumerate(requests)]
+    answers = Answers(len(requests))
+    while inbox or engine.has_work:
+        for _, message in engine.step(inbox, 0):
+            assert isinstance(message, Outputs), message
+            answers.take(message)
+        inbox = []
+    answers.num_preemptions = engine.scheduler.stats.num_preemptions
+    answers.num_swapped_in_blocks = engine.scheduler.stats.num_swapped_in_blocks
+    return answers
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+
+
+def test_greedy_tokens_are_those_of_the_cpu() -> None:
+    requests = [(ids(length, length), SamplingParams(temperature=0, max_tokens=5)) for length in (1, 20, 45)]
+    expected = run("torch", requests).tokens
+    assert [len(tokens) for tokens in expected] == [5, 5, 5]
+    assert run("triton", requests).tokens == expected
+    assert run("triton", requests, depth=2).tokens == expected
+
+
+def test_sampled_tokens_are_those_of_the_cpu() -> None:
+    options: list[dict[str, Any]] = [
+        {"temperature": 1.5},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 2.0, "top_k": 9, "min_p": 0.05},
+    ]
+    requests = [(ids(4, n), SamplingParams(max_tokens=4, ignore_eos=True, **each)) for n, each in enumerate(options)]
+    expected = run("torch", requests).tokens
+    assert run("triton", requests).tokens == expected
+    assert run("triton", requests, depth=2).tokens == expected
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logits"])
+def test_options_that_look_back_and_log_probabilities(logprobs_mode: LogprobsMode) -> None:
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 3.0, "frequency_penalty": 1.0},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"logit_bias": {7: 5.0, 9: 5.5}, "logprobs": 0, "presence_penalty": 2.0},
+    ]
+    requests = [(ids(5, 0), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **each)) for each in options]
+    expected = run("torch", requests, logprobs_mode=logprobs_mode)
+    assert {number for number, _ in expected.logprobs} == {1, 2}
+    for depth in (1, 2):
+        got = run("triton", requests, depth, logprobs_mode=logprobs_mode)
+        assert got.tokens == expected.tokens
+        assert got.logprobs.keys() == expected.logprobs.keys()
+        for key, entries in expected.logprobs.items():
+            assert [token for token, _ in got.logprobs[key]] == [token for token, _ in entries]
+            np.testing.assert_allclose([x for _, x in got.logprobs[key]], [x for _, x in entries], atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_requests_give_the_same_tokens(depth: int, mode: PreemptionMode) -> None:
+    requests = [(ids(14, seed), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for seed in range(3)]
+    expected = run("torch", requests)
+    got = run("triton", requests, depth, num_blocks=7, mode=mode)
+    assert got.num_preemptions > 0
+    assert (got.num_swapped_in_blocks > 0) == (mode == "swap")
+    assert got.tokens == expected.tokens
+
+
+def test_costs_of_preemption_are_measured() -> None:
+    costs = runner("triton", 40).measure_costs()
+    assert min(costs) > 0
+    assert costs.swap_ns_per_block < 10**9, "the host has room for blocks"
+
+
+def test_blocks_go_to_the_hosts_memory_and_back() -> None:
+    made = runner("triton", 6)
+    operations = MODELS[1].operations
+    assert isinstance(operations, TritonOperations)
+    pool = operations.allocate_swap_cache(3, BLOCK_SIZE)
+    assert [(layer.device.type, layer.is_pinned()) for layer in pool.layers] == [("cpu", ON_GPU)]
+    made.cache.layers[0][[2, 5]] = torch.arange(2.0, device=DEVICE).view(2, 1, 1, 1, 1) + 1
+    made.cache.copy_blocks(np.array([2, 5], np.int32), pool, np.array([2, 1], np.int32))
+    pool.copy_blocks(np.array([1, 2], np.int32), made.cache, np.array([3, 4], np.int32))
+    assert made.cache.layers[0][3:5, 0, 0, 0, 0].tolist() == [2, 1]
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:
+    made = runner("triton", 40)
+    logits = torch.zeros((2, VOCAB), device=DEVICE)
+    logits[0, 0] = torch.nan
+    made.table.num_tokens[:2] = 1
+    drawn = made._draw(logits, made.sampling.inputs(np.arange(2), made.table), np.arange(2), np.ones(2, np.int64))
+    assert drawn.tolist() == [-1, 0]
+    assert made._tables.tokens[:2, 1].tolist() == [0, 0]

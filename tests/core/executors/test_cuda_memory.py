@@ -1,0 +1,104 @@
+"""The CUDA executor: how it sizes the KV cache, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.executors.cuda import CudaExecutor
+from core.model_files.loading import load_model
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+from kernels.triton import decode_attention
+from tests.triton_device import ANYWHERE, ON_GPU
+from tools.bench.tiny_model import write_tiny_model
+
+pytestmark = [*ANYWHERE, pytest.mark.skipif(ON_GPU, reason="plays a GPU of its own")]
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def executor(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
+    """On a GPU of 10 GiB, of which another process takes 1. The weights take 2, a step with them 3; this is the
+    largest one's and the largest decode's, for which together 1 + 1 GiB is kept."""
+    made = CudaExecutor(EngineConfig(model=str(tiny), device="cuda", max_num_batched_tokens=40, max_num_seqs=3))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return made
+
+
+def on_gpu(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
+    monkeypatch.setattr(executor, "_device", torch.device("cuda"))
+    monkeypatch.setattr(executor, "_largest_step", lambda: None)
+    monkeypatch.setattr(executor, "_largest_decode", lambda: None)
+    return executor
+
+
+def test_under_the_interpreter_the_cache_shares_the_machines_memory(executor: CudaExecutor) -> None:
+    assert executor.cache_memory_bytes() is None
+    assert executor.info.dtype == "float32"
+    assert executor.info.numerics == "L0"
+
+
+def test_the_largest_step_runs(executor: CudaExecutor) -> None:
+    executor._largest_step()
+
+
+def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def noted(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        sizes.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(decode_attention.torch, "empty", noted)
+    executor._largest_decode()
+    model, _ = executor._parts()
+    config = model.config
+    num_splits = config.max_position_embeddings // 256
+    assert max(sizes) == 4 * num_splits * config.num_attention_heads * config.head_dim, "3 requests, padded to 4"
+
+
+def test_what_is_left_is_the_caches(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = 4 * 3 * (4097 + 257)  # 4096 tokens and one more, in blocks of 16
+    assert on_gpu(executor, monkeypatch).cache_memory_bytes() == int(0.9 * 10 * GIB) - 4 * GIB - 1 * GIB - tables
+
+
+def test_nothing_left_is_an_error_with_the_numbers(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 9 * GIB)
+    with pytest.raises(OutOfMemoryError, match=r"nothing is left .* below gpu_memory_utilization=0.9; raise"):
+        on_gpu(executor, monkeypatch).cache_memory_bytes()
+
+
+def test_a_step_that_does_not_fit_is_an_error(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    on_gpu(executor, monkeypatch)
+    monkeypatch.setattr(executor, "_largest_step", fail)
+    with pytest.raises(OutOfMemoryError, match=r"=40 tokens or of max_num_seqs=3 requests .* does not fit the GPU"):
+        executor.cache_memory_bytes()
+
+
+def test_models_of_transformers_code_are_refused(tiny: Path) -> None:
+    config = EngineConfig(model=str(tiny), device="cuda", model_impl="transformers")
+    with pytest.raises(ConfigError, match=r"device='cuda' runs models of our own, and .* needs transformers' code"):
+        load_model(tiny, torch.float32, config)

@@ -1,0 +1,155 @@
+"""Tiny random checkpoints of every in-tree architecture, made by transformers, and what it makes of them.
+
+transformers is imported when the first checkpoint is built, and each checkpoint is built once per process.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from core.model_files.model_config import read_model_config
+from core.model_files.weights import load_weights
+from core.models.llama import Llama
+from ipc.arrays import Ints
+from kernels.cpu.library import CpuLibrary, load_cpu_library
+from tests.core.models.test_golden import generate
+from tests.core.models.test_llama import Requests
+
+#: Of tokens. The longest passes every window below by more than a KV tile of 128 tokens.
+PROMPT_LENGTHS = (5, 60, 290)
+NUM_TOKENS = 10
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+#: Name -> transformers' model_type and settings beside SIZES.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"tie_word_embeddings": False}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama-biased-linear": (
+        "llama",
+        {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 20}),
+    "mistral-sliding": ("mistral", {"sliding_window": 131}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-biased": (
+        "qwen3",
+        {"head_dim": 8, "attention_bias": True, "rope_parameters": {**YARN, "attention_factor": 0.9, "beta_fast": 16}},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 100, "query_pre_attn_scalar": 20}),
+    "gemma3-scaled": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 40,
+            "rope_parameters": GEMMA_ROPE,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+class Golden(NamedTuple):
+    model: Any  # transformers', float32
+    prompts: list[Ints]
+    exact: list[torch.Tensor]  # [tokens, vocab] float64 logits of each prompt
+    errors: list[torch.Tensor]  # transformers' float32 error
+
+
+def build(case: str) -> Any:
+    import transformers
+
+    model_type, settings = CASES[case]
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            numbers = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.copy_(parameter + 0.3 * numbers if "norm" in name else 0.5 * numbers)
+            else:
+                parameter.copy_(numbers * 1.5 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+_GOLDENS: dict[str, Golden] = {}
+
+
+def golden(case: str) -> Golden:
+    if case not in _GOLDENS:
+        model = build(case)
+        prompts = [np.random.default_rng(n).integers(3, SIZES["vocab_size"], n) for n in PROMPT_LENGTHS]  # type: ignore[call-overload]
+        with torch.inference_mode():
+            theirs = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
+            model.double()
+            exact = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
+            model.float()
+        errors = [(mine - truth).abs() for mine, truth in zip(theirs, exact, strict=True)]
+        _GOLDENS[case] = Golden(model, prompts, exact, errors)
+    return _GOLDENS[case]
+
+
+def our_logits(
+    path: Path, prompts: list[Ints], *, library: CpuLibrary | None = None, **wrong: Any
+) -> list[torch.Tensor]:
+    """In chunks, all prompts at once. library: None = torch's operations; wrong: changed fields of the config."""
+    config = msgspec.structs.replace(read_model_config(path), **wrong)
+    model = Llama(config, load_weights(path, config, torch.float32), torch.float32, library=library)
+    requests = Requests(model, prompts)
+    parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+    while left := {i: min(len(p) - requests.done[i], 170) for i, p in enumerate(prompts) if requests.done[i] < len(p)}:
+        for index, logits in requests.step(left).items():
+            parts[index].append(logits)
+    return [torch.cat(each) for each in parts]
+
+
+def check_greedy(path: Path, expected: Golden) -> None:
+    """transformers' choice at every position, given the tokens before it, is the token that follows."""
+    prompts = [ids.tolist() for ids in expected.prompts]
+    for prompt, tokens in zip(prompts, generate(path, prompts, NUM_TOKENS), strict=True):
+        assert len(tokens) == NUM_TOKENS
+        with torch.inference_mode():
+            logits = expected.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == tokens
+
+
+def check_logits(path: Path, expected: Golden) -> None:
+    """The error against float64 is at most twice transformers' own in float32, with the C kernels and with torch's."""
+    for library in (load_cpu_library(), None):
+        ours = our_logits(path, expected.prompts, library=library)
+        for logits, exact, their_error in zip(ours, expected.exact, expected.errors, strict=True):
+            error = (logits - exact).abs()
+            assert error.max() <= 2 * their_error.max(), f"{error.max()} of {their_error.max()}"
+            assert error.mean() <= 2 * their_error.mean(), f"{error.mean()} of {their_error.mean()}"

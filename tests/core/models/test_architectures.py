@@ -1,0 +1,65 @@
+"""Every in-tree architecture against transformers, from one safetensors file and from a sharded index.
+
+Greedy float32 tokens are transformers', and the logits' error against its float64 run is at most twice its own float32
+error. A setting that is wrong by one must be seen.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.model_files.model_config import read_model_config
+from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden, our_logits
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_safetensors_give_what_transformers_gives(case: str, tmp_path: Path) -> None:
+    expected = golden(case)
+    for number, shard_size in enumerate(("1GB", "40KB")):
+        folder = tmp_path / str(number)
+        expected.model.save_pretrained(folder, max_shard_size=shard_size)
+        assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard_size == "40KB")
+        check_logits(folder, expected)
+    check_greedy(folder, expected)
+
+
+#: Case -> a field of its config and a wrong value: each must be seen, else the comparison above proves nothing of it.
+WRONG: list[tuple[str, str, Any]] = [
+    ("llama3", "rope_scaling", None),
+    ("llama-biased-linear", "rope_scaling", None),
+    ("mistral-sliding", "sliding_window", 130),
+    ("mistral-sliding", "sliding_window", 132),
+    ("mistral-sliding", "sliding_layers", (0, 1)),
+    ("qwen2", "rope_scaling", None),
+    ("qwen2-sliding", "sliding_layers", (1,)),
+    ("gemma3", "sliding_window", 101),
+    ("gemma3", "query_pre_attn_scalar", None),
+    ("gemma3", "hidden_act", "silu"),
+    ("gemma3", "scale_embeddings", False),
+    ("gemma3", "norm_offset", 0.0),
+    ("gemma3-scaled", "rope_scaling", None),
+    ("gemma3-scaled", "sliding_rope_theta", None),
+]
+
+
+@pytest.mark.parametrize(("case", "field", "value"), WRONG, ids=[f"{case}: {field}" for case, field, _ in WRONG])
+def test_a_wrong_setting_is_seen(case: str, field: str, value: Any, tmp_path: Path) -> None:
+    expected = golden(case)
+    expected.model.save_pretrained(tmp_path)
+    assert getattr(read_model_config(tmp_path), field) != value
+    logits = our_logits(tmp_path, expected.prompts[2:], **{field: value})[0]
+    error = (logits - expected.exact[2]).abs()
+    assert error.max() > 100 * expected.errors[2].max()

@@ -1,0 +1,159 @@
+"""A step as one C call is the C kernels called one after the other: the same bits of logits - of all tokens or some,
+asked for with the step or after it - and cache, for every kind of model, whatever the threads, as batches grow and
+shrink."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import kernels.cpu.decoder
+from core.model_files.values import Values
+from core.models.llama import Llama
+from core.sampling.sampler import sample_greedily
+from ipc.errors import ModelFileError
+from kernels.cpu.library import load_cpu_library
+from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.rope import MAX_HEAD_DIM
+from kernels.cpu.sampling import _TYPES
+from tests.core.models.test_llama import Requests, prompts
+from tests.core.runner.invariance import DTYPES, KINDS, random_model, tiny_model
+
+
+class Watched:
+    """A model that keeps the logits of all tokens of its steps; one_by_one: operation after operation."""
+
+    def __init__(self, model: Llama, one_by_one: bool) -> None:
+        self._model, self._one_by_one = model, one_by_one
+        self.all_logits: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *inputs, logits_rows = args
+        rows = torch.arange(len(inputs[0])).flip(0)
+        for wanted in (rows[: len(rows) // 50], rows[5::99], rows[::3], logits_rows):
+            if self._one_by_one:
+                hidden = self._model.hidden_states(*inputs)
+                logits = self._model.compute_logits(hidden, wanted)
+            else:
+                hidden, logits = self._model.forward(*inputs, wanted)
+            before = logits.clone()
+            assert self._model.sampler.largest(logits).tolist() == logits.argmax(-1).tolist()
+            self.all_logits += [before, *(self._model.compute_logits(hidden, part) for part in rows.split(45))]
+            assert torch.equal(logits, before)  # they are the caller's
+        return hidden, logits
+
+
+#: Requests -> tokens of each step: mixed chunks, decoding alone, more rows than before, fewer again.
+STEPS = [{0: 1}, {0: 100, 1: 37}, {0: 1, 1: 1}, {2: 600, 1: 1}, {2: 1}, {0: 9, 1: 9, 2: 1}]
+
+
+def run(model: Llama, one_by_one: bool) -> list[torch.Tensor]:
+    watched = Watched(model, one_by_one)
+    requests = Requests(watched, prompts(111, 49, 603))
+    logits = [part for step in STEPS for part in requests.step(step).values()]
+    return [*watched.all_logits, *logits, *requests.cache.layers]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
+    model, library = tiny_model(DTYPES[dtype], kind=kind), load_cpu_library()
+    expected = run(model, one_by_one=True)
+    try:
+        for num_threads in (1, 2):
+            library.start_threads(num_threads)
+            got = run(model, one_by_one=False)
+            different = [i for i, pair in enumerate(zip(got, expected, strict=True)) if not same_bits(*pair)]
+            assert different == [], f"{num_threads} threads"
+    finally:
+        library.stop_threads()
+
+
+@pytest.mark.parametrize(("reported", "streams"), [("1K", True), ("1048576K", False), ("some", False), (None, False)])
+def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_give_the_same_bits(
+    reported: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system does not say how large its caches are, they are taken for larger than a tiny model."""
+    if reported is not None:
+        (tmp_path / "index3").mkdir()
+        (tmp_path / "index3" / "size").write_text(f"{reported}\n")
+    monkeypatch.setattr(kernels.cpu.decoder, "_CACHES", tmp_path)
+    model = random_model(KINDS["plain"], torch.bfloat16)
+    assert model._decoder is not None
+    assert model._decoder._decoder.head.is_compact == (streams and "avx512" in model.variant)
+    matrices = [model._decoder._decoder.head, model._decoder._layers[0].qkv, model._decoder._layers[-1].down]
+    assert [bool(matrix.streams) for matrix in matrices] == [streams] * 3
+    expected = run(tiny_model(torch.bfloat16), one_by_one=True)  # whose weights are kept
+    for one_by_one in (False, True):
+        assert all(map(same_bits, run(model, one_by_one), expected))
+
+
+@torch.inference_mode()
+def test_the_largest_logit_that_a_step_finds_is_the_samplers() -> None:
+    """Where there is none, too; and it stands for that step's logits alone, as they were."""
+    model = random_model(KINDS["plain"], torch.bfloat16)
+    assert isinstance(model._norm, CpuNorm)
+    requests = Requests(model, prompts(5, 3))
+    columns = tuple(np.array([value] * 2, to) for value, to in zip((1.0, 5, 0.9, 0.0, 7, 0, 0), _TYPES, strict=True))
+    columns[0][1] = 0.0
+    sampler, found, drawn = model.sampler, [], []
+    assert model._decoder is not None
+    assert sampler is not None
+    for poison in (1.0, torch.nan, torch.inf):
+        model._norm.weight[0] *= poison
+        logits = torch.cat(list(requests.step({0: 1, 1: 1}).values()))
+        assert model._decoder._results is not None
+        written = model._decoder._results[1]
+        found.append((sampler.largest(written).tolist(), sample_greedily(logits).tolist()))
+        drawn.append([sampler(rows, columns).tolist() for rows in (written, logits)])
+        written[:] = written.flip(1)
+        drawn.append([sampler(rows, columns, is_edited=True).tolist() for rows in (written, written.clone())])
+    assert all(one == other for one, other in [*found, *drawn])
+    assert [min(one) < 0 for one, _ in found] == [False, True, True]
+
+
+def test_tokens_without_logits_are_stored_and_have_them_later() -> None:
+    model = tiny_model(torch.float32)
+    ids, positions, slots = torch.arange(5), torch.arange(5), torch.arange(16, 21)
+    caches = [model.allocate_cache(2, 16) for _ in range(2)]
+    for cache in caches:
+        cache.layers[-1].zero_()
+    lengths = torch.tensor([5]).numpy()
+    metadata = model.attention_metadata(lengths, lengths, torch.tensor([[1]]).numpy(), caches[0])
+    hidden, logits = model.forward(ids, positions, slots, metadata, caches[0], torch.arange(0))
+    assert logits.shape == (0, model.vocab_size)
+    expected = model.compute_logits(model.hidden_states(ids, positions, slots, metadata, caches[1]), torch.arange(5))
+    assert torch.equal(model.compute_logits(hidden, torch.arange(5)), expected)
+    assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
+    assert caches[0].layers[-1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_widest_heads_that_a_model_file_may_ask_for_have_room(dtype: str) -> None:
+    """They are rotated in arrays of a fixed size: nobody may ask for more."""
+    with pytest.raises(ModelFileError, match=f"to {MAX_HEAD_DIM}"):
+        Values({"head_dim": MAX_HEAD_DIM + 2}, "config.json").integer("head_dim")
+    config = msgspec.structs.replace(
+        KINDS["head norms"], head_dim=MAX_HEAD_DIM, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1
+    )
+    model = random_model(config, DTYPES[dtype])
+
+    def outputs(one_by_one: bool) -> list[torch.Tensor]:
+        requests = Requests(Watched(model, one_by_one), prompts(5, 3))
+        return [part for step in ({0: 4, 1: 3}, {0: 1}) for part in requests.step(step).values()]
+
+    got, expected = outputs(False), outputs(True)
+    assert all(same_bits(*pair) for pair in zip(got, expected, strict=True))
+    assert all(part.isfinite().all() for part in got)

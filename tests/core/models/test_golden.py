@@ -1,0 +1,121 @@
+"""The demo model's float32 greedy tokens equal transformers', from GGUF and from safetensors (data/make_golden.py)."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from core.engine import EngineCore
+from core.executors.local import LocalExecutor
+from core.model_files.model_config import read_model_config
+from core.model_files.weights import load_weights
+from core.process.resolve import resolve
+from ipc.config import CpuKernels, EngineConfig
+from ipc.files.model_files import resolve_model
+from ipc.messages import AddRequest, Outputs
+from ipc.sampling_params import SamplingParams
+
+DATA = Path(__file__).parent.parent / "data"
+GOLDEN: list[dict[str, Any]] = json.loads((DATA / "golden_smollm2.json").read_text())["prompts"]
+
+
+@pytest.fixture(scope="module")
+def safetensors_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The demo model's weights as a Hugging Face folder in float32."""
+    folder = tmp_path_factory.mktemp("model")
+    source = resolve_model(None)
+    config = read_model_config(source)
+    save_file(
+        {name: tensor.clone() for name, tensor in load_weights(source, config, torch.float32)},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": config.vocab_size,
+                "hidden_size": config.hidden_size,
+                "intermediate_size": config.intermediate_size,
+                "num_hidden_layers": config.num_hidden_layers,
+                "num_attention_heads": config.num_attention_heads,
+                "num_key_value_heads": config.num_key_value_heads,
+                "rms_norm_eps": config.rms_norm_eps,
+                "rope_theta": config.rope_theta,
+                "max_position_embeddings": config.max_position_embeddings,
+                "tie_word_embeddings": config.tie_word_embeddings,
+                "hidden_act": "silu",
+                "bos_token_id": config.bos_token_id,
+                "eos_token_id": list(config.eos_token_ids),
+                "dtype": "float32",
+            }
+        )
+    )
+    yield folder
+    shutil.rmtree(folder)
+
+
+def generate(model: Path, prompts: list[list[int]], count: int, cpu_kernels: CpuKernels = "auto") -> list[list[int]]:
+    """Greedy float32 tokens of all prompts at once, by the engine and the local executor in this process."""
+    config = EngineConfig(
+        model=str(model),
+        dtype="float32",
+        threads=1,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=256 << 20,
+        cpu_kernels=cpu_kernels,
+    )
+    executor = LocalExecutor(config)
+    config = resolve(
+        config, executor.info, executor.determine_num_available_blocks, total_memory_bytes=1 << 30, num_cpus=1
+    )
+    executor.initialize_cache(config)
+    engine = EngineCore(config, executor)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    inbox = [(0, AddRequest(i, np.array(ids, "<i4").tobytes(), params, seed=i)) for i, ids in enumerate(prompts)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while inbox or engine.has_work:
+        for _, message in engine.step(inbox, 0):
+            assert isinstance(message, Outputs), message
+            numbers, values = np.frombuffer(message.numbers, "<u4"), np.frombuffer(message.tokens, "<i4")
+            for number, token in zip(numbers.tolist(), values.tolist(), strict=True):
+                tokens[number].append(token)
+        inbox = []
+    return tokens
+
+
+@pytest.mark.parametrize(("source", "cpu_kernels"), [("gguf", "c"), ("safetensors", "torch")])
+def test_greedy_tokens_equal_transformers(source: str, cpu_kernels: CpuKernels, request: pytest.FixtureRequest) -> None:
+    model = resolve_model(None) if source == "gguf" else request.getfixturevalue("safetensors_folder")
+    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], 64, cpu_kernels)
+    for row, got in zip(GOLDEN, tokens, strict=True):
+        assert got == row["token_ids"], f"{row['name']}: {got} instead of {row['token_ids']}"
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+def test_the_stored_golden_is_what_transformers_says_now() -> None:
+    make_golden = load_generator()
+    model, _ = make_golden.load_oracle()
+    row = next(row for row in GOLDEN if row["name"] == "numbers")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert make_golden.greedy(model, row["prompt_token_ids"], 64) == row["token_ids"]
+    finally:
+        torch.set_num_threads(threads)

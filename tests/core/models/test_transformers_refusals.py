@@ -1,0 +1,130 @@
+"""The generic path refuses, and says why, what it would run wrongly."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.executors.local import LocalExecutor
+from core.models.transformers_model import TransformersModel
+from ipc.errors import ModelFileError, UnsupportedModelError
+from tests.core.models.test_transformers_model import SIZES, VOCAB, config_for, save
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": VOCAB, "n_positions": 256}
+BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 1, "vocab_size": VOCAB}
+#: model_type, its settings, what the refusal says.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("falcon", SIZES, "its code does not use transformers' attention interface"),
+    ("gptj", GPT, "its code does not use transformers' attention interface"),
+    ("codegen", GPT, "^CodeGenForCausalLM: 0 of 2 layers use .* compute attention by themselves"),
+    ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}, "^BloomForCausalLM: 0 of 2 layers"),
+    ("mamba", {**SIZES, "state_size": 4}, "^MambaForCausalLM: 0 of 2 layers use .* kind \\(state space,"),
+    (
+        "mpt",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB},
+        r"^MptForCausalLM: its code wants an attention mask or a cache of its own .*\(\w+ in modeling_mpt.py, line",
+    ),
+    ("stablelm", {**SIZES, "num_key_value_heads": 32}, "^StableLmForCausalLM: 4 query heads cannot share 32 KV heads"),
+    ("bart", BART, "^BartForCausalLM: two requests in one batch change each other's logits by"),
+    ("llama4_text", {**SIZES, "head_dim": 16}, "^Llama4ForCausalLM: its layers and its head are not apart"),
+    ("gemma2", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}, "Gemma2Attention: softcap is not supported"),
+    (
+        "gpt_oss",
+        {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4},
+        "GptOssAttention: s_aux is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_would_run_wrongly_is_refused(
+    model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    save(model_type, tmp_path, **settings)
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*; LlamaForCausalLM, .* run here, and models of"):
+        TransformersModel(tmp_path, torch.float32)
+
+
+#: What is changed in config.json, what is said.
+WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+    ({"num_attention_heads": 0}, "transformers cannot load it: ZeroDivisionError in modeling_olmo2.py, line"),
+    ({"hidden_act": "no_such"}, "transformers cannot load it: KeyError in activations.py, line .*'no_such'"),
+    ({"vocab_size": 299}, r"lm_head.weight has the shape \[300, 64\]; by its config.json it is \[299, 64\]"),
+    ({"num_hidden_layers": 3}, r"no file has model.layers.2\..* and 10 more weights, which its config.json asks for"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), WRONG_CONFIGS, ids=[str(*row[0]) for row in WRONG_CONFIGS])
+def test_a_config_that_does_not_fit_is_a_model_file_error(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Weights that are missing among them: transformers would make them up."""
+    save("olmo2", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    with pytest.raises(ModelFileError, match=f"(?s){tmp_path}: .*{text}"):
+        LocalExecutor(config_for(tmp_path))
+
+
+def test_damaged_weights_are_a_model_file_error(tmp_path: Path) -> None:
+    save("olmo2", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(ModelFileError, match=r"SafetensorError .*header"):
+        LocalExecutor(config_for(tmp_path))
+
+
+def test_attention_that_ours_does_not_know_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here: the model's own attention scales its queries, and tells nobody."""
+    from transformers.models.olmo2 import modeling_olmo2
+
+    save("olmo2", tmp_path)
+    eager = modeling_olmo2.eager_attention_forward
+    monkeypatch.setattr(
+        modeling_olmo2,
+        "eager_attention_forward",
+        lambda module, query, *rest, **more: eager(module, 1.1 * query, *rest, **more),
+    )
+    with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: .* off by [\d.]+% .*at most 0.1% is rounding"):
+        TransformersModel(tmp_path, torch.float32)
+
+
+def test_requests_that_see_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here: every token is mixed with the one before it, whosever that is."""
+    from transformers.models.olmo2 import modeling_olmo2
+
+    save("olmo2", tmp_path)
+    forward = modeling_olmo2.Olmo2MLP.forward
+
+    def mixing(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = forward(self, hidden + torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+        return mixed
+
+    monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", mixing)
+    with pytest.raises(UnsupportedModelError, match=r"two requests in one batch change each other's logits by [\d.]+%"):
+        TransformersModel(tmp_path, torch.float32)
+
+
+def test_native_only_refuses_other_architectures(tmp_path: Path) -> None:
+    save("gpt2", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+        LocalExecutor(config_for(tmp_path, model_impl="native"))
+
+
+def test_a_missing_weight_file_is_a_model_file_error(tmp_path: Path) -> None:
+    save("gpt2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelFileError, match="safetensors"):
+        LocalExecutor(config_for(tmp_path))
+
+
+def test_transformers_missing_names_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelFileError, match=r"llm-engine-core\[transformers\]"):
+        TransformersModel(tmp_path, torch.float32)

@@ -1,0 +1,121 @@
+"""resolve: nothing is left open, and what cannot fit is refused with the numbers."""
+
+import pytest
+
+from core.execution.executor import Costs, ModelInfo
+from core.process.resolve import default_cache_bytes, resolve, resolve_costs
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+
+GIB = 1 << 30
+BYTES_PER_TOKEN = 4096
+INFO = ModelInfo("tiny", "00", "float32", vocab_size=1000, max_model_len=2048, eos_token_ids=(2,), numerics="L2")
+
+
+def blocks_in(memory_bytes: int, block_size: int) -> int:
+    return memory_bytes // (block_size * BYTES_PER_TOKEN)
+
+
+def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> EngineConfig:
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    return resolve(config, INFO, blocks_in, total_memory_bytes=memory, num_cpus=cpus)
+
+
+def test_nothing_is_left_open() -> None:
+    config = resolve_costs(resolved(), not_asked)
+    assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == ["model", "capture"]
+    assert (config.max_model_len, config.threads) == (2048, 4)
+    assert config.kv_cache_memory_bytes == 4 * GIB
+
+
+def not_asked() -> Costs:
+    raise AssertionError("measured, and decides nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (70, 800)),
+        ({"recompute_ns_per_token": 5}, (5, 800)),
+        ({"swap_ns_per_block": 6}, (70, 6)),
+    ],
+)
+def test_costs_are_measured_for_auto_where_they_are_not_given(given: dict[str, int], expected: tuple[int, int]) -> None:
+    config = resolve_costs(resolved(preemption_mode="auto", **given), lambda: Costs(70, 800))
+    assert (config.recompute_ns_per_token, config.swap_ns_per_block) == expected
+
+
+def test_costs_are_not_measured_where_both_are_given() -> None:
+    given = {"preemption_mode": "auto", "recompute_ns_per_token": 5, "swap_ns_per_block": 6}
+    assert resolve_costs(resolved(**given), not_asked).recompute_ns_per_token == 5
+
+
+def test_swap_space_becomes_blocks() -> None:
+    assert resolved(swap_space_bytes=GIB).num_swap_blocks == 0  # recompute
+    assert resolved(preemption_mode="swap", swap_space_bytes=GIB).num_swap_blocks == GIB // (16 * BYTES_PER_TOKEN)
+    assert resolved(preemption_mode="swap", num_swap_blocks=7).num_swap_blocks == 7
+
+
+def test_a_resolved_config_resolves_to_itself() -> None:
+    config = resolved(kv_cache_memory_bytes=100 * 16 * BYTES_PER_TOKEN)
+    assert resolve(config, INFO, blocks_in, total_memory_bytes=GIB, num_cpus=1) == config
+
+
+def test_what_is_given_stays() -> None:
+    config = resolved(threads=3, max_model_len=100, kv_cache_memory_bytes=GIB)
+    assert (config.threads, config.max_model_len, config.kv_cache_memory_bytes) == (3, 100, GIB)
+
+
+def test_default_memory_is_a_quarter_and_at_most_4_gib() -> None:
+    assert default_cache_bytes(8 * GIB) == 2 * GIB
+    assert default_cache_bytes(64 * GIB) == 4 * GIB
+
+
+def test_no_more_blocks_than_requests_can_use() -> None:
+    config = resolved(max_num_seqs=3, max_model_len=100)
+    assert config.num_blocks_override == 3 * 7 + 1  # ceil(100 / 16) = 7, and the null block
+    assert resolved(max_num_seqs=3, max_model_len=100, num_blocks_override=500).num_blocks_override == 500
+
+
+def test_a_small_cache_clips_the_model_length() -> None:
+    config = resolved(kv_cache_memory_bytes=11 * 16 * BYTES_PER_TOKEN + 5)
+    assert config.num_blocks_override == 11
+    assert config.max_model_len == 10 * 16
+    assert resolved(num_blocks_override=2, block_size=2).max_model_len == 2
+
+
+def test_explicit_length_beyond_the_cache() -> None:
+    needed = (1000 // 16 + 1 + 1) * 16 * BYTES_PER_TOKEN
+    with pytest.raises(OutOfMemoryError) as caught:
+        resolved(max_model_len=1000, kv_cache_memory_bytes=needed - 1)
+    assert str(caught.value) == (
+        "a request of max_model_len=1000 tokens needs 64 KV blocks of 16 tokens (the null block included) and the "
+        "cache has 63: set max_model_len to at most 992, "
+        f"or set kv_cache_memory_bytes to at least {needed} (it is {needed - 1})"
+    )
+    assert resolved(max_model_len=1000, kv_cache_memory_bytes=needed).max_model_len == 1000
+    assert resolved(max_model_len=992, kv_cache_memory_bytes=needed - 1).max_model_len == 992
+
+
+def test_explicit_length_beyond_the_given_blocks() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"or set num_blocks_override to at least 64$"):
+        resolved(max_model_len=1000, num_blocks_override=63)
+
+
+def test_not_even_one_block() -> None:
+    needed = 2 * 16 * BYTES_PER_TOKEN
+    with pytest.raises(OutOfMemoryError, match=f"room for 1 blocks.*needs at least 2.*at least {needed} "):
+        resolved(kv_cache_memory_bytes=needed - 1)
+    assert resolved(kv_cache_memory_bytes=needed).max_model_len == 16
+    with pytest.raises(OutOfMemoryError, match="room for 0 blocks"):
+        resolved(memory=100)
+
+
+def test_a_block_of_one_token_is_not_enough_for_prompt_and_output() -> None:
+    with pytest.raises(OutOfMemoryError, match="at least 3"):
+        resolved(num_blocks_override=2, block_size=1)
+
+
+def test_length_beyond_the_model() -> None:
+    with pytest.raises(ConfigError, match="max_model_len=2049 is more than the 2048 tokens that tiny was made for"):
+        resolved(max_model_len=2049)

@@ -1,0 +1,32 @@
+"""What the start leaves to the garbage collector: nothing, so that no step waits until it has looked through torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.placed import placed
+
+ROOT = Path(__file__).parents[2]
+
+CODE = """
+import gc
+from core.process.start import bind, start_engine
+from ipc.config import EngineConfig
+from ipc.start_messages import Start
+
+start = Start(EngineConfig(executor="fake"), "tcp://127.0.0.1:0")
+started = start_engine(start, *bind(start), lambda phase: print(phase, gc.isenabled(), gc.get_freeze_count() > 20_000))
+print("started", gc.isenabled(), gc.get_freeze_count() > 20_000, len(gc.get_objects()) < 2_000, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_what_a_started_engine_has_is_kept_without_being_looked_at() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", placed(CODE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert lines[-1:] == ["started True True True"], done.stdout + done.stderr
+    assert lines[1:] == ["import True False", "load model True True", "kv cache True True", lines[-1]], lines

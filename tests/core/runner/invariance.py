@@ -1,0 +1,369 @@
+"""What the tests of numerics level L2 share: tiny models of every kind, a runner that records logits and poisons the
+cache, and one request - the target - run through engine, scheduler and runner in any company.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from core.engine import EngineCore
+from core.execution.executor import FinishedStep, ModelInfo
+from core.execution.plan import SchedulerOutput
+from core.inputs import EngineInput, EngineReply
+from core.model_files.model_config import ModelConfig
+from core.model_files.weights import expected_shapes
+from core.models.llama import Llama
+from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from core.runner.model_runner import ModelRunner
+from core.runner.step_inputs import StepInputs
+from core.scheduling.scheduler import Scheduler
+from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
+from ipc.arrays import Int32s, Ints
+from ipc.config import EngineConfig, SchedulingPolicy
+from ipc.messages import AddRequest, FinishReason, Outputs
+from ipc.sampling_params import SamplingParams
+from kernels.cpu.library import load_cpu_library
+
+TARGET = 1000  # number and seed of the request that is watched
+TARGET_CLIENT = 7  # has no other request
+
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=500,
+    hidden_size=96,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_ids=(0,),
+    dtype="float32",
+)
+
+#: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
+#: scalings begin within the prompt.
+KINDS: dict[str, ModelConfig] = {
+    "plain": TINY,
+    "untied head": msgspec.structs.replace(TINY, tie_word_embeddings=False),
+    "llama3 rope": msgspec.structs.replace(TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64.0)),
+    "yarn rope": msgspec.structs.replace(TINY, rope_scaling=YarnScaling(4.0, 64.0, 1.2)),
+    "sliding window": msgspec.structs.replace(TINY, sliding_window=90, sliding_layers=(0, 1, 2), qkv_bias=True),
+    "head norms": msgspec.structs.replace(TINY, qk_norm=True, head_dim=24, output_bias=True),
+    "local and global": msgspec.structs.replace(
+        TINY,
+        sliding_window=139,
+        sliding_layers=(0, 2),
+        sliding_rope_theta=1000.0,
+        rope_scaling=LinearScaling(8.0),
+        query_pre_attn_scalar=40.0,
+        hidden_act="gelu_pytorch_tanh",
+        head_dim=32,
+        qk_norm=True,
+        post_norms=True,
+        norm_offset=1.0,
+        scale_embeddings=True,
+    ),
+}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@lru_cache(maxsize=64)
+def tiny_model(dtype: torch.dtype, kind: str = "plain", variant: str | None = None) -> Llama:
+    """Return a model of the C kernels, made once: a step of a model leaves nothing for the next."""
+    return random_model(KINDS[kind], dtype, variant)
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, variant: str | None = None) -> Llama:
+    """variant: of the C kernels; None = the best that this CPU runs."""
+    return Llama(config, random_weights(config, dtype).items(), dtype, library=load_cpu_library(variant))
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return weights by name, the same on every machine."""
+    rng = np.random.Generator(np.random.PCG64(5))
+
+    def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = rng.standard_normal(shape, np.float32) * np.float32(0.2)
+        return torch.from_numpy(drawn + np.float32(name.endswith("norm.weight"))).to(dtype)
+
+    return {name: numbers(name, shape) for name, shape in expected_shapes(config).items()}
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """float32 -> int32: unlike equality of numbers this tells 0 from -0, and NaN is itself."""
+    return values.view(torch.int32)
+
+
+class Recorder(ModelRunner):
+    """Keeps every row of logits, as the sampler gets them and as its edits leave them, by (seed, choice, output
+    position); a row computed again must have the same bits. Each request of these tests has a seed of its own.
+
+    Before each step NaN goes into every slot of the cache that nobody may read: all but the computed tokens of running
+    rows and the free blocks that the prefix cache can find. What the step itself writes is poisoned too.
+    """
+
+    scheduler: Scheduler  # whose plans are run; recorded_engine() sets it
+
+    def __init__(self, model: Llama, config: EngineConfig) -> None:
+        assert config.num_blocks_override is not None
+        super().__init__(
+            model,
+            num_rows=config.max_num_seqs,
+            num_blocks=config.num_blocks_override,
+            block_size=config.block_size,
+            eos_token_ids=(0,),
+            logprobs_mode=config.logprobs_mode,
+        )
+        self.logits: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.edited: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.num_computed_again = 0  # rows of logits
+        self.num_starts = 0  # of the target's first choice
+        self.num_poisoned = 0  # slots that held numbers before
+        self.places: list[tuple[int, int, int]] = []  # (row, place in the batch, batch size) of the target, by step
+        self._is_poisoned = np.zeros((config.num_blocks_override, config.block_size), np.bool_)
+        self._poison(np.arange(config.num_blocks_override) > 0)
+
+    def prepare(self, plan: SchedulerOutput) -> StepInputs:
+        is_target = (self.sampling.seed[plan.rows] == TARGET) & (self.sampling.choice[plan.rows] == 0)
+        for place in np.flatnonzero(is_target).tolist():
+            self.places.append((int(plan.rows[place]), place, len(plan.rows)))
+        self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
+        is_readable = self._readable()
+        inputs = super().prepare(plan)
+        written = inputs.slots.numpy()
+        is_readable.reshape(-1)[written] = False
+        known = self._is_poisoned.copy()
+        self._poison(~is_readable)
+        self.num_poisoned += int((self._is_poisoned & ~known).sum())
+        self._is_poisoned.reshape(-1)[written] = False
+        return inputs
+
+    def _readable(self) -> npt.NDArray[np.bool_]:
+        """[blocks, block_size] by the state before the step."""
+        pool, table, rows = self.scheduler.pool, self.table, self.scheduler.running
+        is_readable = np.repeat(((pool.ref_count == 0) & (pool.names.content != 0))[:, None], self.block_size, 1)
+        is_readable[0] = True  # the null block holds zeros
+        counts = table.num_computed_tokens[rows]
+        positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        blocks = table.blocks.get(np.repeat(rows, counts), positions // self.block_size)
+        is_readable[blocks, positions % self.block_size] = True
+        return is_readable
+
+    def _poison(self, where: npt.NDArray[np.bool_]) -> None:
+        """where: [blocks, block_size], or [blocks]."""
+        fresh = np.broadcast_to(where.reshape(len(where), -1), self._is_poisoned.shape) & ~self._is_poisoned
+        slots = torch.from_numpy(np.flatnonzero(fresh))
+        cache = self.cache
+        rows = cache.slot_rows(slots)
+        nan = torch.full((len(slots), 2 * cache.num_kv_heads * cache.head_dim), torch.nan, dtype=cache.dtype)
+        for layer in range(len(cache.layers)):
+            cache.write(layer, rows, nan)
+        self._is_poisoned |= fresh
+
+    def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
+        positions = self.table.num_tokens[rows] - self.table.num_prompt_tokens[rows]
+        columns = (self.sampling.seed[rows], self.sampling.choice[rows], positions)
+        raw = logits.clone()
+        tokens = super().sample(rows, logits)
+        for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            self.num_computed_again += key in self.logits
+            for kept, values in ((self.logits, raw[index]), (self.edited, logits[index].clone())):
+                before = kept.setdefault(key, values)
+                assert torch.equal(bits(before), bits(values)), f"(seed, choice, position) {key}: other logits again"
+        return tokens
+
+
+class RecordingExecutor:
+    def __init__(self, runner: Recorder) -> None:
+        self.info = ModelInfo("recorded", "", "float32", 500, 2048, (0,), "L2")
+        self.runner = runner
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return memory_bytes // block_size
+
+    def initialize_cache(self, config: EngineConfig) -> None: ...
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        return FinishedStep(self.runner.execute(plan))
+
+    def close(self) -> None: ...
+
+
+def recorded_engine(
+    model: Llama, config: EngineConfig, recorder_type: type[Recorder] = Recorder
+) -> tuple[EngineCore, Recorder]:
+    recorder = recorder_type(model, config)
+    engine = EngineCore(config, RecordingExecutor(recorder))
+    recorder.scheduler = engine.scheduler
+    return engine, recorder
+
+
+class Heard:
+    """What an engine's clients are told, by (request number, choice)."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        """num_prompt_tokens: of the target."""
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.finish: dict[tuple[int, int], FinishReason] = {}
+        self.logprobs: dict[int, ReceivedLogprobs] = {}  # of the target, by choice
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def take(self, replies: Sequence[tuple[int, EngineReply]]) -> None:
+        for _, reply in replies:
+            assert isinstance(reply, Outputs), reply
+            numbers = np.frombuffer(reply.numbers, "<u4").tolist()
+            choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * len(numbers)
+            tokens = np.frombuffer(reply.tokens, "<i4").tolist()
+            for key, token, code in zip(
+                zip(numbers, choices, strict=True), tokens, reply.finish or bytes(len(numbers)), strict=True
+            ):
+                self.tokens.setdefault(key, []).append(token)
+                if code:
+                    self.finish[key] = FinishReason(code)
+            if reply.logprobs is not None:
+                for number, choice, position, logprobs in logprob_columns_of(reply.logprobs).split():
+                    if number == TARGET:
+                        received = self.logprobs.setdefault(choice, ReceivedLogprobs(self._num_prompt_tokens))
+                        received.add(position, logprobs)
+
+
+#: Called before each step but the first; what it returns is the step's inbox.
+Between = Callable[[EngineCore, Recorder], list[tuple[int, EngineInput]]]
+
+
+def drive(
+    engine: EngineCore, recorder: Recorder, inbox: list[tuple[int, EngineInput]], between: Between | None = None
+) -> Heard:
+    """To the end of the target, if it is in the inbox, else of all requests."""
+    targets = [message for _, message in inbox if isinstance(message, AddRequest) and message.number == TARGET]
+    ends = {(TARGET, choice) for message in targets for choice in range(message.params.n)}
+    heard = Heard(len(targets[0].prompt_token_ids) // 4 if targets else 0)
+    while inbox or (ends - heard.finish.keys() if ends else engine.has_unfinished):
+        heard.take(engine.step(inbox, 0))
+        engine.scheduler.check_integrity()
+        inbox = between(engine, recorder) if between else []
+    return heard
+
+
+class Run(NamedTuple):
+    """What one engine made of the target; logits and edited [output tokens, vocab] of each choice."""
+
+    tokens: dict[int, list[int]]
+    finish: dict[int, FinishReason]
+    logits: dict[int, torch.Tensor]
+    edited: dict[int, torch.Tensor]
+    logprobs: dict[int, ReceivedLogprobs]
+    recorder: Recorder
+    num_cached_tokens: int  # what the prefix cache gave while the target and its neighbours ran
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of the target's first choice."""
+        return self.recorder.num_starts - 1
+
+
+def request(
+    number: int, prompt: Sequence[int], max_tokens: int, temperature: float, **options: Any
+) -> tuple[int, AddRequest]:
+    wanted = {"top_p": 0.95, "max_tokens": max_tokens, "ignore_eos": True, **options}
+    message = AddRequest(
+        number,
+        np.array(prompt, "<i4").tobytes(),
+        SamplingParams(temperature=temperature, **wanted),
+        seed=number,
+        priority=int(number == TARGET),  # where priorities count, the target gives way to all others
+    )
+    return TARGET_CLIENT if number == TARGET else 0, message
+
+
+def run(
+    model: Llama,
+    prompt: Sequence[int],
+    *,
+    neighbours: Sequence[tuple[int, AddRequest]] = (),
+    first: Sequence[tuple[int, AddRequest]] = (),
+    between: Between | None = None,
+    max_tokens: int = 16,
+    temperature: float = 0.8,
+    params: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Run:
+    """Run `first` to its end, then the target among its neighbours, which were submitted before it."""
+    engine, recorder = recorded_engine(model, small_config(**settings))
+    drive(engine, recorder, list(first))
+    cached = engine.scheduler.stats.prefix_cache_hits
+    inbox = [*neighbours, request(TARGET, prompt, max_tokens, temperature, **(params or {}))]
+    heard = drive(engine, recorder, list(inbox), between)
+    tokens = {choice: ids for (number, choice), ids in heard.tokens.items() if number == TARGET}
+
+    def stacked(kept: dict[tuple[int, int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {c: torch.stack([kept[TARGET, c, position] for position in range(len(tokens[c]))]) for c in tokens}
+
+    return Run(
+        tokens,
+        {choice: reason for (number, choice), reason in heard.finish.items() if number == TARGET},
+        stacked(recorder.logits),
+        stacked(recorder.edited),
+        heard.logprobs,
+        recorder,
+        engine.scheduler.stats.prefix_cache_hits - cached,
+    )
+
+
+def small_config(
+    budget: int = 512,
+    num_blocks: int = 400,
+    rows: int = 33,
+    prefix_caching: bool = True,
+    depth: int = 1,
+    policy: SchedulingPolicy = "fcfs",
+) -> EngineConfig:
+    return EngineConfig(
+        executor="fake",  # 'local' knows no depth 2
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        num_blocks_override=num_blocks,
+        max_model_len=min(2048, (num_blocks - 1) * 16),
+        enable_prefix_caching=prefix_caching,
+        async_scheduling=depth == 2,
+        scheduling_policy=policy,
+    )
+
+
+def difference(got: Run, alone: Run) -> str:
+    """What is not bitwise the same in two runs of the target; empty when all is."""
+    for what, one, other in (("logits", got.logits, alone.logits), ("edited logits", got.edited, alone.edited)):
+        for choice, expected in other.items():
+            values = one[choice][: len(expected)]
+            wrong = (bits(values) != bits(expected[: len(values)])).any(-1).nonzero()[:, 0].tolist()
+            if wrong:
+                return f"{what} of choice {choice} differ at output positions {wrong}"
+    if got.tokens != alone.tokens or got.finish != alone.finish:
+        return f"tokens {got.tokens} ({got.finish}) instead of {alone.tokens} ({alone.finish})"
+    return "" if _columns(got) == _columns(alone) else "log probabilities differ"
+
+
+def _columns(run: Run) -> dict[int, list[tuple[int, bytes, bytes]]]:
+    return {
+        choice: [(one.rank, one.token_ids.tobytes(), one.values.tobytes()) for one in (*each.prompt, *each.output)]
+        for choice, each in run.logprobs.items()
+    }
+
+
+def neighbours(count: int, seed: int, longest: int, max_tokens: int) -> list[tuple[int, AddRequest]]:
+    rng = np.random.default_rng(seed)
+    return [
+        request(n, rng.integers(1, 500, rng.integers(1, longest)).tolist(), int(rng.integers(1, max_tokens)), n % 3 / 2)
+        for n in range(1, count + 1)
+    ]

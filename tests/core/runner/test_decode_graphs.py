@@ -1,0 +1,131 @@
+"""DecodeGraphs with torch.cuda's graphs played by a recording: what is captured, padded and replayed, and that a runner
+gives the same tokens through them. That real graphs do what the recording does, `make gpu` tests."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from core.runner import decode_graphs
+from core.runner.decode_graphs import Decode, DecodeGraphs, padded_rows, padded_splits
+from ipc.sampling_params import SamplingParams
+from tests.core.executors import test_cuda_executor as engine
+from tests.triton_device import ANYWHERE, ON_GPU
+
+pytestmark = [*ANYWHERE, pytest.mark.skipif(ON_GPU, reason="graphs are real there")]
+
+
+class Recording:
+    """A graph that runs Python again: whatever was called while it was captured."""
+
+    current: "Recording | None" = None
+
+    def __init__(self) -> None:
+        self.run: Callable[[], None] | None = None
+
+    def replay(self) -> None:
+        assert self.run is not None
+        self.run()
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Gives the sizes of the graphs that are captured."""
+    captured: list[tuple[int, int]] = []
+
+    streams: list[SimpleNamespace] = []
+
+    def new_stream(device: torch.device) -> SimpleNamespace:
+        streams.append(SimpleNamespace(wait_stream=lambda other: None))
+        assert len(streams) < 5, "one for all graphs of a runner: each keeps a workspace of cuBLAS"
+        return streams[-1]
+
+    @contextmanager
+    def graph(recording: Recording, pool: object, stream: object) -> Iterator[None]:
+        assert stream is streams[-1], "captured where it was warmed up"
+        Recording.current = recording
+        yield
+        Recording.current = None
+
+    fake = {
+        "graph_pool_handle": lambda: 0,
+        "Stream": new_stream,
+        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": lambda other: nullcontext(),
+        "CUDAGraph": Recording,
+        "graph": graph,
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(decode_graphs.torch.cuda, name, value)
+    init = DecodeGraphs.__init__
+
+    def recorded(self: DecodeGraphs, decode: Decode, device: torch.device, num_rows: int, width: int) -> None:
+        def traced(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+            decode(rows, positions, num_splits, hidden)
+            if (recording := Recording.current) is not None:
+                captured.append((len(rows), num_splits))
+                recording.run = lambda: decode(rows, positions, num_splits, hidden)
+
+        init(self, traced, device, num_rows, width)
+
+    monkeypatch.setattr(DecodeGraphs, "__init__", recorded)
+    return captured
+
+
+def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list[tuple[int, int]]) -> None:
+    seen: list[list[list[int]]] = []
+    places: set[int] = set()
+
+    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+        seen.append([rows.tolist(), positions.tolist()])
+        places.update((rows.data_ptr(), positions.data_ptr(), hidden.data_ptr()))
+        hidden.copy_((rows + 100 * positions * num_splits)[:, None])
+
+    def int32s(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    graphs = DecodeGraphs(decode, torch.device("cpu"), 9, 1)
+    hidden = graphs(int32s(5, 6, 7, 8, 9), int32s(1, 2, 3, 4, 5), 3)
+    assert seen[-1] == [[5, 6, 7, 8, 9, -1, -1, -1], [1, 2, 3, 4, 5, -1, -1, -1]]
+    assert hidden[:, 0].tolist() == [405, 806, 1207, 1608, 2009]
+    assert graphs(int32s(3, 4, 5, 6, 7, 8), int32s(0, 0, 0, 0, 0, 0), 4)[:, 0].tolist() == [3, 4, 5, 6, 7, 8]
+    graphs(int32s(1), int32s(2), 1)
+    assert seen[-1] == [[1], [2]]
+    assert cuda == [(8, 4), (1, 1)]
+    assert seen[0] == [[-1] * 8] * 2  # what is captured writes nothing
+    assert len(places) == 3, "all graphs have the same inputs and result"
+    assert {place % 16 for place in places} == {0}
+
+
+def test_a_runner_gives_the_same_tokens_with_graphs(
+    cuda: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.5}, {"temperature": 0, "logprobs": 1}]
+    requests = [
+        (engine.ids(3 + number, number), SamplingParams(max_tokens=3 + number, ignore_eos=True, **each))
+        for number, each in enumerate(options)
+    ]
+    expected = engine.run("triton", requests)
+    plain = engine.runner
+
+    def with_graphs(*options: Any) -> Any:
+        made = plain(*options)
+        made._graphs = made._make_graphs(4)  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr(engine, "runner", with_graphs)
+    for depth in (1, 2):
+        got = engine.run("triton", requests, depth)
+        assert got.tokens == expected.tokens
+        assert got.logprobs.keys() == expected.logprobs.keys()
+    assert set(cuda) == {(4, 1), (2, 1), (1, 1)}
+
+
+def test_sizes() -> None:
+    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
+    assert [padded_splits(n) for n in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 64]
+    assert DecodeGraphs.fits(512)
+    assert not DecodeGraphs.fits(513)

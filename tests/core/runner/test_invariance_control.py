@@ -1,0 +1,170 @@
+"""The invariance tests would see it: the same comparisons must fail with an attention that depends on the chunk, with a
+product that depends on the rows beside it, with reads of slots that no row may read, and with an option less.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.execution.plan import SchedulerOutput
+from core.models.llama import Llama
+from ipc.config import EngineConfig
+from ipc.messages import RequestFailed
+from kernels.cpu.attention import CpuAttention
+from kernels.cpu.gemm import PackedMatrix
+from tests.core.runner.invariance import (
+    DTYPES,
+    KINDS,
+    Recorder,
+    Run,
+    difference,
+    drive,
+    neighbours,
+    random_model,
+    recorded_engine,
+    request,
+    run,
+    small_config,
+    tiny_model,
+)
+from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, mixed, scenario
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def cached(length: int) -> Callable[[Llama], Run]:
+    return lambda model: run(model, PROMPT, first=[request(1, PROMPT[:length], 3, 0.0)])
+
+
+def preempted(step: int) -> Callable[[Llama], Run]:
+    return lambda model: run(model, PROMPT, between=Preempting({step}, forgets=True))
+
+
+#: Each group of scenarios with nothing but what it varies: one chunk else, no neighbours, no shortage.
+VARIED: dict[str, list[Callable[[Llama], Run]]] = {
+    "neighbours, by the budget they take": [
+        lambda model: run(model, PROMPT, neighbours=mixed(neighbours(32, 2, 60, 30)), budget=300),
+        lambda model: run(model, PROMPT, neighbours=mixed(neighbours(32, 1, 60, 30)), budget=200),
+    ],
+    "chunks": [lambda model, budget=budget: run(model, PROMPT, budget=budget) for budget in (128, 37, 7)],  # type: ignore[misc]
+    "preempted": [preempted(2), preempted(9), preempted(14)],
+    "cached": [cached(290), cached(200), cached(100)],
+}
+
+
+def model_by_operations(dtype: str) -> Llama:
+    """Return a model of its own whose steps call each operation by itself, so that one of them can be replaced."""
+    model = random_model(KINDS["plain"], DTYPES[dtype])
+    model._decoder = None
+    return model
+
+
+@pytest.mark.parametrize("group", VARIED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_that_depends_on_the_chunk_fails_the_comparison(
+    dtype: str, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results are a little larger for some numbers of tokens in a step than for others."""
+    model, exact = model_by_operations(dtype), CpuAttention.__call__
+
+    def uneven(self: CpuAttention, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return exact(self, q, *rest).mul_(1 + len(q) % 5 / 128)
+
+    alone = run(model, PROMPT)
+    assert [difference(each(model), alone) for each in VARIED[group]] == [""] * len(VARIED[group])
+    monkeypatch.setattr(CpuAttention, "__call__", uneven)
+    alone = run(model, PROMPT)
+    for each in VARIED[group]:
+        assert difference(each(model), alone).startswith("logits")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["among 32", "among 32 others"])
+def test_a_product_that_depends_on_its_neighbours_fails_the_comparison(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From so many rows on, K is summed in two halves, as a library might."""
+    model = model_by_operations(dtype)
+    alone = run(model, PROMPT)
+    exact = PackedMatrix.__call__
+
+    def halved(self: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+        if not 24 <= len(x) < 64:
+            return exact(self, x)
+        left = x.clone()
+        left[:, self.in_features // 2 :] = 0
+        return exact(self, left) + exact(self, x - left)
+
+    monkeypatch.setattr(PackedMatrix, "__call__", halved)
+    assert difference(run(model, PROMPT), alone) == "", "the target alone has so many rows"
+    assert difference(scenario(name, model), alone).startswith("logits")
+
+
+def failed(recorder_type: type[Recorder]) -> list[int]:
+    """Numbers of the requests that fail among a few whose blocks were others' before; some share a prompt."""
+    config = small_config(num_blocks=20, rows=4, budget=64)
+    engine, recorder = recorded_engine(tiny_model(torch.float32), config, recorder_type)
+    inbox = [request(n, PROMPT[n // 2 * 40 :][:37], 9, 0.5) for n in range(1, 7)]
+    found: list[int] = []
+    while inbox or engine.has_unfinished:
+        found += [reply.number for _, reply in engine.step(inbox, 0) if isinstance(reply, RequestFailed)]
+        inbox = []
+    assert recorder.num_poisoned > 0, "no slot held the numbers of others"
+    return sorted(found)
+
+
+def test_nobody_fails_over_poison() -> None:
+    assert failed(Recorder) == []
+
+
+class OneSlotMore(Recorder):
+    """Takes a sixth token of a row for one later than it is: one more slot is read than was computed."""
+
+    def prepare(self, plan: SchedulerOutput) -> Any:
+        inputs = super().prepare(plan)
+        late = (self.sampling.seed[plan.rows] == 3) & (inputs.context_lens == 37 + 5)
+        return inputs._replace(context_lens=inputs.context_lens + late)
+
+
+class FreeBlock(Recorder):
+    """Looks for a row's third block in one that is free."""
+
+    def prepare(self, plan: SchedulerOutput) -> Any:
+        inputs = super().prepare(plan)
+        late = (self.sampling.seed[plan.rows] == 3) & (inputs.context_lens == 37 + 5)
+        pool = self.scheduler.pool
+        tables = inputs.block_tables.copy()
+        tables[late, 2] = np.flatnonzero((pool.ref_count == 0) & ~(pool.names.content != 0))[0] if late.any() else 0
+        return inputs._replace(block_tables=tables)
+
+
+@pytest.mark.parametrize("recorder_type", [OneSlotMore, FreeBlock])
+def test_a_read_of_poison_fails_the_request(recorder_type: type[Recorder]) -> None:
+    assert failed(recorder_type) == [3]
+
+
+def test_whatever_nobody_may_read_is_nan() -> None:
+    config = EngineConfig(max_num_seqs=9, max_num_batched_tokens=60, num_blocks_override=36, max_model_len=560)
+    engine, recorder = recorded_engine(tiny_model(torch.float32), config)
+    drive(engine, recorder, list(mixed(neighbours(9, 3, 30, 90))))
+    engine.scheduler.reset_prefix_cache()
+    drive(engine, recorder, [request(20, PROMPT[:20], 1, 0.0)])  # two blocks, of which twelve slots are free
+    for layer in range(3):
+        for stored in (recorder.cache.keys(layer), recorder.cache.values(layer)):
+            is_nan = stored.isnan().flatten(2)
+            assert (is_nan.all(-1) == is_nan.any(-1)).all()
+            assert int((~is_nan.any(-1)).sum()) == 16 + 20, "of the null block and of the request's tokens"
+
+
+@pytest.mark.parametrize("option", [*EDITS, *FILTERS])
+def test_an_option_less_is_another_request(option: str) -> None:
+    model = tiny_model(torch.float32)
+    options = {**(EDITS if option in EDITS else FILTERS), "n": 2, "stop_token_ids": [100]}
+    del (fewer := dict(options))[option]
+    assert difference(run(model, PROMPT, params=fewer), run(model, PROMPT, params=options)) != ""

@@ -1,0 +1,74 @@
+"""The options of a request follow it: through neighbours with and without options, chunks, preemption and the prefix
+cache its logits, as the sampler gets them and as its edits leave them, its tokens, ends and log probabilities stay.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.models.llama import Llama
+from ipc.messages import FinishReason
+from tests.core.runner.invariance import DTYPES, Run, difference, run, tiny_model
+from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, scenario
+
+WINDOWS = ["plain", "sliding window", "local and global"]
+
+#: One of each group of scenarios; how finely a prompt is cut is nothing to the sampler.
+SCENARIOS = ("among 32", "chunks of 37", "preempted", "from the prefix cache")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def watched(model: Llama, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
+    """(arguments of run(), the run alone) of a target that is stopped by its choice 0's first new token after six."""
+    free = run(model, PROMPT, params={**options, "min_tokens": 0}, max_tokens=20).tokens[0]
+    stop = next(token for token in free[6:] if token not in free[:6])
+    target = {"params": {**options, "stop_token_ids": [stop]}, "max_tokens": 20}
+    return target, run(model, PROMPT, **target)
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edits_of_three_choices(dtype: str, kind: str) -> None:
+    model = tiny_model(DTYPES[dtype], kind=kind)
+    target, alone = watched(model, {**EDITS, "min_tokens": 4, "n": 3, "logprobs": 4})
+    assert len({tuple(tokens) for tokens in alone.tokens.values()}) == 3
+    assert all(len(alone.logprobs[choice].output) == len(alone.tokens[choice]) for choice in range(3))
+    stop = target["params"]["stop_token_ids"][0]
+    assert torch.isinf(alone.edited[0][:4, stop]).all(), "min_tokens was not in force"
+    assert not torch.isinf(alone.edited[0][4:, stop]).any()
+    assert (alone.edited[0] != alone.logits[0]).sum(-1).min() > 100, "a row has few edits"
+    for name in SCENARIOS:
+        assert difference(scenario(name, model, **target), alone) == "", name
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filters_of_two_choices_and_log_probabilities_of_the_prompt(dtype: str, kind: str) -> None:
+    model = tiny_model(DTYPES[dtype], kind=kind)
+    target, alone = watched(model, {**FILTERS, "n": 2, "logprobs": 0, "prompt_logprobs": 3})
+    assert alone.finish[0] == FinishReason.STOP
+    assert {token for tokens in alone.tokens.values() for token in tokens} <= set(FILTERS["allowed_token_ids"])
+    assert len(alone.logprobs[0].prompt) == len(PROMPT) - 1
+    for name in SCENARIOS:
+        assert difference(scenario(name, model, reads_cache=False, **target), alone) == "", name
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edits_and_log_probabilities_preempted_after_any_one_step(dtype: str, kind: str) -> None:
+    """Counts and bad words are found again in the tokens so far; the prompt's log probabilities are told once."""
+    model = tiny_model(DTYPES[dtype], kind=kind)
+    params = {**EDITS, "min_tokens": 4, "stop_token_ids": [100], "logprobs": 2, "prompt_logprobs": 1}
+    target: dict[str, Any] = {"params": params, "max_tokens": 10}
+    alone = run(model, PROMPT[:150], **target)
+    assert (len(alone.logprobs[0].prompt), len(alone.logprobs[0].output)) == (149, len(alone.tokens[0]))
+    for step in range(1, 4 + 6):  # chunks and tokens
+        preempting = Preempting({step}, forgets=step % 2 == 0)
+        got = run(model, PROMPT[:150], budget=48, num_blocks=40, between=preempting, **target)
+        assert got.num_preemptions == 1
+        assert difference(got, alone) == "", f"preempted at (computed, output) {preempting.seen}"

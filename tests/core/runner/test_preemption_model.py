@@ -1,0 +1,163 @@
+"""A real model with too few blocks, under every policy and way of preemption: tokens are those of an unhurried run.
+
+The model is tiny and random; its cache is full of NaN where nobody has written, on the device and on the host.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from core.engine import EngineCore
+from core.execution.executor import Costs, FinishedStep, ModelInfo
+from core.execution.plan import SchedulerOutput
+from core.models.llama import Llama
+from core.runner.model_runner import ModelRunner
+from ipc.config import EngineConfig
+from ipc.messages import AddRequest, Outputs
+from ipc.sampling_params import SamplingParams
+from tests.core.runner.invariance import TINY, random_model
+
+BLOCK_SIZE = 8
+SMALL = msgspec.structs.replace(
+    TINY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256
+)
+#: For auto: whole blocks are cheaper to copy (74 against 80), a short one beside few whole ones to compute again.
+AUTO_COSTS = {"recompute_ns_per_token": 10, "swap_ns_per_block": 37}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is too small for two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Executor:
+    def __init__(self, model: Llama, config: EngineConfig) -> None:
+        self.info = ModelInfo("small", "", "", SMALL.vocab_size, 256, (0,), "L2")
+        self.runner = ModelRunner(
+            model,
+            num_rows=config.max_num_seqs,
+            num_blocks=config.num_blocks_override or 0,
+            block_size=config.block_size,
+            eos_token_ids=(0,),
+            num_swap_blocks=config.num_swap_blocks or 0,
+        )
+        for cache in (self.runner.cache, self.runner.swap_cache):
+            for layer in cache.layers if cache else ():
+                layer[1:] = torch.nan  # what nobody stored must not be read
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return memory_bytes // block_size
+
+    def initialize_cache(self, config: EngineConfig) -> None: ...
+
+    def measure_costs(self) -> Costs:
+        return self.runner.measure_costs()
+
+    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+        return FinishedStep(self.runner.execute(plan))
+
+    def close(self) -> None: ...
+
+
+class Run(NamedTuple):
+    tokens: dict[tuple[int, int], list[int]]  # by (client, number)
+    num_swapped: int  # preemptions that copied blocks to the host
+    num_dropped: int  # preemptions whose tokens were computed again
+    num_swapped_in_blocks: int
+    num_skipped: int
+
+
+@lru_cache(2)
+def model(dtype: torch.dtype) -> Llama:
+    return random_model(SMALL, dtype)
+
+
+def requests() -> list[tuple[int, int, AddRequest]]:
+    """(step in which it arrives, client, message): two clients, three priorities, shared beginnings, half of them
+    sampled with a seed."""
+    rng = np.random.default_rng(3)
+    shared = rng.integers(1, SMALL.vocab_size, 20)
+    made = []
+    for number in range(10):
+        own = rng.integers(1, SMALL.vocab_size, int(rng.integers(3, 30)))
+        prompt = np.concatenate([shared, own]) if number % 3 == 0 else own
+        params = SamplingParams(
+            temperature=number % 2 * 0.9, top_p=0.95, max_tokens=int(rng.integers(16, 34)), ignore_eos=True
+        )
+        message = AddRequest(
+            number, prompt.astype("<i4").tobytes(), params, seed=100 + number, priority=2 - number * 3 // 10
+        )
+        made.append((number * 3, number // 2 % 2, message))
+    return made
+
+
+def run(dtype: torch.dtype, **options: Any) -> Run:
+    given = {"num_swap_blocks": 0, "recompute_ns_per_token": 1, "swap_ns_per_block": 1, **options}
+    config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=96, max_num_batched_tokens=24, **given)
+    engine = EngineCore(config, Executor(model(dtype), config))
+    tokens: dict[tuple[int, int], list[int]] = {}
+    waiting, step, causes, num_skipped = requests(), 0, list[int](), 0
+    while waiting or engine.has_work:
+        inbox = [(client, message) for due, client, message in waiting if due <= step]
+        waiting = [entry for entry in waiting if entry[0] > step]
+        for client, message in engine.step(inbox, step):
+            assert isinstance(message, Outputs), message
+            numbers, values = np.frombuffer(message.numbers, "<u4"), np.frombuffer(message.tokens, "<i4")
+            for number, token in zip(numbers.tolist(), values.tolist(), strict=True):
+                tokens.setdefault((client, number), []).append(token)
+        engine.scheduler.check_integrity()
+        decision = engine.scheduler.decision
+        assert decision is not None
+        assert step < 2000, "no progress"
+        causes += [preempted.num_swapped_blocks for preempted in decision.preempted]
+        num_skipped += decision.num_skipped
+        step += 1
+    assert len(tokens) == len(requests())
+    num_swapped = sum(count > 0 for count in causes)
+    stats = engine.scheduler.stats
+    return Run(tokens, num_swapped, len(causes) - num_swapped, stats.num_swapped_in_blocks, num_skipped)
+
+
+@lru_cache(2)
+def unhurried(dtype: torch.dtype) -> Run:
+    """One after the other, with room for all."""
+    return run(dtype, max_num_seqs=1, num_blocks_override=100, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: bool, dtype: torch.dtype) -> None:
+    costs = AUTO_COSTS if mode == "auto" else {}
+    pressed = run(
+        dtype,
+        max_num_seqs=6,
+        num_blocks_override=14,
+        enable_prefix_caching=caching,
+        scheduling_policy=policy,
+        fair_quantum=8,
+        preemption_mode=mode,
+        num_swap_blocks=0 if mode == "recompute" else 12,
+        **costs,
+    )
+    calm = unhurried(dtype)
+    assert calm.num_swapped == calm.num_dropped == 0
+    assert pressed.tokens == calm.tokens
+    if mode == "recompute":
+        assert pressed.num_swapped == 0
+        assert pressed.num_dropped > 0
+    else:
+        assert pressed.num_swapped > 0
+        assert pressed.num_swapped_in_blocks > 0
+    if mode == "auto":
+        assert pressed.num_dropped > 0

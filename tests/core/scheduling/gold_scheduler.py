@@ -1,0 +1,149 @@
+"""The scheduler's rules once more, slow and of plain lists: tests compare every decision of core's with them."""
+
+from collections.abc import Callable
+
+from ipc.config import EngineConfig
+from tests.core.scheduling.gold_blocks import GoldBlocks
+from tests.core.scheduling.gold_entry import Block, Entry
+from tests.core.scheduling.gold_policy import GoldPolicy
+
+
+class Gold:
+    """Growth of those that run, preemption by recompute, starts in strict order with victims of lower classes, fences.
+    Left to gold_options.py: look-ahead, watermark, swap, limited or whole prompts, delay, reservation. A pause sets
+    `shut` (nothing begins), and of all `tokens` = 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.c, self.b, self.policy = config, GoldBlocks(config), GoldPolicy(config)
+        self.tokens = self.most = config.max_num_batched_tokens  # of a step, of a request in a step
+        self.shut = False
+        self.running, self.waiting = list[Entry](), list[Entry]()
+        self.in_flight: list[list[tuple[Entry, int, bool]]] = []  # row, which of its stays, whether it samples
+
+    def add(self, q: Entry) -> bool:
+        """False: it never fits."""
+        if self.b.up(q.max_total - 1) > self.b.usable:
+            return False
+        self.policy.join(q, self.running + self.waiting)
+        self.waiting.append(q)
+        return True
+
+    def leave(self, q: Entry) -> None:
+        (self.running if q in self.running else self.waiting).remove(q)
+        self.b.release(q, len(self.in_flight))
+        if not self.running + self.waiting:
+            self.policy.leave(q)
+
+    def preempt(self, r: Entry, cause: int) -> None:
+        self.preempted[r] = cause  # 1: for a running row, 2: for one that starts
+        r.preemptions += cause == 1
+        r.served = max(r.served, r.computed)
+        self.leave(r)
+        self.waiting.append(r)
+
+    def sacrifice(self, r: Entry) -> tuple[int, ...]:
+        """The smallest is the first victim."""
+        return (*self.policy.value(r), r.computed, -r.rank, -r.serial)
+
+    def budget(self) -> int:
+        return self.tokens - sum(r.n for r in self.running)
+
+    def schedule(self, now: int) -> None:
+        self.now, self.skipped, self.preempted = now, 0, dict[Entry, int]()  # skipped: rows that want and get nothing
+        self.starts, self.refused = list[Entry](), dict[Entry, str]()
+        self.grow()
+        self.admit()
+        batch = [r for r in self.running if r.n]
+        self.b.name(batch)
+        self.policy.charge([r for r in batch if r not in self.starts])
+        self.in_flight += [[(r, r.stay, r.advance()) for r in batch]] if batch else []
+
+    def update(self, token: Callable[[int, int], int]) -> list[int]:
+        """The oldest step is back; token: of (request, position). Returns who has ended."""
+        self.b.lift(1)
+        live = [r for r, stay, samples in self.in_flight.pop(0) if samples and r.stay == stay]
+        ended = [r for r in live if r.take(token(r.number, len(r.tokens)))]
+        for r in ended:
+            self.leave(r)
+        return [r.number for r in ended]
+
+    def divide(self, rows: list[Entry], fed: int = 10**9) -> int | None:
+        """Give tokens in this order, from row `fed` on only for blocks it has. Returns the first short of blocks."""
+        for r in rows:
+            r.n = 0
+        for index, r in enumerate(rows):
+            r.n = min(r.wanted(), self.most, self.budget())
+            if index >= fed:
+                r.n = min(r.n, len(r.blocks) * self.b.size - r.computed)
+        return next((i for i in range(len(rows)) if self.b.growth(rows[: i + 1]) > self.b.free), None)
+
+    def grow(self) -> None:
+        rows = self.running
+        rows.sort(key=lambda r: (r.rank, r.serial))
+        if self.divide(rows) is not None or not self.budget():
+            rows.sort(key=self.policy.place)
+        while (short := self.divide(rows)) is not None and self.b.growth(rows) > self.b.free + len(self.b.fenced):
+            level = rows[short].priority  # of which nobody older goes, nor who has all that he can need
+            later = [r for r in rows[short + 1 :] if r.priority != level or self.b.lacks(r, r.max_total - 1)]
+            if not later:
+                break
+            self.preempt(min(later, key=self.sacrifice), 1)
+        if short is not None:
+            wanted = [r.n for r in rows]
+            self.divide(rows, short)
+            self.skipped += sum(want > 0 and not r.n for want, r in zip(wanted, rows, strict=True))
+        self.b.feed(rows)
+
+    def first(self) -> Entry | None:
+        """Who is next to start; nobody passes one that cannot."""
+        waiting = [q for q in self.waiting if q.begun or not self.shut]
+        return min(waiting, key=self.policy.place) if waiting and not self.refused else None
+
+    def admit(self) -> None:
+        first, is_full = self.first(), not self.budget() or len(self.running) >= self.c.max_num_seqs
+        if first and is_full and not any(self.policy.must_yield(r, first) for r in self.running):
+            self.refused[first] = "NO_ROW" if self.budget() else "NO_BUDGET"
+            return
+        while q := self.first():
+            if refusal := self.attempt(q):
+                self.refused[q] = refusal
+        self.b.settle()
+
+    def left(self, q: Entry, hits: list[Block]) -> int:
+        """Blocks for it to start with; the oftener it was preempted, the more of them stay free beside others."""
+        most = self.b.up(q.max_total - 1) - self.b.lacks(q, len(q.tokens))
+        return self.b.left(self.running, hits) - (min(2**q.preemptions - 1, most) if self.running else 0)
+
+    def attempt(self, q: Entry) -> str:
+        """Start it: "", or say what it lacks."""
+        if q in self.preempted:
+            return "PREEMPTED"
+        hits = self.b.find(q)
+        q.computed = max(len(hits) * self.b.size, q.kept)
+        lack = self.b.lacks(q, len(q.tokens)) - len(hits) - self.left(q, hits)
+        yields = [r for r in self.running if r not in self.starts and self.policy.must_yield(r, q)]
+        yields.sort(key=self.sacrifice)
+        enough = [i for i in range(len(yields) + 1) if self.b.given(yields[:i], hits) >= lack]
+        go = next((i for i in enough if len(self.running) - i < self.c.max_num_seqs), None)  # so many, no more
+        if go is None:
+            return "NO_ROW" if enough else "NO_BLOCKS"
+        count = min(q.wanted(), self.most, self.budget() + sum(r.n for r in yields))
+        return self.start(q, count, hits, yields[:go], yields[go:]) if count else "NO_BUDGET"
+
+    def start(self, q: Entry, count: int, hits: list[Block], victims: list[Entry], givers: list[Entry]) -> str:
+        """With the victims' blocks and rows, and tokens of the givers, who keep their blocks."""
+        for r in victims:
+            self.preempt(r, 2)
+        if self.b.lacks(q, len(q.tokens)) - len(hits) > self.left(q, hits):
+            return "FENCED"
+        for r in givers:
+            cut = min(r.n, max(0, count - self.budget()))
+            self.skipped += 0 < cut == r.n
+            r.n -= cut
+        q.n, q.begun = count, True
+        self.policy.charge([q])
+        self.b.hold(q, hits)
+        self.waiting.remove(q)
+        self.running.append(q)
+        self.starts.append(q)
+        return ""

@@ -1,0 +1,182 @@
+"""EngineCore under random clients, pools, budgets and depths: a hypothesis state machine.
+
+After every step the scheduler recounts itself and the executor reads every context back through the block tables.
+At the end all that is left drains, every request has exactly the tokens of the one-at-a-time oracle, all blocks have
+come back, and the log of what was drained before each step replays to the same plans, byte for byte.
+"""
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from core.inputs import EngineInput
+from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Goodbye, ResetPrefixCache
+from tests.columns import pack_numbers
+from tests.core.driving import EOS, Driver, Received, add_message, expected_tokens, small_config
+
+MS = 1_000_000  # ns
+POISON = 999
+#: Prompts begin with a part of one of these and so share blocks.
+BASES = ([10] * 24, list(range(100, 124)), [*range(100, 110), *range(200, 214)])
+
+configs = st.fixed_dictionaries(
+    {
+        "depth": st.sampled_from([1, 2]),
+        "num_blocks": st.sampled_from([8, 12, 5, 20, 60]),
+        "block_size": st.sampled_from([4, 2, 1]),
+        "max_num_seqs": st.integers(1, 6),
+        "budget": st.sampled_from([9, 40, 5, 2, 1]),
+        "prefix_caching": st.sampled_from([True, True, True, False]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
+        "preemption_mode": st.sampled_from(["swap", "recompute", "auto"]),
+        "num_swap_blocks": st.sampled_from([20, 3]),
+        "swap_ns_per_block": st.sampled_from([1, 3]),
+        "fair_quantum": st.sampled_from([4, 40]),
+    }
+)
+
+
+def random_request(rng: random.Random, number: int, prefix: list[int], max_model_len: int) -> AddRequest:
+    """Most are plain; about one in four has each uncommon option, one in sixteen is poisoned."""
+
+    def sometimes(value: Any, otherwise: Any, one_in: int = 4) -> Any:
+        return otherwise if rng.randrange(one_in) else value
+
+    tail = [rng.choice([1, EOS, 3, rng.randrange(POISON)]) for _ in range(rng.randrange(1, 7))]
+    prompt = [*prefix[: rng.choice([0, 3, 4, 8, 16, 24])], *tail, *sometimes([POISON], [], 16)]
+    prompt = prompt[-(max_model_len - 1) :]
+    max_tokens = rng.randrange(1, 25)
+
+    def build(delivered: list[int] | None) -> AddRequest:
+        return add_message(
+            number,
+            prompt,
+            max_tokens,
+            ignore_eos=is_stubborn,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            seed=seed,
+            salt=salt,
+            deadline_ms=deadline_ms,
+            delivered=delivered,
+        )
+
+    is_stubborn = sometimes(False, True)
+    stop_token_ids = sometimes(list(range(rng.randrange(8), 1000, 8)), None)
+    min_tokens = sometimes(rng.randrange(max_tokens + 1), 0)
+    temperature, seed = sometimes(1.0, 0.0), rng.getrandbits(64)
+    salt, deadline_ms = sometimes("salt", ""), sometimes(rng.randrange(1, 40), 0, 8)
+    message = build(None)
+    if rng.randrange(4) == 0:  # it comes back after a crash with some of its tokens, but without its end
+        tokens = expected_tokens(message, max_model_len)
+        is_stopped = len(tokens) < min(max_tokens, max_model_len - len(prompt))
+        message = build(tokens[: rng.randrange(len(tokens) + 1 - is_stopped)])
+    return message
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(config=configs)
+    def start(self, config: dict[str, Any]) -> None:
+        if config["preemption_mode"] == "recompute":
+            config["num_swap_blocks"] = 0
+        self.config = small_config(**config)
+        self.max_model_len = self.config.max_model_len or 0
+        self.driver = Driver(self.config, POISON)
+        self.pending: list[tuple[int, EngineInput]] = []
+        self.added: dict[tuple[int, int], tuple[AddRequest, int]] = {}  # -> (message, step clock at its arrival)
+        self.aborted: set[tuple[int, int]] = set()
+        self.gone: set[int] = set()
+        self.now = 0
+        self.next_client = 3
+        self.clients = [0, 1, 2]
+
+    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6))
+    def add(self, seed: int, count: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(count):
+            client = rng.choice(self.clients)
+            prefix = rng.choice(BASES)
+            if self.added and rng.randrange(4) == 0:  # the next turn of a conversation
+                earlier = self.added[rng.choice(sorted(self.added))][0]
+                prompt = np.frombuffer(earlier.prompt_token_ids, "<i4").tolist()
+                prefix = [*prompt, *expected_tokens(earlier, self.max_model_len)]
+            message = random_request(rng, len(self.added), prefix, self.max_model_len)
+            message = msgspec.structs.replace(message, priority=rng.randrange(3))
+            self.added[client, message.number] = (message, -1)
+            self.pending.append((client, message))
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data(), kind=st.sampled_from(["abort", "abort", "abort", "leave", "reset"]))
+    def disturb(self, data: st.DataObject, kind: str) -> None:
+        if kind == "abort":
+            keys = data.draw(st.lists(st.sampled_from(sorted(self.added)), min_size=1, max_size=2))
+            client = keys[0][0]
+            numbers = [number for _, number in keys]  # those of other clients are unknown to this one
+            if client not in self.gone:
+                self.pending.append((client, Abort(pack_numbers(numbers))))
+                self.aborted |= {(client, number) for number in numbers}
+        elif kind == "leave":
+            client = data.draw(st.sampled_from(self.clients))
+            self.pending.append((client, Goodbye()))
+            self.gone.add(client)
+            self.clients[self.clients.index(client)] = self.next_client
+            self.next_client += 1
+        else:
+            self.pending.append((0, ResetPrefixCache(1)))
+
+    @rule(count=st.integers(1, 8), milliseconds=st.sampled_from([0, 0, 1]))
+    def step(self, count: int, milliseconds: int) -> None:
+        for _ in range(count):
+            self.now += milliseconds * MS
+            messages, self.pending = self.pending, []
+            for client, message in messages:
+                if isinstance(message, AddRequest):
+                    self.added[client, message.number] = (message, self.now)
+            self.driver.step(messages, self.now)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.step(1, 0)
+        work = sum(len(message.prompt_token_ids) // 4 + 24 for message, _ in self.added.values())
+        self.driver.drain(limit=20 + 4 * work, now_ns=self.now)
+        for key, (message, arrival) in self.added.items():
+            self._check(key, message, arrival, self.driver.inbox.received[key])
+        again = Driver(self.config, POISON)
+        for messages, now, replies in self.driver.log:
+            assert again.engine.step(messages, now) == replies
+        assert again.executor.plans == self.driver.executor.plans
+
+    def _check(self, key: tuple[int, int], message: AddRequest, arrival: int, got: Received) -> None:
+        prompt = np.frombuffer(message.prompt_token_ids, "<i4").tolist()
+        delivered = len(message.delivered[0]) // 4 if message.delivered else 0
+        expected = expected_tokens(message, self.max_model_len)
+        computed = [*prompt, *expected[:-1]]
+        fails = POISON in computed and delivered < len(expected)
+        if fails:
+            expected = expected[: max(delivered, computed.index(POISON) + 1 - len(prompt))]
+        assert got.tokens == expected[: len(got.tokens)]
+        if key[0] in self.gone:
+            return  # told or not, depending on when it went
+        assert got.is_over, f"{key} was never ended"
+        if got.finish == FinishReason.ABORT:
+            assert key in self.aborted
+        elif got.failed is not None and got.failed.code == ErrorCode.DEADLINE_EXCEEDED:
+            assert message.deadline_ms
+            assert arrival + message.deadline_ms * MS <= self.now
+        else:
+            assert got.tokens == expected
+            assert (got.failed is not None and got.failed.code == ErrorCode.INTERNAL) == fails
+
+
+def test_engine_survives_random_clients() -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(max_examples=180, stateful_step_count=20, derandomize=True, deadline=None, database=None),
+    )

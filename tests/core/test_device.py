@@ -1,0 +1,98 @@
+"""Which kernels a model runs on: what the config says, what the machine has, and what is said of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import core.device
+from core.device import start_cpu_kernels
+from core.executors.local import LocalExecutor
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+from kernels.cpu import library_file as cpu_library_file
+from tools.bench.tiny_model import write_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The lines that the engine says meanwhile."""
+    lines: list[str] = []
+    monkeypatch.setattr(core.device.log, "say", lines.append)
+    before = torch.get_num_threads()
+    yield lines
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(cpu_library_file, "PREBUILT_FOLDER", tmp_path)
+
+
+def test_c_kernels_take_the_threads_and_leave_torch_one(said: list[str]) -> None:
+    torch.set_num_threads(2)
+    library = start_cpu_kernels(EngineConfig(threads=2))
+    assert library is not None
+    library.stop_threads()
+    assert torch.get_num_threads() == 1
+    assert said == []
+
+
+def test_torch_is_torch() -> None:
+    torch.set_num_threads(2)
+    assert start_cpu_kernels(EngineConfig(cpu_kernels="torch")) is None
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_torch_serves_and_one_line_says_why(said: list[str]) -> None:
+    torch.set_num_threads(2)
+    assert start_cpu_kernels(EngineConfig()) is None
+    assert torch.get_num_threads() == 2
+    (line,) = said
+    assert line.startswith(
+        "engine-core: slower, and numerics level L0, without C kernels: no C compiler: no-such-compiler does not run"
+    )
+    assert "\n" not in line
+
+
+def test_with_a_compiler_that_hangs_torch_serves_and_one_line_says_why(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "hanging-cc"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *--version*) ;; *) exec sleep 600 ;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_library_file, "PREBUILT_FOLDER", tmp_path)
+    monkeypatch.setattr(cpu_library_file, "BUILD_S", 0.2)
+    assert start_cpu_kernels(EngineConfig()) is None
+    (line,) = said
+    assert line.startswith(
+        f"engine-core: slower, and numerics level L0, without C kernels: {compiler} was not done after 0 s"
+    )
+    assert "\n" not in line
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_c_kernels_that_are_demanded_and_missing_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"cpu_kernels=c is not to be had here: no C compiler.*cpu_kernels=torch"):
+        start_cpu_kernels(EngineConfig(cpu_kernels="c"))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_model_loads_without_a_compiler(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    executor = LocalExecutor(EngineConfig(model=str(tmp_path / "tiny"), threads=1))
+    assert executor.info.numerics == "L0", "level L2 is the C kernels' promise"
+
+
+def test_whose_kernels_run_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    c, torch_s, auto = (
+        LocalExecutor(EngineConfig(model=str(tmp_path), threads=1, cpu_kernels=kernels)).info.fingerprint
+        for kernels in ("c", "torch", "auto")
+    )
+    assert c == auto != torch_s

@@ -1,0 +1,96 @@
+"""The C sampler where its own parts show: its uniform numbers are those of kernels/philox.py bit for bit, and neither
+threads nor neighbours change a token. tests/core/sampling/test_sampler.py tests what it draws, beside torch's
+operations."""
+
+import numpy as np
+import pytest
+import torch
+
+from core.sampling.sampler import sample_greedily
+from kernels.cpu.build import usable_variants
+from kernels.cpu.library import load_cpu_library
+from kernels.cpu.sampling import CpuSampler
+from kernels.philox import uniform
+
+ROWS = 200
+
+
+@pytest.fixture(scope="module", params=usable_variants())
+def library(request):
+    return load_cpu_library(request.param)
+
+
+def columns(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    rng = np.random.default_rng(0)
+    filters = (np.full(ROWS, value) for value in (temperature, top_k, top_p, min_p))
+    seeds = rng.integers(0, 2**64, ROWS, np.uint64)
+    return (*filters, seeds, rng.integers(0, 2**31, ROWS), rng.integers(0, 100, ROWS))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.999999}, {"min_p": 1.0}], ids=str)
+def test_uniform_numbers_are_philox(filters, library):
+    """Of V equal logits token floor(u * V) is drawn."""
+    size = 1 << 12
+    given = columns(**filters)
+    drawn = CpuSampler(library)(torch.full((ROWS, size), 0.5), given)
+    assert np.array_equal(drawn, np.floor(uniform(*given[4:]) * size))
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"temperature": 0.0}, {"top_k": 50}, {"top_k": 3000}, {"top_p": 0.9}, {"top_p": 0.3, "min_p": 0.01}],
+    ids=str,
+)
+def test_neither_threads_nor_neighbours_change_a_token(filters, library):
+    logits = torch.randn(ROWS, 5003, generator=torch.Generator().manual_seed(0)) * 4
+    given = columns(**filters)
+    sampler = CpuSampler(library)
+    usual = sampler(logits, given)
+    for num_threads in (1, 2, 3):
+        library.start_threads(num_threads)
+        backwards = tuple(column[::-1] for column in given)
+        assert np.array_equal(sampler(logits.flip(0), backwards)[::-1], usual)
+        alone = [
+            sampler(logits[row : row + 1], tuple(column[row : row + 1] for column in given))[0] for row in range(9)
+        ]
+        assert np.array_equal(alone, usual[:9])
+    library.stop_threads()
+
+
+def test_rows_without_a_number_are_reported(library):
+    logits = torch.zeros(ROWS, 77)
+    logits[0, 70], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, :76] = -torch.inf
+    for filters in ({}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}):
+        drawn = CpuSampler(library)(logits, columns(**filters))
+        assert drawn[:4].tolist() == [-1, -1, -1, 76]
+        assert (drawn[4:] >= 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 77, 512, 5003])
+def test_largest_is_a_draw_at_temperature_0(size, library):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randint(-50, 50, (ROWS, size), generator=generator).float()  # ties: the first counts
+    logits[0, size // 2], logits[1, size - 1], logits[2] = torch.nan, torch.inf, -torch.inf
+    sampler = CpuSampler(library)
+    got = sampler.largest(logits)
+    assert got[:3].tolist() == [-1, -1, -1]
+    assert np.array_equal(got[3:], logits[3:].argmax(-1))
+    drawn = sampler(logits, columns())  # has parameters
+    assert np.array_equal(sampler.largest(logits), got)
+    assert np.array_equal(sampler(logits, columns(temperature=0.0)), got)
+    assert np.array_equal(sampler(logits, columns()), drawn)
+    assert np.array_equal(sample_greedily(logits), got)
+
+
+@pytest.mark.parametrize("top_k", [1, 10])
+def test_logits_that_the_temperature_makes_equal_are_ties(top_k, library):
+    """Of the last of top_k tokens, too: divided by 3, some numbers of float32 side by side become one."""
+    high = np.arange(1, 2, 1e-3, np.float32)
+    low = np.nextafter(high, np.float32(0))
+    index = int(np.flatnonzero(high / np.float32(3) == low / np.float32(3))[0])
+    logits = torch.full((ROWS, 200), -5.0)
+    logits[:, 130 : 130 + top_k] = float(high[index])
+    logits[:, 7] = float(low[index])
+    drawn = CpuSampler(library)(logits, columns(temperature=3.0, top_k=top_k))
+    assert set(drawn.tolist()) == {7, *range(130, 130 + top_k)}

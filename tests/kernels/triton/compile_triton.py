@@ -1,0 +1,200 @@
+"""Run by test_triton_compiles.py in a process without the interpreter: compiles each kernel for an H100 or H200, the
+attention kernels for each type and size of heads; prints their names. No device is needed. One kernel whose launch has
+a constant more or fewer fails here, and so does one that a device could not launch or that spills registers.
+
+usage: python -m tests.kernels.triton.compile_triton [every]; every: minutes long, all sizes together, and older devices
+too.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.triton import (
+    copy_blocks,
+    decode_attention,
+    embedding,
+    gated_activation,
+    prefill_attention,
+    prepare_inputs,
+    rms_norm,
+    rope,
+    sampling,
+)
+from kernels.triton.attention_work import SPLIT, kv_tile_tokens, prefill_options, tile_tokens
+from kernels.triton.device import power_of_2
+
+HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
+HEADS = {"HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 80}
+PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
+POINTERS = {torch.bfloat16: HALF, torch.float16: "*fp16", torch.float32: FLOAT}
+#: Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, "Technical
+#: Specifications per Compute Capability").
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+#: Arguments that differ from step to step: a kernel of its own for some of their values would be compiled in between.
+OF_STEPS = {"num_splits", "num_tokens", "num_rows"}
+#: Does not run there, as docs/gpu.md says.
+TOO_LARGE = torch.float32, 256, 89
+#: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
+MOST_SPILLED = 128
+
+#: Kernel, types of its arguments, constants.
+KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
+    (
+        decode_attention._merge,
+        {
+            "out": HALF,
+            "partial_sums": FLOAT,
+            "partial_stats": FLOAT,
+            "positions": INT,
+            "tokens": INT,
+            "num_splits": "i32",
+        },
+        {"HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLIT": 256},
+    ),
+    (
+        sampling._sample,
+        {"logits": FLOAT, "words": INT, "tokens": INT, "vocab_size": "i32", "num_rows": "i32"},
+        {"BLOCK": 1024},
+    ),
+    (
+        rope._rope,
+        {
+            "qkv": HALF,
+            "cos": FLOAT,
+            "sin": FLOAT,
+            "head_norms": FLOAT,
+            "slots": LONG,
+            "q": HALF,
+            "layer": HALF,
+            "eps": "fp32",
+        },
+        {**HEADS, "BLOCK_SIZE": 16, "BLOCK_HEADS": 16, "BLOCK_KV": 4, "BLOCK_HALF": 64, "NORMS": True},
+    ),
+    (
+        rms_norm._norm,
+        {"hidden": FLOAT, "x": HALF, "weight": FLOAT, "out": HALF, "eps": "fp32"},
+        {"WIDTH": 576, "BLOCK": 1024, "ADDS": True},
+    ),
+    (gated_activation._gated, {"gate_up": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "GELU": True}),
+    (embedding._gather, {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"}, {"WIDTH": 576, "BLOCK": 1024}),
+    (
+        copy_blocks._copy,
+        {"source": HALF, "target": HALF, "source_ids": INT, "target_ids": INT},
+        {"WIDTH": 6144, "BLOCK": 2048},
+    ),
+    (
+        prepare_inputs._prepare,
+        {
+            "rows": INT,
+            "positions": INT,
+            "tokens": INT,
+            "tokens_width": "i32",
+            "blocks": INT,
+            "blocks_width": "i32",
+            "token_ids": LONG,
+            "slots": LONG,
+            "num_tokens": "i32",
+        },
+        {"BLOCK_SIZE": 16, "BLOCK": 128},
+    ),
+)
+
+
+class Attention(NamedTuple):
+    dtype: torch.dtype
+    head_dim: int
+    group_size: int
+    block_size: int
+    window: int
+    direct: bool
+
+    def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+        """Both, with their arguments' types, constants and options as launched."""
+        pointer, group = POINTERS[self.dtype], self.group_size
+        layer = {"layer": pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
+        common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32"}
+        constants = {
+            "HEADS": 2 * group,
+            "KV_HEADS": 2,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": max(16, power_of_2(self.head_dim)),
+            "BLOCK_SIZE": self.block_size,
+            "BLOCK_N": kv_tile_tokens(self.head_dim, self.dtype),
+            "WINDOW": self.window,
+            "HAS_CAP": True,
+            "UPCAST": False,
+        }
+        parts = {**PARTIALS, "tokens": INT, "num_splits": "i32"}
+        rows = {"BLOCK_M": max(16, power_of_2(group)), "SPLIT": SPLIT, "DIRECT": self.direct}
+        yield decode_attention._decode, common | parts, constants | rows, {}
+        tiles = {"tile_tokens": INT, "tile_counts": INT}
+        rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group)}
+        yield prefill_attention._prefill, common | tiles, constants | rows, prefill_options(self.dtype)
+
+
+def each_size() -> Iterator[Attention]:
+    """Each type with each size of heads; the rest in turn."""
+    heads = product((torch.bfloat16, torch.float32), (16, 64, 80, 128, 256))
+    for turn, head in enumerate(heads):
+        group, block_size = (1, 3, 4, 8)[turn % 4], (16, 64, 32)[turn % 3]
+        yield Attention(*head, group, block_size, window=100 * (turn % 2), direct=turn % 2 == 0)
+
+
+def all_sizes() -> Iterator[Attention]:
+    sizes = product(POINTERS, (16, 20, 32, 64, 80, 96, 128, 256), (1, 3, 4, 8), (16, 64))
+    for turn, size in enumerate(sizes):
+        yield Attention(*size, window=100 * (turn // 2 % 2), direct=turn % 2 == 0)
+
+
+def build(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90, **options: int
+) -> tuple[int, int]:
+    """Bytes of shared memory of a program, and of what its threads' registers spill to."""
+    given = types.keys() | constants.keys()
+    assert given == set(kernel.arg_names), (kernel.__name__, given ^ set(kernel.arg_names))
+    assert all(param.do_not_specialize for param in kernel.params if param.name in OF_STEPS), kernel.__name__
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    pointers = (name for name, kind in types.items() if kind[0] == "*")
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found, usage
+    return compiled.metadata.shared, int(found[1])
+
+
+def main() -> None:
+    for kernel, types, constants in KERNELS:
+        shared, spilled = build(kernel, types, constants)
+        assert (shared <= SHARED[90], spilled) == (True, 0), (kernel.__name__, shared, spilled)
+        print(kernel.__name__, flush=True)
+    sizes = [(size, 90) for size in each_size()]
+    if sys.argv[1:] == ["every"]:
+        sizes = [(size, 90) for size in all_sizes()] + [(size, old) for size in each_size() for old in (80, 89)]
+    for size, capability in sizes:
+        for kernel, types, constants, options in size.kernels():
+            shared, spilled = build(kernel, types, constants, capability, **options)
+            fits = shared <= SHARED[capability] or (size.dtype, size.head_dim, capability) == TOO_LARGE
+            assert fits, (kernel.__name__, size, capability, shared)
+            assert spilled <= MOST_SPILLED, (kernel.__name__, size, capability, spilled)
+            print(kernel.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

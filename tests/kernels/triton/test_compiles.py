@@ -1,0 +1,40 @@
+"""Every Triton kernel compiles to machine code for a Hopper GPU; the interpreter would let pass what does not."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernels.triton
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
+    """Names of kernels."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
+    # A warning is an error in a test, and on a GPU tests compile kernels.
+    command = [sys.executable, "-W", "error", "-m", "tests.kernels.triton.compile_triton", *arguments]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_every_kernel_compiles_for_a_device(tmp_path: Path) -> None:
+    launched = set()
+    for path in Path(kernels.triton.__path__[0]).glob("*.py"):
+        launched |= set(re.findall(r"(?m)^ +(_\w+)\[", path.read_text()))
+    assert compiled(tmp_path, seconds=110) == launched
+
+
+@pytest.mark.soak
+def test_attention_compiles_for_all_sizes_and_devices(tmp_path: Path) -> None:
+    assert {"_decode", "_prefill"} <= compiled(tmp_path, "every", seconds=1500)

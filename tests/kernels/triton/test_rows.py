@@ -1,0 +1,174 @@
+"""Triton's kernels that work row by row equal their torch references: norm, activations, embedding, rope, copies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.runner.device_tables import DeviceTables
+from kernels.memory.kv_cache import KVCache
+from kernels.torch import gated_activation as reference_activation
+from kernels.torch.rms_norm import rms_norm
+from kernels.torch.rope import rope_kv_write, rotary_frequencies, rotary_tables
+from kernels.triton.copy_blocks import copy_blocks
+from kernels.triton.embedding import embedding
+from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.triton.kv_cache import TritonKVCache, _runs
+from kernels.triton.prepare_inputs import prepare_inputs
+from kernels.triton.rms_norm import TritonNorm
+from kernels.triton.rope import TritonRope
+from tests.placed import placed
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+
+pytestmark = ANYWHERE
+
+ROOT = Path(__file__).parent.parent.parent
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Of one rounding, relative.
+ROUNDING = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(
+        got.cpu().double(), expected.cpu().double(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype] / 100
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 37])
+def test_norm(dtype: torch.dtype, width: int) -> None:
+    x, hidden, weight = random(3, width, dtype=dtype), random(3, width, seed=1), random(width, seed=2)
+    norm = TritonNorm(weight, 1e-5, dtype)
+    assert_near(norm(x), rms_norm(x.float(), weight, 1e-5, torch.float32), dtype)
+    expected = hidden + x
+    assert_near(norm.after(hidden, x), rms_norm(expected, weight, 1e-5, torch.float32), dtype)
+    assert torch.equal(hidden, expected)
+    assert norm(x[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_activations(dtype: torch.dtype) -> None:
+    gate_up = random(2, 2 * 37, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -20.0], device=DEVICE)
+    for ours, theirs in (
+        (silu_mul, reference_activation.silu_mul),
+        (gelu_tanh_mul, reference_activation.gelu_tanh_mul),
+    ):
+        assert_near(ours(gate_up), theirs(gate_up.cpu().float()), dtype)
+        assert ours(gate_up[:0]).shape == (0, 37)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(dtype: torch.dtype) -> None:
+    table, ids = random(11, 20, dtype=dtype), torch.tensor([10, 0, 3, 3], device=DEVICE)
+    assert torch.equal(embedding(ids, table, 1.5), table[ids].float() * 1.5)
+    assert embedding(ids[:0], table, 1.0).shape == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "has_norms"), [(3, 3, 16, False), (6, 2, 20, True), (8, 1, 80, False)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype) -> None:
+    num_tokens, slots = 5, torch.tensor([37, 16, -1, 63, 33])
+    qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos, sin = rotary_tables(torch.tensor([0, 1, 5, 90, 4000]), rotary_frequencies(head_dim, 1e4))
+    weight = random(heads + kv_heads, head_dim, seed=1) if has_norms else None
+    ours = TritonKVCache(2, 4, 16, kv_heads, head_dim, dtype, DEVICE)
+    theirs = KVCache(2, 4, 16, kv_heads, head_dim, dtype)
+    for cache in (ours, theirs):
+        for layer in cache.layers:
+            layer.fill_(-7)
+    q = TritonRope(heads, weight, 1e-5)(qkv, cos.to(DEVICE), sin.to(DEVICE), ours, 1, slots.to(DEVICE))
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if weight is None else rms_norm(x.float(), weight.cpu(), 1e-5, torch.float32)
+
+    stored = torch.nonzero(slots >= 0).flatten()
+    rows = theirs.slot_rows(slots[stored])
+    expected = rope_kv_write(qkv.cpu().clone(), cos, sin, theirs, 1, rows, stored, before)
+    # The interpreter cuts bfloat16 off where a GPU rounds.
+    if weight is None and (ON_GPU or dtype != torch.bfloat16):
+        assert torch.equal(q.cpu(), expected.to(dtype))
+        assert torch.equal(ours.layers[1].cpu(), theirs.layers[1])
+    else:
+        assert_near(q, expected, dtype)
+        assert_near(ours.layers[1], theirs.layers[1], dtype)
+    assert (ours.layers[0] == -7).all()
+
+
+def test_products_are_not_cut_to_fewer_bits() -> None:
+    """Also where the environment asks for it, as in NVIDIA's containers."""
+    code = (
+        "import torch; import kernels.triton.linear; m = torch.backends.cuda.matmul; print(m.fp32_precision, "
+        "m.allow_bf16_reduced_precision_reduction, m.allow_fp16_reduced_precision_reduction)"
+    )
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", placed(code)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["ieee", "False", "False"]
+
+
+def test_columns_are_sent_at_places_that_kernels_are_compiled_for() -> None:
+    tables = DeviceTables(1, 8, TritonKVCache(1, 2, 4, 1, 16, torch.float32, DEVICE))
+    columns = [np.arange(count) for count in (3, 0, 4, 1, 5)]
+    sent = tables.send_columns(columns)
+    assert [column.tolist() for column in sent] == [column.tolist() for column in columns]
+    assert {column.dtype for column in sent} == {torch.int32}
+    assert {column.data_ptr() % 16 for column in sent} == {0}
+
+
+def test_inputs_come_from_the_device_tables() -> None:
+    tokens = torch.arange(40, dtype=torch.int32, device=DEVICE).view(4, 10)
+    blocks = torch.tensor([[5, 6, 0], [7, 1, 9], [2, 3, 4], [8, 0, 0]], dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([2, 2, 1, -1, 3], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([3, 4, 9, -1, 0], dtype=torch.int32, device=DEVICE)
+    ids, slots = prepare_inputs(rows, positions, tokens, blocks, 4)
+    assert ids.tolist() == [23, 24, 19, 0, 30]
+    assert slots.tolist() == [2 * 4 + 3, 3 * 4, 9 * 4 + 1, -1, 32]
+    assert [part.tolist() for part in prepare_inputs(rows[:0], positions[:0], tokens, blocks, 4)] == [[], []]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_copies(dtype: torch.dtype) -> None:
+    source, target = random(6, 2, 3, 4, 20, dtype=dtype), random(5, 2, 3, 4, 20, dtype=dtype, seed=1)
+    before = target.clone()
+    sources, targets = torch.tensor([[5, 1, 1], [0, 4, 2]], dtype=torch.int32, device=DEVICE).unbind(0)
+    copy_blocks(source, sources[:0], target, targets[:0])
+    assert torch.equal(target, before)
+    copy_blocks(source, sources, target, targets)
+    assert torch.equal(target[[0, 4, 2]], source[[5, 1, 1]])
+    assert torch.equal(target[[1, 3]], before[[1, 3]])
+
+
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_copies_between_caches(in_host_memory: bool) -> None:
+    """Within the device, and to pinned memory and back."""
+    cache = TritonKVCache(2, 6, 4, 1, 16, torch.float32, DEVICE)
+    place = torch.device("cpu") if in_host_memory else DEVICE
+    pool = TritonKVCache(2, 4, 4, 1, 16, torch.float32, place, pinned=in_host_memory and ON_GPU)
+    for index, layer in enumerate((*cache.layers, *pool.layers)):
+        layer[1:] = random(*layer[1:].shape, seed=index).to(layer.device)
+    expected = [layer[[4, 2, 3]].clone() for layer in cache.layers]
+    none = np.zeros(0, np.int32)
+    cache.copy_blocks(none, pool, none)
+    cache.copy_blocks(np.array([4, 2, 3], np.int32), pool, np.array([1, 2, 3], np.int32))
+    pool.copy_blocks(np.array([2, 3, 1], np.int32), cache, np.array([1, 2, 3], np.int32))
+    for layer, (first, second, third) in zip(cache.layers, expected, strict=True):
+        assert torch.equal(layer[1], second)
+        assert torch.equal(layer[2], third)
+        assert torch.equal(layer[3], first)
+
+
+def test_blocks_that_stand_together_are_one_transfer() -> None:
+    assert _runs(np.array([4, 2, 3, 4, 9]), np.array([1, 2, 3, 4, 5])) == [(4, 1, 1), (2, 2, 3), (9, 5, 1)]
+    assert _runs(np.zeros(0, np.int32), np.zeros(0, np.int32)) == []
