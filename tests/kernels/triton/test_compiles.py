@@ -10,7 +10,7 @@ import pytest
 
 import kernels.triton
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
