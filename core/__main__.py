@@ -29,14 +29,15 @@ _PACKAGES = ("core", "ipc", "kernels")
 def check_packages() -> None:
     """Errors: EngineStartError when Python finds another package under one of our names (Hugging Face: `kernels`)."""
     home = Path(__file__).resolve().parent.parent
-    for name in _PACKAGES:
+    for name in (f"{__package__.removesuffix('core')}{name}" for name in _PACKAGES):
         spec = importlib.util.find_spec(name)
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
         if origin is None or origin.parent.parent != home or origin.stat().st_size > 0:  # our __init__.py are empty
             raise EngineStartError(
                 f"the package {name!r} that Python finds ({origin or 'none'}) is not the engine's own, which is in "
                 f"{home}: another distribution has a package of that name (Hugging Face's 'kernels', for one). "
-                f"pip uninstall {name} and reinstall engine-core, or give the engine an environment of its own"
+                f"pip uninstall {name}, give the engine an environment of its own, or install its wheel (pip install "
+                f"{home}), in which all of it is in the package engine_core"
             )
 
 

@@ -1,11 +1,11 @@
 """What a model of ours runs on: the CPU with the C kernels where there are any, else torch's; or an NVIDIA GPU."""
 
-import importlib.util
 import os
 
 import torch
 
 from core import log
+from core.execution.executor import check_triton
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from kernels.cpu.build import CpuLibraryError
@@ -36,8 +36,7 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
 
 def cuda_device() -> torch.device:
     """Errors: ConfigError."""
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'engine-core[cuda]'")
+    check_triton()
     from kernels.triton.device import NoDeviceError, find_device
 
     try:

@@ -60,6 +60,9 @@ class AsyncLLM:
         self._num_unnamed = 0
         self._finalizer = weakref.finalize(self, self._engine.close)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._engine.describe()})"
+
     @classmethod
     async def create(cls, model: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
         """As the constructor, without holding up the loop."""
@@ -185,9 +188,6 @@ class AsyncLLM:
     def close(self) -> None:
         """As shutdown()."""
         self.shutdown()
-
-    def __repr__(self) -> str:
-        return f"AsyncLLM({self._engine.describe()})"
 
     async def __aenter__(self) -> Self:
         return self

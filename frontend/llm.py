@@ -63,6 +63,9 @@ class LLM:
         )
         self._finalizer = weakref.finalize(self, self._engine.close)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._engine.describe()})"
+
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
@@ -157,9 +160,6 @@ class LLM:
     def shutdown(self) -> None:
         """As close()."""
         self.close()
-
-    def __repr__(self) -> str:
-        return f"LLM({self._engine.describe()})"
 
     def __enter__(self) -> Self:
         return self

@@ -180,10 +180,10 @@ class EngineHandle:
         return output
 
     def describe(self) -> str:
-        """Return the model's name and the state of the engine, as arguments of a repr()."""
-        error = self.client.error
+        """Return the model's name, the numerics level and the state of the engine, as arguments of a repr()."""
+        welcome, error = self.client.welcome, self.client.error
         state = "running" if error is None else f"{error}"
-        return f"model={self.client.welcome.model_name!r}, engine={state!r}"
+        return f"model={welcome.model_name!r}, numerics={welcome.numerics!r}, engine={state!r}"
 
     def close(self, timeout: float = 5.0) -> None:
         """End the session, and within `timeout` seconds the engine this handle started."""

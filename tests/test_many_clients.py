@@ -40,6 +40,7 @@ from ipc.messages import (
 from tests.columns import pack_numbers
 from tests.core.running_engine import VOCAB, expected
 from tests.ipc.test_messages import CLIENT_MESSAGES, mutate
+from tests.placed import placed
 from tests.raw_client import PATIENCE_S, RawClient, request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +98,7 @@ client.close()
 
 def test_eight_processes_two_killed_two_leaving(engine: EngineProcess) -> None:
     def run(role: str, me: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CLIENT, engine.address, role, str(me)]
+        command = [sys.executable, "-c", placed(CLIENT), engine.address, role, str(me)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from ipc.errors import EngineCoreError
+from ipc.version import NAME, VERSION
 from tools.options import ArgumentParser, print_error
-from tools.version import version
 
 #: Subcommand -> module with main(arguments) -> exit status, and its line in --help.
 COMMANDS = {
@@ -22,6 +22,8 @@ COMMANDS = {
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
 }
+#: What comes before "tools": "" in a checkout, "engine_core." in an installed wheel.
+_HOME = __package__.removesuffix("tools")
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -55,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words[:1] in (["version"], ["--version"]):
-        print(f"engine-core {version()}")
+        print(f"{NAME} {VERSION}")
         return 0
     parser = _parser()
     if not words or words[0] in ("-h", "--help"):
         parser.print_help(sys.stdout if words else sys.stderr)
         return 0 if words else EXIT_USAGE
     command = parser.parse_args(words[:1]).command
-    return int(importlib.import_module(COMMANDS[command][0]).main(words[1:]))
+    return int(importlib.import_module(f"{_HOME}{COMMANDS[command][0]}").main(words[1:]))
 
 
 def _make_streams_usable() -> None:

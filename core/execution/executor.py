@@ -1,11 +1,13 @@
-"""What the engine needs of an executor, and how it is found by name."""
+"""What the engine needs of an executor."""
 
+import importlib.util
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from ipc.config import EngineConfig
+from ipc.errors import ConfigError
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -68,3 +70,9 @@ class Executor(Protocol):
         """There is nothing to run: use some milliseconds for steps to come. Whether more could be of use."""
 
     def close(self) -> None: ...
+
+
+def check_triton() -> None:
+    """Errors: ConfigError where device=cuda has no Triton to run its kernels with."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")

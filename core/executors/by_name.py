@@ -1,19 +1,21 @@
 """How the executor that a config names is found: its module is imported when it is asked for, and torch with it."""
 
 import importlib
+from types import ModuleType
 
-from core.execution.executor import Executor
+from core.execution.executor import Executor, check_triton
 from ipc.config import EngineConfig
 
 
-def executor_module(config: EngineConfig) -> str:
-    """The name of the module that makes the config's executor."""
-    name = "cuda" if config.executor == "local" and config.device == "cuda" else config.executor
-    return f"core.executors.{name}"
+def import_executor(config: EngineConfig) -> ModuleType:
+    """Import the module that makes the config's executor, and torch with it; only here. Errors: ConfigError."""
+    on_gpu = config.executor == "local" and config.device == "cuda"
+    if on_gpu:
+        check_triton()
+    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else config.executor}")
 
 
 def load_executor(config: EngineConfig) -> Executor:
-    """The executor named in the config; its module (and torch with it) is imported only here."""
-    module = importlib.import_module(executor_module(config))
-    executor: Executor = module.create(config)
+    """Make the executor named in the config."""
+    executor: Executor = import_executor(config).create(config)
     return executor

@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import importlib
-import importlib.metadata
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ from core.capture.engine import CapturedEngine, capture_path, start_capture
 from core.capture.writer import check_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
-from core.executors.by_name import executor_module, load_executor
+from core.executors.by_name import import_executor, load_executor
 from core.model_files.default_sampling import read_default_sampling
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
@@ -37,6 +35,7 @@ from ipc.messages import (
 )
 from ipc.sockets import BoundRouter, Context, bind_router
 from ipc.start_messages import Start
+from ipc.version import VERSION
 
 Report = Callable[[str], None]
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -75,7 +74,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
 
         find_library_soon()  # torch's import takes a second of one core
     with keeping_all():
-        importlib.import_module(executor_module(config))
+        import_executor(config)
     report("load model")
     executor = load_executor(config)
     report("kv cache")
@@ -101,7 +100,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     io = IOThread(context, router, served)
     if capture is None:
         return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
-    writer = start_capture(capture, config, executor.info, _version(), start.epoch)
+    writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
     log.say(f"engine-core: every prompt and answer is captured to {capture}")
     return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
 
@@ -149,7 +148,7 @@ def _welcome(
     return Welcome(
         major=PROTOCOL_MAJOR,
         minor=PROTOCOL_MINOR,
-        server_version=_version(),
+        server_version=VERSION,
         engine_id=secrets.token_hex(8),
         epoch=epoch,
         session_token=b"",
@@ -193,10 +192,3 @@ def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformatio
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("engine-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "source checkout"

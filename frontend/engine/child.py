@@ -19,6 +19,9 @@ from ipc.pipes import write_frame
 from ipc.sockets import remove_private_address
 from ipc.start_messages import Start
 
+#: "core" in a checkout, "engine_core.core" in an installed wheel.
+_ENGINE_PACKAGE = f"{ipc.__name__.removesuffix('ipc')}core"
+
 
 class EngineChild(msgspec.Struct, eq=False, weakref=True):
     """A spawned engine and all that must be released for it. Holds no reference to the EngineProcess it belongs to."""
@@ -87,7 +90,7 @@ def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited until the child ignores it
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "core", str(lease_read), str(report_write)],
+                [sys.executable, "-P", "-m", _ENGINE_PACKAGE, str(lease_read), str(report_write)],
                 pass_fds=(lease_read, report_write),
                 stdin=subprocess.DEVNULL,
                 stdout=None if _is_inherited(1) else subprocess.DEVNULL,
@@ -162,7 +165,7 @@ def _home() -> str | None:
     site-packages is left out: on PYTHONPATH it would come before the standard library.
     """
     assert ipc.__file__ is not None
-    home = str(Path(ipc.__file__).resolve().parent.parent)
+    home = str(Path(ipc.__file__).resolve().parents[1 + ipc.__name__.count(".")])
     installed = {str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib")}
     return None if home in installed else home
 

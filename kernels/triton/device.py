@@ -27,7 +27,11 @@ def find_device() -> torch.device:
     if INTERPRETED:
         return torch.device("cpu")
     if torch.version.cuda is None:
-        raise NoDeviceError(f"this torch ({torch.__version__}) is built without CUDA")
+        release = torch.__version__.partition("+")[0]
+        raise NoDeviceError(
+            f"this torch ({torch.__version__}) is built without CUDA (pip install --force-reinstall torch=={release} "
+            "brings a CUDA build, pytorch.org has one for each version of CUDA)"
+        )
     if not torch.cuda.is_available():
         raise NoDeviceError(f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no device and driver")
     major, minor = torch.cuda.get_device_capability()

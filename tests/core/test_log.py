@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.process import loop as process
+from tests.placed import placed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,7 @@ def say(stderr: int, wait: str) -> tuple[float, float]:
     begin = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.run(
-        [sys.executable, "-c", SAYING, wait], stdout=subprocess.PIPE, stderr=stderr, env=environment, check=True
+        [sys.executable, "-c", placed(SAYING), wait], stdout=subprocess.PIPE, stderr=stderr, env=environment, check=True
     )
     return float(child.stdout), time.monotonic() - begin
 
@@ -55,7 +56,7 @@ def test_a_full_disk() -> None:
 
 def test_what_is_said_is_written(tmp_path: Path) -> None:
     code = "from core import log; log.say('one\\nline'); log.say('two'); log.flush(5.0); import os; os._exit(0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", placed(code)], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == "one\nline\ntwo\n"
 
 
@@ -81,7 +82,7 @@ os._exit(code)
     read, write = os.pipe()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, text=True, check=False, cwd=ROOT
+            [sys.executable, "-c", placed(code)], stdout=subprocess.PIPE, stderr=write, text=True, check=False, cwd=ROOT
         )
     finally:
         os.close(read)

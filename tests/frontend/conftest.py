@@ -34,6 +34,7 @@ from ipc.messages import (
     encode,
 )
 from ipc.sampling_params import SamplingParams
+from tests.placed import PREFIX
 
 VOCAB_SIZE = 64
 
@@ -118,7 +119,7 @@ def played_engine() -> PlayedEngine:
 @pytest.fixture
 def played_connection(played_engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> PlayedEngine:
     """What LLM(connect=...) and AsyncLLM(connect=...) find at any address."""
-    monkeypatch.setattr("frontend.session.ZmqTransport", lambda address: played_engine)
+    monkeypatch.setattr(f"{PREFIX}frontend.session.ZmqTransport", lambda address: played_engine)
     return played_engine
 
 

@@ -12,11 +12,11 @@ from tests.frontend.conftest import PlayedEngine
 @pytest.mark.parametrize("name", ["close", "shutdown"])
 def test_both_names_end_both(kind: type[LLM | AsyncLLM], name: str, played_connection: PlayedEngine) -> None:
     llm = kind(connect="ipc:///played", skip_tokenizer_init=True)
-    assert repr(llm) == f"{kind.__name__}(model='played', engine='running')"
+    assert repr(llm) == f"{kind.__name__}(model='played', numerics='L2', engine='running')"
     for _ in range(2):
         getattr(llm, name)()
     assert played_connection.closed
-    assert repr(llm) == f"{kind.__name__}(model='played', engine='this client was closed')"
+    assert repr(llm) == f"{kind.__name__}(model='played', numerics='L2', engine='this client was closed')"
     with pytest.raises(EngineDeadError, match="this client was closed"):
         llm.client.statistics()
 
@@ -24,4 +24,4 @@ def test_both_names_end_both(kind: type[LLM | AsyncLLM], name: str, played_conne
 def test_an_engine_that_died_says_how(played_connection: PlayedEngine) -> None:
     with LLM(connect="ipc:///played", skip_tokenizer_init=True) as llm:
         played_connection.die("the engine process (5) was killed by SIGKILL")
-        assert repr(llm) == "LLM(model='played', engine='the engine process (5) was killed by SIGKILL')"
+        assert repr(llm) == "LLM(model='played', numerics='L2', engine='the engine process (5) was killed by SIGKILL')"

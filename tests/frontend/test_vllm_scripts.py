@@ -15,8 +15,9 @@ from ipc.errors import (
     UnsupportedParameterError,
 )
 from tests.frontend.conftest import greedy
+from tests.placed import PREFIX
 
-ROOT = Path(engine_core.__file__).parent
+ROOT = Path(engine_core.__file__).parents[1]
 
 
 #: A script as vLLM's users write them; only the import is changed.
@@ -84,7 +85,7 @@ def test_template_arguments_replace_those_of_chat(llm):
 
 def test_a_lower_numerics_level_is_told_once(played_engine, monkeypatch, caplog):
     played_engine.welcome = msgspec.structs.replace(played_engine.welcome, numerics="L0")
-    monkeypatch.setattr("frontend.session.ZmqTransport", lambda address, **_: played_engine)
+    monkeypatch.setattr(f"{PREFIX}frontend.session.ZmqTransport", lambda address, **_: played_engine)
     for options, count in (({}, 1), ({"numerics": "L0"}, 0)):
         caplog.clear()
         with LLM(executor="fake", **options) as llm:

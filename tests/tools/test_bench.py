@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def bench(*arguments: str) -> list[dict[str, object]]:
-    command = [sys.executable, "-m", "tools.bench", *arguments, "--executor", "fake", "--quiet-seconds", "0"]
+    command = [sys.executable, "-m", "engine_core", "bench", *arguments, "--executor", "fake", "--quiet-seconds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from frontend.llm import LLM
 from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError
 from ipc.sampling_params import SamplingParams
+from tests.placed import PREFIX, placed
 from tools.cli import main
 from tools.options import ALIASES, HELP, ArgumentParser, add_engine_options, engine_options
 
@@ -30,7 +31,7 @@ LONG = 200_000  # tokens; a minute of the fake executor
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tools.cli", *arguments]
+    return [sys.executable, "-m", "engine_core", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -77,6 +78,7 @@ def wait_for_running(llm: LLM, count: int) -> None:
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.checkout  # the Makefile
 @pytest.mark.parametrize("prompt", ["costs $5?", 'it\'s "$HOME" `x` $(shell y)', "-v"])
 def test_make_run_passes_the_prompt_as_it_stands(prompt: str, tmp_path: Path) -> None:
     program = tmp_path / "engine-core"
@@ -102,9 +104,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_command_is_imported_only_when_called() -> None:
-    code = "import sys, tools.cli; print(*sys.modules)"
+    code = placed("import sys, tools.cli; print(*sys.modules)")
     loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert {"zmq", "rich", "uvloop", "tokenizers", "tools.generate"} & set(loaded.stdout.split()) == set()
+    assert {"zmq", "rich", "uvloop", "tokenizers", f"{PREFIX}tools.generate"} & set(loaded.stdout.split()) == set()
 
 
 def test_an_unknown_command_or_flag_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +290,7 @@ def test_a_full_disk_is_one_line_for_every_command() -> None:
 
 
 def test_what_stdout_cannot_encode_is_escaped() -> None:
-    code = "import sys; from tools import cli; cli._make_streams_usable(); print('caf\xe9')"
+    code = placed("import sys; from tools import cli; cli._make_streams_usable(); print('caf\xe9')")
     narrow = {**environment(), "PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", code], env=narrow, capture_output=True, text=True, check=True)
     assert result.stdout == "caf\\xe9\n"

@@ -20,6 +20,7 @@ from ipc.kv_events import KVBlocksCleared, KVBlocksStored
 from ipc.messages import PauseMode
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import Reason, SchedulingState
+from tests.placed import PREFIX
 from tests.tools.test_cli import run, serving
 from tools.cli import main
 from tools.control import read_owner_file, write_owner_file
@@ -156,7 +157,7 @@ def test_a_stream_of_kv_events() -> None:
 
 
 def test_a_stream_whose_reader_sleeps_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.client.kv_event_stream.MAX_UNREAD", 2)
+    monkeypatch.setattr(f"{PREFIX}frontend.client.kv_event_stream.MAX_UNREAD", 2)
     with engine() as process:
         client = connected(process)
         stream = client.follow_kv_events()

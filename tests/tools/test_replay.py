@@ -70,6 +70,7 @@ def test_zero_differences_of_an_engine_process(tmp_path: Path, capfd: pytest.Cap
     assert "  0 differences\n" in capfd.readouterr().out
 
 
+@pytest.mark.checkout  # the modules that it names
 def test_resched_loads_no_torch() -> None:
     loaded = loaded_by("import tools.replay.__main__")
     assert loaded & {"torch", "transformers", "kernels"} == set()

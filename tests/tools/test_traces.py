@@ -149,6 +149,7 @@ def test_the_clock_is_the_stated_step_time() -> None:
     assert observed.end_ns == observed.last_tokens[1]
 
 
+@pytest.mark.checkout  # docs/
 def test_the_documented_command_finishes_and_each_policy_favours_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_the_documented_command_finishes_and_each_policy_favours_its_own(
     assert "recorded_ttft_s" not in records[0]
 
 
+@pytest.mark.checkout  # docs/
 def test_every_option_of_the_document_exists() -> None:
     known = {flag for action in _parser()._actions for flag in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", DOCUMENT.read_text()))

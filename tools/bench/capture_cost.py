@@ -18,9 +18,9 @@ from core.process.resolve import resolve
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
+from ipc.version import NAME, VERSION
 from tools.bench.ipc import NUM_STREAMS, Connections, streaming_seconds
 from tools.bench.runs import request_params
-from tools.version import DISTRIBUTION, version
 
 BATCHES = (1, 32, 256)
 _NUM_PAIRS = 20
@@ -33,7 +33,7 @@ def measure_capture(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
         records = [_measure_steps(config, batch, Path(folder)) for batch in BATCHES]
         records.append(_measure_process(config, Path(folder)))
-    names = {"engine": DISTRIBUTION, "version": version(), "rep": rep, "pairs": _NUM_PAIRS}
+    names = {"engine": NAME, "version": VERSION, "rep": rep, "pairs": _NUM_PAIRS}
     return [{**names, **record} for record in records]
 
 
@@ -69,7 +69,7 @@ def _engines(config: EngineConfig, batch: int, path: Path) -> tuple[EngineCore, 
     config = resolve(config, info, blocks_in, total_memory_bytes=1 << 36, num_cpus=1)
     for executor in executors:
         executor.initialize_cache(config)
-    writer = start_capture(str(path), config, info, version(), 0)
+    writer = start_capture(str(path), config, info, VERSION, 0)
     plain, captured = EngineCore(config, executors[0]), CapturedEngine(config, executors[1], writer)
     for engine in (plain, captured):
         engine.step([(1, _request(number)) for number in range(batch)], 0)

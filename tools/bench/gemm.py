@@ -17,11 +17,11 @@ from core.device import num_threads, start_cpu_kernels
 from core.model_files.model_config import ModelConfig, read_model_config
 from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
+from ipc.version import NAME, VERSION
 from kernels.cpu.decoder import exceed_caches
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
 from kernels.torch.linear import plain_product, prepacked_product
-from tools.version import DISTRIBUTION, version
 
 _HEAD_ROWS = 32  # at most: one for each request that samples
 
@@ -58,7 +58,7 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     yield _measure_read(library, threads, rep)
     for kernel, pack in kernels.items():
         torch.set_num_threads(1 if kernel.startswith("c-") else threads)
-        common: dict[str, Any] = {"engine": DISTRIBUTION, "version": version(), "workload": "gemm", "kernel": kernel}
+        common: dict[str, Any] = {"engine": NAME, "version": VERSION, "workload": "gemm", "kernel": kernel}
         common |= {"dtype": str(dtype).removeprefix("torch."), "threads": threads, "rep": rep}
         totals = dict.fromkeys(rows, 0.0)
         for shape in shapes:
@@ -94,7 +94,7 @@ def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[st
         numbers.sum()
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
-    record = {"engine": DISTRIBUTION, "version": version(), "workload": "gemm", "kernel": "read", "threads": threads}
+    record = {"engine": NAME, "version": VERSION, "workload": "gemm", "kernel": "read", "threads": threads}
     return record | {"rep": rep, "us": round(seconds * 1e6, 2), "gb_s": round(_READ_BYTES / seconds / 1e9, 2)}
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from core.device import cuda_device
 from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
-from tools.version import DISTRIBUTION, version
+from ipc.version import NAME, VERSION
 
 
 class Shapes(NamedTuple):
@@ -61,8 +61,8 @@ def measure_gpu_kernels(config: EngineConfig, rep: int, shapes: Shapes = LLAMA_8
     peak = 2 * shapes.square**3 / seconds(lambda: square @ square)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     common: dict[str, Any] = {
-        "engine": DISTRIBUTION,
-        "version": version(),
+        "engine": NAME,
+        "version": VERSION,
         "workload": "kernels",
         "device": name,
         "dtype": str(dtype).removeprefix("torch."),

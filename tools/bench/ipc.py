@@ -31,11 +31,11 @@ from ipc.messages import (
     encode,
 )
 from ipc.sockets import Socket, connect_dealer
+from ipc.version import NAME, VERSION
 from tools.bench.quiet import cpu_by_process, cpu_use, foreign_cpu
 from tools.bench.report import percentile
 from tools.bench.runs import request_params
 from tools.bench.wakeups import measure_wakeups
-from tools.version import DISTRIBUTION, version
 
 CONNECTIONS = (1, 64)
 NUM_STREAMS = 64  # requests that run at once when tokens/s are measured
@@ -196,7 +196,7 @@ def measure_ipc(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
 
 
 def _record(workload: str, connections: int, rep: int, **fields: Any) -> dict[str, Any]:
-    names = {"engine": DISTRIBUTION, "version": version(), "workload": workload, "rep": rep}
+    names = {"engine": NAME, "version": VERSION, "workload": workload, "rep": rep}
     return {**names, "connections": connections, "client": "socket", **fields}
 
 

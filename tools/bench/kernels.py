@@ -18,6 +18,7 @@ from core.device import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.rounding import ceil_div
+from ipc.version import NAME, VERSION
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.gemm import PackedMatrix
@@ -27,7 +28,6 @@ from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.torch.rope import rotary_frequencies, rotary_tables, rotate
-from tools.version import DISTRIBUTION, version
 
 _SECONDS = 0.3  # for each operation
 
@@ -57,8 +57,8 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     bandwidth, peak = _limits(library, dtype)
     common: dict[str, Any] = {
-        "engine": DISTRIBUTION,
-        "version": version(),
+        "engine": NAME,
+        "version": VERSION,
         "workload": "kernels",
         "variant": library.variant,
     }

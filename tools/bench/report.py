@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ipc.config import EngineConfig
+from ipc.version import NAME, VERSION
 from tools.bench.runs import Bench, Run
 from tools.bench.startup import MeasuredStartup
 from tools.bench.startup_parts import Parts
-from tools.version import DISTRIBUTION, version
 
 _NOISY_SHARE = 0.08  # of the wall time, taken by others: the result is marked
 
@@ -26,8 +26,8 @@ def run_record(bench: Bench, run: Run, *, round_: int, rep: int) -> dict[str, An
     num_output = sum(one.num_tokens for one in times)
     steady = [(one.last_token - one.first_token) / (one.num_tokens - 1) for one in times if one.num_tokens > 1]
     return {
-        "engine": DISTRIBUTION,
-        "version": version(),
+        "engine": NAME,
+        "version": VERSION,
         "dtype": bench.dtype,
         "workload": run.workload.name,
         "requests": len(times),
@@ -58,8 +58,8 @@ def startup_record(
 ) -> dict[str, Any]:
     startup = measured.startup
     return {
-        "engine": DISTRIBUTION,
-        "version": version(),
+        "engine": NAME,
+        "version": VERSION,
         "dtype": config.dtype,
         "workload": "startup",
         "threads": threads,

@@ -18,8 +18,8 @@ from core.scheduling.scheduler import Scheduler
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
+from ipc.version import NAME, VERSION
 from tools.bench.report import percentile
-from tools.version import DISTRIBUTION, version
 
 
 class Load(NamedTuple):
@@ -48,7 +48,7 @@ _NUM_CALLS = 1000  # of adding and aborting
 
 def measure_scheduler(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
     """config: its policy and admission options count, its sizes do not. Microseconds."""
-    names = {"engine": DISTRIBUTION, "version": version(), "workload": "scheduler", "rep": rep}
+    names = {"engine": NAME, "version": VERSION, "workload": "scheduler", "rep": rep}
     return [{**names, "policy": config.scheduling_policy, **load._asdict(), **_measure(config, load)} for load in LOADS]
 
 

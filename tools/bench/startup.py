@@ -69,7 +69,7 @@ def kernel_cache(is_filled: bool) -> Iterator[dict[str, str]]:
 
 
 def _measure(config: EngineConfig, environment: dict[str, str]) -> MeasuredStartup:
-    command = [sys.executable, "-m", "tools.bench.startup"]
+    command = [sys.executable, "-m", __name__]
     before, begin = cpu_use(), time.monotonic()
     done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False, env=environment)
     wall_s, after = time.monotonic() - begin, cpu_use()

@@ -37,7 +37,7 @@ def has_parts(config: EngineConfig) -> bool:
 
 def measure_parts(config: EngineConfig, environment: dict[str, str]) -> Parts:
     """Errors: EngineStartError with what the process wrote."""
-    command = [sys.executable, "-m", "tools.bench.startup_parts"]
+    command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False, env=environment)
     if done.returncode:
         raise EngineStartError(done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}")

@@ -27,9 +27,9 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest, encode
 from ipc.rounding import ceil_div
+from ipc.version import NAME, VERSION
 from tools.bench.runs import request_params
 from tools.bench.workloads import ID_LOW
-from tools.version import DISTRIBUTION, version
 
 SIZES = (1, 8, 32, 256)
 _PROMPT = 64  # tokens
@@ -137,8 +137,8 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     if not isinstance(model, Llama):
         raise ConfigError(f"bench step measures models of ours; {executor.info.name} runs through transformers' code")
     common: dict[str, Any] = {
-        "engine": DISTRIBUTION,
-        "version": version(),
+        "engine": NAME,
+        "version": VERSION,
         "workload": "step",
         "model": executor.info.name,
     }

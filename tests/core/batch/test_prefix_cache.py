@@ -7,6 +7,7 @@ import pytest
 from core.kv.block_names import hash_blocks
 from ipc.arrays import Int32s
 from tests.core.driving import ByHand, Driver, add_message, expected_tokens, small_config
+from tests.placed import PREFIX
 
 PROMPT = list(range(100, 116))  # four blocks of four
 
@@ -116,7 +117,7 @@ def test_a_waiting_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> No
         hashed.extend(token_ids[:, 0].tolist())
         return hash_blocks(token_ids)
 
-    monkeypatch.setattr("core.batch.prefix_cache.hash_blocks", count)
+    monkeypatch.setattr(f"{PREFIX}core.batch.prefix_cache.hash_blocks", count)
     hand.add(add_message(1, list(range(20)), max_tokens=12))
     hand.add(add_message(2, list(range(50, 70))))
     for _ in range(3):

@@ -37,6 +37,7 @@ from ipc.messages import (
     encode,
 )
 from ipc.sockets import Context, bind_router, connect_dealer, private_ipc_address, remove_private_address
+from tests.placed import PREFIX
 from tests.raw_client import PATIENCE_S, RawClient, request
 
 VOCAB = 1000
@@ -309,7 +310,7 @@ def test_an_engine_thread_that_fails_at_the_socket_ends_the_process(
     def leave(code: int) -> None:
         raise _EndOfProcess(code)
 
-    monkeypatch.setattr("core.border.io_thread.os._exit", leave)
+    monkeypatch.setattr(f"{PREFIX}core.border.io_thread.os._exit", leave)
     monkeypatch.setattr(harness.io, "_receive", lambda _: 1 // 0)
     with pytest.raises(_EndOfProcess, match="1"):
         harness.io.take(PATIENCE_S)

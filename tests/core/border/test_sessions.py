@@ -37,6 +37,7 @@ from tests.core.running_engine import (
     start_engine,
     wait_for,
 )
+from tests.placed import placed
 from tests.raw_client import PATIENCE_S, RawClient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,7 +63,7 @@ client.close()
 
 
 def run_stalled(address: str, num_requests: int, num_tokens: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", STALLED, address, str(num_requests), str(num_tokens)]
+    command = [sys.executable, "-c", placed(STALLED), address, str(num_requests), str(num_tokens)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert child.stdout is not None

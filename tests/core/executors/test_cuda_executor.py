@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from core import device as device_module
-from core.device import cuda_device
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
@@ -17,7 +15,6 @@ from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig, LogprobsMode, PreemptionMode
-from ipc.errors import ConfigError
 from ipc.messages import AddRequest, Logprobs, Outputs
 from ipc.sampling_params import SamplingParams
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
@@ -258,19 +255,3 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:
     drawn = made._draw(logits, made.sampling.inputs(np.arange(2), made.table), np.arange(2), np.ones(2, np.int64))
     assert drawn.tolist() == [-1, 0]
     assert made._tables.tokens[:2, 1].tolist() == [0, 0]
-
-
-def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.triton import device
-
-    monkeypatch.setattr(device, "INTERPRETED", False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU: this torch \(.*\) is built without CUDA; device=cpu"):
-        cuda_device()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"finds no device and driver; device=cpu needs none"):
-        cuda_device()
-    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs triton, which is not installed: pip install 'engine-core\[cuda\]'"):
-        cuda_device()

@@ -14,6 +14,7 @@ from core.executors.fake import FakeExecutor, checksum, create, fake_tokens, mix
 from ipc.sampling_params import SamplingParams
 from tests.columns import num_used_pages
 from tests.core.driving import VOCAB_SIZE, small_config
+from tests.placed import placed
 
 
 def int32s(*values: int) -> np.ndarray:
@@ -149,7 +150,7 @@ def test_it_is_found_by_name_and_needs_no_torch() -> None:
         "bad = {'torch', 'transformers', 'zmq'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[3])
+    subprocess.run([sys.executable, "-c", placed(code)], check=True, timeout=60, cwd=Path(__file__).parents[3])
 
 
 def test_fingerprint_tells_configs_apart() -> None:

@@ -11,6 +11,7 @@ from core.kv.block_names import UNNAMED, BlockNames, block_key, hash_blocks, roo
 from core.kv.event_log import KVEventLog
 from ipc.arrays import Int32s
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from tests.placed import PREFIX
 
 SIZE = 4
 ROOT = root_content("")
@@ -92,7 +93,7 @@ def test_a_collision_is_never_a_wrong_hit(monkeypatch: pytest.MonkeyPatch, enter
     def constant(token_ids: Int32s) -> npt.NDArray[np.uint64]:
         return np.zeros(len(token_ids), np.uint64)
 
-    monkeypatch.setattr("core.kv.block_names.hash_blocks", constant)
+    monkeypatch.setattr(f"{PREFIX}core.kv.block_names.hash_blocks", constant)
     assert callable(enter)
     names = BlockNames(9, SIZE)
     prompts = [blocks_of(10, 20), blocks_of(11, 20), blocks_of(10, 21)]

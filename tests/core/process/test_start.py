@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.placed import placed
+
 ROOT = Path(__file__).parents[3]
 
 CODE = """
@@ -23,7 +25,8 @@ os._exit(0)
 
 def test_what_a_started_engine_has_is_kept_without_being_looked_at() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", placed(CODE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["started True True True"], done.stdout + done.stderr
     assert lines[1:] == ["import True False", "load model True True", "kv cache True True", lines[-1]], lines

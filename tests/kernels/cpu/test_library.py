@@ -128,7 +128,7 @@ def test_a_compiler_that_is_no_command_line_is_none(cache, monkeypatch):
         load_cpu_library()
 
 
-def test_a_user_without_a_home_is_told(monkeypatch):
+def test_a_user_without_a_home_is_told(cache, monkeypatch):
     """As in a container that runs under a number nobody has."""
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

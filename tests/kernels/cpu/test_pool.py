@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu.library import CpuLibrary
+from tests.placed import placed
 
 JOB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
@@ -169,7 +170,7 @@ assert counts() == [3, 3, 3]
 """
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", placed(code)],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,

@@ -11,6 +11,7 @@ from kernels.cpu.build import SOURCE_FOLDER, CpuLibraryError, build, find_compil
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import find_library
 from kernels.cpu.structs import STRUCTS, CStruct, GemmArguments, NormArguments, check_structs
+from tests.placed import PREFIX
 
 KERNELS = SOURCE_FOLDER.parent
 
@@ -73,7 +74,7 @@ def test_a_library_with_another_struct_is_not_loaded(
     text = (sources / "gemm.h").read_text()
     source, packed = re.findall(r"(?m)^    (?:const )?void \*(?:source|packed);.*\n", text)
     (sources / "gemm.h").write_text(text.replace(source + packed, packed + source))
-    monkeypatch.setattr("kernels.cpu.build.SOURCE_FOLDER", sources)
+    monkeypatch.setattr(f"{PREFIX}kernels.cpu.build.SOURCE_FOLDER", sources)
     (tmp_path / "changed.so").write_bytes(build("portable", find_compiler(), tmp_path))
     with pytest.raises(CpuLibraryError, match=r"struct GemmPack, field source: .* at 0 in .*, .* at 8 in"):
         check_structs(ctypes.CDLL(str(tmp_path / "changed.so")))
@@ -83,14 +84,14 @@ def test_loading_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(library: ctypes.CDLL) -> None:
         raise CpuLibraryError("another struct")
 
-    monkeypatch.setattr("kernels.cpu.library.check_structs", refuse)
+    monkeypatch.setattr(f"{PREFIX}kernels.cpu.library.check_structs", refuse)
     with pytest.raises(CpuLibraryError, match="another struct"):
         load_cpu_library()
 
 
 def test_a_struct_that_python_lacks_is_refused(exports: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = tuple(struct for struct in STRUCTS if struct is not GemmArguments)
-    monkeypatch.setattr("kernels.cpu.structs.STRUCTS", rest)
+    monkeypatch.setattr(f"{PREFIX}kernels.cpu.structs.STRUCTS", rest)
     with pytest.raises(CpuLibraryError, match=r"struct Gemm of kernels/cpu/struct_fields\.c is missing"):
         check_structs(exports, rest)
 

@@ -21,6 +21,7 @@ from kernels.triton.kv_cache import TritonKVCache, _runs
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.rms_norm import TritonNorm
 from kernels.triton.rope import TritonRope
+from tests.placed import placed
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
 pytestmark = ANYWHERE
@@ -112,7 +113,7 @@ def test_products_are_not_cut_to_fewer_bits() -> None:
         "m.allow_bf16_reduced_precision_reduction, m.allow_fp16_reduced_precision_reduction)"
     )
     environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [sys.executable, "-W", "error", "-c", placed(code)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split() == ["ieee", "False", "False"]
 

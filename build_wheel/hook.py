@@ -1,0 +1,61 @@
+"""Hatchling's hook: puts all packages of the checkout into one, `engine_core`, and adds the C kernels, compiled.
+
+With kernels the wheel is one for this kind of machine. Without a C compiler it is pure Python, and kernels are built
+where it is installed, or torch's are used. An editable install uses the checkout as it stands.
+"""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class WheelHook(BuildHookInterface[Any]):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """version: "standard" or "editable"."""
+        if version == "editable":
+            return
+        imports, platform_tag = self._load("build_wheel/imports.py"), self._load("build_wheel/platform_tag.py")
+        self._folder = tempfile.TemporaryDirectory(prefix="engine-core-wheel-")
+        home = Path(self._folder.name, imports.HOME)
+        imports.copy_moved(Path(self.root, imports.HOME), home)
+        for name in imports.PACKAGES:
+            imports.copy_moved(Path(self.root, name), home / name)
+        build_data["force_include"][str(home)] = imports.HOME
+        libraries = self._compile_kernels()
+        for name, content in libraries.items():
+            path = home / "kernels" / "cpu" / "prebuilt" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        if libraries:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform_tag.platform_tag(libraries.values())}"
+
+    def _compile_kernels(self) -> dict[str, bytes]:
+        """File name -> content, for each variant; nothing where there is no compiler."""
+        cpu_build = self._load("kernels/cpu/build.py")
+        libraries = {}
+        try:
+            compiler = cpu_build.find_compiler()
+            for variant in cpu_build.variants_of_machine():
+                built = cpu_build.build(variant, compiler, Path(self._folder.name))
+                libraries[f"{variant}-{cpu_build.source_hash(variant)}.so"] = cpu_build.with_digest(built)
+        except cpu_build.CpuLibraryError as error:
+            self.app.display_warning(f"the wheel has no compiled kernels: {error}")
+            return {}
+        return libraries
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+    def _load(self, path: str) -> Any:
+        """A module of the checkout by its path: a build has its own environment, in which nothing of ours is found."""
+        spec = importlib.util.spec_from_file_location(Path(path).stem, Path(self.root, path))
+        assert spec is not None, path
+        assert spec.loader is not None, path
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module

@@ -1,0 +1,68 @@
+"""Where a wheel's modules are: `core.engine` of the checkout is `engine_core.core.engine` in it.
+
+A checkout has its packages at its top, where editors, type checkers and editable installs find them. A wheel has all of
+them in one package, so that it takes one name of the user's environment. Only import statements are changed: a name
+that the program makes at run time must be derived from `__name__` or `__package__`. Standard library only.
+"""
+
+import ast
+import re
+import shutil
+from collections.abc import Collection
+from itertools import accumulate
+from pathlib import Path
+
+PACKAGES = ("core", "frontend", "ipc", "kernels", "tools")
+HOME = "engine_core"
+_FROM = re.compile(rb"from(?:[ \t\f]|\\(?:\r\n|\r|\n))*")
+
+
+def move_imports(source: str, packages: Collection[str] = PACKAGES, home: str = HOME) -> str:
+    """Return this Python source with imports of the top-level `packages` changed to imports from the package `home`.
+
+    Each statement stays on its line and binds the names that it bound before (`import core.engine` binds `home` too).
+    Relative imports, strings and comments stay as they are. Errors: SyntaxError.
+    """
+    content = source.encode()
+    starts = [0, *accumulate(map(len, content.splitlines(keepends=True)))]  # offset of each line, in bytes
+    insertions: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] in packages:
+                    begin, end = _span(alias, starts)
+                    insertions += [(begin, f"{home}."), (end, _binding(alias, home))]
+        elif isinstance(node, ast.ImportFrom) and not node.level and str(node.module).partition(".")[0] in packages:
+            keyword = _FROM.match(content, _span(node, starts)[0])
+            assert keyword is not None, node.module
+            insertions.append((keyword.end(), f"{home}."))
+    for offset, text in sorted(insertions, reverse=True):
+        content = content[:offset] + text.encode() + content[offset:]
+    return content.decode()
+
+
+def _binding(alias: ast.alias, home: str) -> str:
+    """What follows a moved `import a.b` so that the name `a` is bound, as it was."""
+    package, _, rest = alias.name.partition(".")
+    if alias.asname is not None:
+        return ""
+    return f", {home}.{package} as {package}" if rest else f" as {package}"
+
+
+def _span(node: ast.alias | ast.stmt, starts: list[int]) -> tuple[int, int]:
+    """First byte of a node, and the one after its last."""
+    assert node.end_lineno is not None, node
+    assert node.end_col_offset is not None, node
+    return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def copy_moved(source: Path, target: Path) -> None:
+    """Copy a folder, without caches; Python files with their imports moved. Errors: OSError, SyntaxError."""
+
+    def copy(old: str, new: str) -> None:
+        if old.endswith(".py"):
+            Path(new).write_bytes(move_imports(Path(old).read_bytes().decode()).encode())
+        else:
+            shutil.copyfile(old, new)
+
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".*"), copy_function=copy)

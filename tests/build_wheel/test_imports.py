@@ -1,0 +1,194 @@
+"""move_imports(): moved code means what it meant, and nothing else of it changes."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from build_wheel.imports import HOME, PACKAGES, copy_moved, move_imports
+from tests.build_wheel.suite import ROOT
+
+pytestmark = pytest.mark.checkout
+
+
+@pytest.mark.parametrize(
+    ("source", "moved"),
+    [
+        ("from core.engine import EngineCore", "from engine_core.core.engine import EngineCore"),
+        ("from core import log as l, lease", "from engine_core.core import log as l, lease"),
+        ("import ipc", "import engine_core.ipc as ipc"),
+        ("import ipc.hub", "import engine_core.ipc.hub, engine_core.ipc as ipc"),
+        ("import ipc.hub as hub, os", "import engine_core.ipc.hub as hub, os"),
+        ("from core import (  # core\n    log,\n)", "from engine_core.core import (  # core\n    log,\n)"),
+        ("from \\\n  core . log \\\n import say", "from \\\n  engine_core.core . log \\\n import say"),
+        ("if a: import ipc; from ipc import b", "if a: import engine_core.ipc as ipc; from engine_core.ipc import b"),
+        ("é = 1; import core.é", "é = 1; import engine_core.core.é, engine_core.core as core"),
+        ("def f():\n\tfrom\tkernels import x\r\n", "def f():\n\tfrom\tengine_core.kernels import x\r\n"),
+    ],
+)  # fmt: skip
+def test_imports_are_moved(source: str, moved: str) -> None:
+    assert move_imports(source) == moved
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from . import core",
+        "from .core import x",
+        "from .. core import x",
+        "from corecore import core",
+        "import os.core, numpy as core, corex, ipcs.core",
+        "from corex import core",
+        "from engine_core import LLM",
+        "'import core'; f'{core}import core'  # import core",
+        "core.x = core['from core import x'](core)",
+        'def f():\n    """\n    from core import log\n    """\n    yield from core',
+        "raise core from ipc",
+    ],
+)
+def test_what_is_no_import_of_these_stays(source: str) -> None:
+    assert move_imports(source) == source
+
+
+def test_what_is_no_python_is_refused() -> None:
+    with pytest.raises(SyntaxError):
+        move_imports("import core.")
+
+
+# --- any statements ------------------------------------------------------------------------------------------------
+
+PATHS = st.sampled_from(["core", "core.a", "core.a.b", "ipc", "ipc.a", "os", "os.path", "xcore.ipc", "corex"])
+NAMES = st.sampled_from(["core", "ipc", "os", "one", "two"])
+SPACE = st.sampled_from([" ", "  ", "\t", " \\\n", "\\\n "])
+
+
+@st.composite
+def import_statements(draw: st.DrawFn) -> str:
+    def named(path: str) -> str:
+        return f"{path}{draw(SPACE)}as{draw(SPACE)}{draw(NAMES)}" if draw(st.booleans()) else path
+
+    if draw(st.booleans()):
+        paths = draw(st.lists(PATHS, min_size=1, max_size=4))
+        return f"import{draw(SPACE)}" + f",{draw(st.sampled_from(['', ' ']))}".join(map(named, paths))
+    names = [named(name) for name in draw(st.lists(NAMES, min_size=1, max_size=3))]
+    listed = draw(st.sampled_from(["{}", "({})", "(\n  {},  # import core\n)"])).format(", ".join(names))
+    level = draw(st.sampled_from(["", "", "", ".", "..", ". "]))
+    return f"from{draw(SPACE)}{level}{draw(PATHS)}{draw(SPACE)}import{draw(SPACE)}{listed}"
+
+
+OTHERS = st.sampled_from(
+    ["core = 'import core'", '"""\nfrom core import x\n"""', "x = [ipc]  # import ipc", "", "ä = 'ö' or core.ipc"]
+)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> str:
+    """Statements, some on one line, some within a block."""
+    text = ""
+    for statement in draw(st.lists(import_statements() | OTHERS, max_size=6)):
+        text += draw(st.sampled_from(["{}\n", "pass; {}\n", "if True: {}\n", "if True:\n    pass\n    {}\n"])).format(
+            statement or "pass"
+        )
+    return text
+
+
+def meaning(source: str) -> tuple[list[tuple[str, str]], set[str]]:
+    """(name, what it is bound to) in order, and the modules that are loaded, parents too: by their checkout names."""
+    bound: list[tuple[str, str]] = []
+    loaded: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                bound.append((alias.asname, alias.name) if alias.asname else (first, first))
+                loaded.add(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            bound += [(alias.asname or alias.name, f"{module}:{alias.name}") for alias in node.names]
+            loaded.add(module)
+    in_order = [(name, target.removeprefix(f"{HOME}.")) for name, target in bound if name != HOME]
+    places = [module.removeprefix(f"{HOME}.").split(".") for module in loaded if module != HOME]
+    return in_order, {".".join(parts[:count]) for parts in places for count in range(1, len(parts) + 1)}
+
+
+class WithoutImports(ast.NodeTransformer):
+    def visit_Import(self, node: ast.stmt) -> ast.stmt:
+        return ast.copy_location(ast.Pass(), node)
+
+    visit_ImportFrom = visit_Import
+
+
+def rest(source: str) -> tuple[str, list[int], list[tuple[int, str]]]:
+    """All that is no import: the tree, the line of each statement, and comments with their lines."""
+    tree = WithoutImports().visit(ast.parse(source))
+    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return ast.dump(tree), lines, [(one.start[0], one.string) for one in tokens if one.string[:1] == "#"]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(programs())
+def test_a_moved_program_means_the_same(source: str) -> None:
+    moved = move_imports(source)
+    assert meaning(moved) == meaning(source)
+    assert rest(moved) == rest(source)
+    assert len(moved.splitlines()) == len(source.splitlines())
+    assert move_imports(moved) == moved, "nothing is left to move"
+
+
+def test_the_test_sees_a_wrong_move() -> None:
+    assert meaning("import engine_core.core.a") != meaning("import core.a"), "core is not bound"
+    assert meaning("import engine_core.ipc as core") != meaning("import core")
+    assert rest("# import engine_core.core") != rest("# import core")
+
+
+# --- this checkout -------------------------------------------------------------------------------------------------
+
+
+def imported(path: Path) -> Iterator[str]:
+    """First parts of the modules that a file imports."""
+    for module in meaning(path.read_text())[1]:
+        yield module.partition(".")[0]
+
+
+def test_a_folder_is_copied_with_its_imports_moved(tmp_path: Path) -> None:
+    copy_moved(ROOT / "kernels", tmp_path / "kernels")
+    copied = sorted(path.relative_to(tmp_path) for path in (tmp_path / "kernels").rglob("*") if path.is_file())
+    assert copied == sorted(
+        path.relative_to(ROOT)
+        for path in (ROOT / "kernels").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
+    assert (tmp_path / "kernels/cpu/gemm.c").read_bytes() == (ROOT / "kernels/cpu/gemm.c").read_bytes()
+    sources = [path for path in (tmp_path / "kernels").rglob("*.py") if "kernels" in set(imported(path))]
+    assert len(sources) > 10
+    assert not [path for path in sources if "from kernels" in path.read_text()]
+
+
+@pytest.mark.parametrize("package", [HOME, *PACKAGES])
+def test_every_file_means_the_same(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        source = path.read_text()
+        assert meaning(move_imports(source)) == meaning(source), path
+
+
+def modules_named_by_text(source: str) -> set[str]:
+    """Modules of this checkout that are the whole of a string, or that `-m` starts."""
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    dotted = {text for text in texts if isinstance(text, str) and text.partition(".")[0] in PACKAGES and "." in text}
+    return {name for name in dotted if Path(ROOT, *name.split(".")).with_suffix(".py").is_file()} | {
+        name for name in re.findall(r"""["']-m["'], ["'](\w+)""", source) if name in PACKAGES
+    }
+
+
+def test_no_module_is_named_by_text() -> None:
+    """It has another name in a wheel. tools/cli.py puts what comes before these names before them."""
+    assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
+    found = {path: modules_named_by_text(path.read_text()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert [path.relative_to(ROOT) for path, names in found.items() if names] == [Path("tools/cli.py")]

@@ -1,0 +1,51 @@
+"""A user's `mypy --strict` over `from engine_core import ...`: against the wheel, and against an editable install."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.build_wheel.suite import ROOT, environment, install
+
+pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
+
+#: An unused "type: ignore" is an error under --strict: each marked line must be one that mypy refuses.
+PROGRAM = """
+from typing import assert_type
+
+import engine_core
+from engine_core import LLM, AsyncLLM, ConfigError, RequestOutput, SamplingParams, __version__
+from engine_core import Nothing  # type: ignore[attr-defined]
+
+
+def answer(llm: LLM) -> list[str]:
+    outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=3))
+    assert_type(outputs, list[RequestOutput])
+    return [output.outputs[0].text for output in outputs]
+
+
+async def stream(llm: AsyncLLM) -> None:
+    async for output in llm.generate("a", SamplingParams()):
+        assert_type(output, RequestOutput)
+
+
+assert_type(__version__, str)
+assert_type(engine_core.LLM(model="m").chat([{"role": "user", "content": "a"}]), list[engine_core.RequestOutput])
+LLM(model=3)  # type: ignore[arg-type]
+SamplingParams(max_tokens="3")  # type: ignore[arg-type]
+raise ConfigError("x")
+"""
+
+
+@pytest.mark.parametrize("what", ["wheel", "editable"])
+def test_a_users_program_is_checked(
+    what: str, installed: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    programs = installed if what == "wheel" else install(tmp_path / "venv", "--editable", str(ROOT))
+    cache = tmp_path_factory.getbasetemp() / "mypy-cache"
+    (tmp_path / "program.py").write_text(PROGRAM)
+    options = ["--strict", "--config-file=", "--cache-dir", str(cache), "--python-executable", str(programs / "python")]
+    command = [sys.executable, "-m", "mypy", *options, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
