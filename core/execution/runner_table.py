@@ -79,6 +79,12 @@ class RunnerTable:
         columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
         return self.blocks.get(rows[:, None], columns)
 
+    def write_drafts(self, rows: Rows, token_ids: TokenIds, counts: Ints) -> None:
+        """counts[i] drafts for rows[i], row after row: written behind the row's tokens and not counted as such."""
+        lengths = self.num_tokens[rows]
+        self.tokens.ensure(rows, lengths + counts)
+        self.tokens.set_runs(rows, lengths, counts, token_ids)
+
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
         """One sampled token for each of these rows; or counts[i] of them, row after row."""
         lengths = self.num_tokens[rows]
