@@ -65,6 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_vocab_size: int = 32_000  # of the fake executor
     fake_eos_token_id: int = 2
     fake_max_model_len: int = 131_072
+    fake_tokens_per_step: int = 1  # that a row yields at most in a step; above 1 how many hangs on its tokens
     max_logprobs: int = 20  # that a request may ask for at each position; -1 = any number, up to the whole vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # logarithms or logits; raw, or what the sampler draws from
     cpu_kernels: CpuKernels = "auto"  # auto: the C kernels where a wheel or a compiler has them, else torch's
@@ -137,6 +138,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "fake_vocab_size": (4, 2**24),
     "fake_eos_token_id": (0, 2**24),
     "fake_max_model_len": (2, 2**24),
+    "fake_tokens_per_step": (1, 256),
     "max_logprobs": (-1, 2**24),
 }
 _SWITCHES = (

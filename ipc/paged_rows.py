@@ -70,6 +70,12 @@ class PagedRows:
     def set(self, rows: Rows, positions: Positions, values: AnyInts) -> None:
         self._flat[self.slots(rows, positions)] = values
 
+    def set_runs(self, rows: Rows, starts: Ints, counts: Ints, values: AnyInts) -> None:
+        """counts[i] values of rows[i] at positions starts[i], starts[i] + 1, ...; values: row after row."""
+        firsts: Ints = counts.cumsum() - counts
+        positions: Ints = np.arange(len(values)) + (starts - firsts).repeat(counts)
+        self.set(rows.repeat(counts), positions, values)
+
     def get(self, rows: Rows, positions: Positions) -> Int32s:
         """values[i] = row rows[i] at positions[i]."""
         return self._flat[self.slots(rows, positions)]

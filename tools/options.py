@@ -52,6 +52,7 @@ HELP = {
     "fake_vocab_size": "vocabulary of the fake executor",
     "fake_eos_token_id": "end token of the fake executor",
     "fake_max_model_len": "max_model_len of the fake executor",
+    "fake_tokens_per_step": "most tokens of a request in one step of the fake executor",
     "max_logprobs": "log probabilities that a request may ask for at each position; -1 = any number",
     "logprobs_mode": "logarithms or logits; raw: as the model gave them, processed: what the sampler draws from",
     "cpu_kernels": "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's",

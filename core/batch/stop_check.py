@@ -55,6 +55,18 @@ class StopCheck:
         finish[by_eos | by_stop_token] = int(FinishReason.STOP)
         return finish, by_stop_token
 
+    def cut(self, rows: Rows, tokens: TokenIds, counts: Ints) -> tuple[Ints, TokenIds, UInt8s, Bools]:
+        """Of counts[i] > 0 new tokens of rows[i], row after row, those up to the row's first finish: (their counts,
+        the tokens, and finish and by_stop_token of each row as after the last of them)."""
+        firsts = counts.cumsum() - counts
+        offsets = np.arange(len(tokens)) - firsts.repeat(counts)
+        lengths = (self._table.num_tokens[rows] + 1).repeat(counts) + offsets
+        finish, by_stop_token = self(rows.repeat(counts), tokens, lengths)
+        ends = np.where(finish > 0, offsets + 1, counts.repeat(counts))
+        kept: Ints = np.minimum.reduceat(ends, firsts)
+        last = firsts + kept - 1
+        return kept, tokens[offsets < kept.repeat(counts)], finish[last], by_stop_token[last]
+
     def _match(self, rows: Rows, tokens: TokenIds) -> Bools:
         keys = (rows.astype(np.int64) << 32) | tokens
         if not len(keys):

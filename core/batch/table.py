@@ -42,7 +42,8 @@ class BatchTable:
     tenancy [rows] int64: number of the occupancy, never reused; FREE_ROW for a free row
     client, number, choice [rows]: where the outputs go
     num_tokens [rows]: prompt and known output tokens
-    num_placeholders [rows]: tokens that steps in flight will sample
+    num_placeholders [rows]: tokens that steps in flight will sample, one a step: num_computed_tokens + 1 - num_tokens
+        where that is positive
     num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
     num_computed_before [rows]: how far it was when it was last preempted
     max_total_tokens [rows]: a request with so many tokens is finished
@@ -159,14 +160,28 @@ class BatchTable:
         self.blocks.set(rows, starts, block_ids)
         return rows
 
-    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> Ints:
-        """One sampled token for each of these rows; returns their tokens now."""
+    def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> Ints:
+        """One sampled token for each of these rows, or counts[i] > 0 of them, row after row; returns their tokens now.
+
+        A step counts one placeholder for a row that samples. Tokens beside the first are known and not computed, so
+        a step in flight that was to sample after the first samples no more, and its placeholder is taken back too.
+        """
         lengths = self.num_tokens[rows]
+        if counts is not None:
+            return self._append_runs(rows, lengths, counts, token_ids)
         longer: Ints = lengths + 1
         self.tokens.ensure(rows, longer)
         self.tokens.set(rows, lengths, token_ids)
         self.num_tokens[rows] = longer
         self.num_placeholders[rows] -= 1
+        return longer
+
+    def _append_runs(self, rows: Rows, lengths: Ints, counts: Ints, token_ids: TokenIds) -> Ints:
+        longer: Ints = lengths + counts
+        self.tokens.ensure(rows, longer)
+        self.tokens.set_runs(rows, lengths, counts, token_ids)
+        self.num_tokens[rows] = longer
+        self.num_placeholders[rows] = np.maximum(self.num_computed_tokens[rows] + 1 - longer, 0)
         return longer
 
     def check_integrity(self, running: Ints) -> None:
@@ -180,6 +195,8 @@ class BatchTable:
             assert request.row == row, f"the request of row {row} says row {request.row}"
         known = self.num_tokens[used] + self.num_placeholders[used]
         assert (self.num_computed_tokens[used] <= known).all(), f"computed {self.num_computed_tokens[used]} of {known}"
+        expected = np.maximum(self.num_computed_tokens[used] + 1 - self.num_tokens[used], 0)
+        assert (self.num_placeholders[used] == expected).all(), f"{self.num_placeholders[used]} are not {expected}"
         assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
         assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
         assert (self.num_named_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"

@@ -100,6 +100,7 @@ class CapturedEngine:
             result_step=NO_RESULT if result is None else result.step,
             tokens=b"" if result is None else _column(result.token_ids),
             error=error,
+            token_counts=b"" if result is None or result.counts is None else _column(result.counts),
         )
 
 

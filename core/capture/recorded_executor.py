@@ -7,6 +7,7 @@ import numpy as np
 from core.capture.records import Step
 from core.execution.executor import Costs, ModelInfo, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from ipc.arrays import Int32s
 from ipc.config import EngineConfig
 
 
@@ -43,16 +44,25 @@ class RecordedExecutor:
 
     def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Errors: NotRecordedError."""
-        step = self._step
-        if step is None or step.result_step != plan.step or len(step.tokens) != 4 * len(plan.rows):
-            raise NotRecordedError(f"the capture has no tokens for the {len(plan.rows)} rows of plan {plan.step}")
-        return ModelRunnerOutput(plan.step, np.frombuffer(step.tokens, "<i4").astype(np.int32, copy=False))
+        step, num_rows = self._step, len(plan.rows)
+        if step is not None and step.result_step == plan.step:
+            if not step.token_counts and len(step.tokens) == 4 * num_rows:
+                return ModelRunnerOutput(plan.step, _int32s(step.tokens))
+            if len(step.token_counts) == 4 * num_rows:
+                counts = _int32s(step.token_counts)
+                if counts.min() >= 0 and len(step.tokens) == 4 * int(counts.sum()):
+                    return ModelRunnerOutput(plan.step, _int32s(step.tokens), counts=counts)
+        raise NotRecordedError(f"the capture has no tokens for the {num_rows} rows of plan {plan.step}")
 
     def prepare_ahead(self) -> bool:
         return False
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _int32s(column: bytes) -> Int32s:
+    return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
 
 
 class _Recorded(NamedTuple):

@@ -16,7 +16,7 @@ from ipc.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 #: In Step.result_step: no plan's result arrived in this step.
 NO_RESULT = -1
 
@@ -66,6 +66,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     result_step: int  # step of the plan whose tokens arrived; NO_RESULT: none did
     tokens: bytes  # int32: aligned with that plan's rows, as in ModelRunnerOutput
     error: str = ""  # the exception that ended the step, and the engine with it
+    token_counts: bytes = b""  # int32[rows of that plan] of `tokens`, row after row; empty: one each
 
 
 class Gap(msgspec.Struct, frozen=True, array_like=True):

@@ -14,8 +14,9 @@ from ipc.sampling_params import SamplingParams
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
-#: In ModelRunnerOutput.token_ids: the row's logits were not finite; its request fails alone. An executor that runs
-#: behind the scheduler still counts a token for the row: the next plan may cover it already.
+#: In ModelRunnerOutput.token_ids: the row fails, and its request alone with it: its logits were not finite, or what
+#: ModelRunnerOutput.failures says. An executor that runs behind the scheduler still counts a token for the row: the
+#: next plan may cover it already.
 FAILED_TOKEN = -2
 
 
@@ -89,11 +90,19 @@ def concat_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step sampled, aligned with the plan's rows."""
+    """What one step yields, aligned with the plan's R rows.
+
+    A row may yield several tokens (`counts`). All are known tokens of the row from then on; those whose K and V the
+    step did not compute are computed by the next steps, as the tokens of a prompt are. An executor that yields several
+    must know them when it begins the row's next step, which may be planned already (Pipeline, depth 2): a row of
+    whose known tokens that step leaves some uncomputed yields none in it.
+    """
 
     step: int
-    token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN
+    token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN; with counts [sum(counts)], row after row
     logprobs: LogprobColumns | None = None
+    counts: Int32s | None = None  # [R] tokens of each row; 0 = NO_TOKEN, FAILED_TOKEN stands alone. None: one each
+    failures: list[tuple[int, str]] = []  # (index in the plan's rows, text) of FAILED_TOKENs with a text of their own
 
 
 def _encode_array(value: Any) -> bytes:

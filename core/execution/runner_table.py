@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.execution.plan import NewRow, SchedulerOutput
-from ipc.arrays import Bools, Int32s, Rows, TokenIds
+from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds
 from ipc.paged_rows import PagedRows
 
 TOKENS_PER_PAGE = 256
@@ -63,7 +63,8 @@ class RunnerTable:
         self.num_blocks[owners] = lengths
 
     def advance(self, plan: SchedulerOutput) -> Bools:
-        """Count the batch's tokens as computed; True for the rows [R] that sample a token in this step."""
+        """Count the batch's tokens as computed; True for the rows [R] that sample in this step: all tokens known of
+        them are computed."""
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
         known, capacity = self.num_tokens[rows], self.num_blocks[rows] * self.block_size
@@ -78,9 +79,20 @@ class RunnerTable:
         columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
         return self.blocks.get(rows[:, None], columns)
 
-    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> None:
-        """One sampled token for each of these rows."""
+    def write_drafts(self, rows: Rows, token_ids: TokenIds, counts: Ints) -> None:
+        """counts[i] drafts for rows[i], row after row: written behind the row's tokens and not counted as such."""
         lengths = self.num_tokens[rows]
+        self.tokens.ensure(rows, lengths + counts)
+        self.tokens.set_runs(rows, lengths, counts, token_ids)
+
+    def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
+        """One sampled token for each of these rows; or counts[i] of them, row after row."""
+        lengths = self.num_tokens[rows]
+        if counts is not None:
+            self.tokens.ensure(rows, lengths + counts)
+            self.tokens.set_runs(rows, lengths, counts, token_ids)
+            self.num_tokens[rows] += counts
+            return
         self.tokens.ensure(rows, lengths + 1)
         self.tokens.set(rows, lengths, token_ids)
         self.num_tokens[rows] += 1

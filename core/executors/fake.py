@@ -89,6 +89,7 @@ class FakeExecutor:
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
         self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
+        self._most = config.fake_tokens_per_step
 
     def measure_costs(self) -> Costs:
         """Made up: a block of 16 tokens is copied five times as fast as it is computed."""
@@ -104,14 +105,34 @@ class FakeExecutor:
             self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
         samples = table.advance(plan)
         rows = plan.rows[samples]
-        positions = table.num_tokens[rows].astype(np.uint64)
+        if self._most > 1:
+            token_ids, counts = self._sample_several(plan.rows, samples)
+        else:
+            token_ids, counts = np.full(len(plan.rows), NO_TOKEN, np.int32), None
+            token_ids[samples] = sampled = self._sample(rows)
+            table.append_tokens(rows, sampled)
+        logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts))
+
+    def _sample(self, rows: Rows) -> Int32s:
+        """The next token of each; it counts in the checksum, and is not in the table yet."""
+        positions = self._table.num_tokens[rows].astype(np.uint64)
         sampled = next_token(self._checksum[rows], positions, self._seed[rows], self.info.vocab_size)
         self._checksum[rows] += _terms(sampled, positions)
-        table.append_tokens(rows, sampled)
-        logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
-        token_ids = np.full(len(plan.rows), NO_TOKEN, np.int32)
-        token_ids[samples] = sampled
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs))
+        return sampled
+
+    def _sample_several(self, rows: Rows, samples: Bools) -> tuple[Int32s, Int32s]:
+        """(token_ids, counts [R]) of the plan's rows. How many a row yields, 1 to fake_tokens_per_step, is a function
+        of all its tokens; they are those that it would yield one in a step."""
+        counts = np.zeros(len(rows), np.int32)
+        counts[samples] = 1 + mix(self._checksum[rows[samples]]) % np.uint64(self._most)
+        token_ids = np.zeros(int(counts.sum()), np.int32)
+        firsts = counts.cumsum() - counts
+        for offset in range(self._most):
+            going = counts > offset
+            token_ids[firsts[going] + offset] = sampled = self._sample(rows[going])
+            self._table.append_tokens(rows[going], sampled)
+        return token_ids, counts
 
     def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
         """One row after the other, tokens already appended."""
@@ -119,9 +140,10 @@ class FakeExecutor:
         for index, row in enumerate(plan.rows.tolist()):
             end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
             positions = np.arange(end - int(plan.num_scheduled_tokens[index]), end) + 1  # of the tokens that follow
-            for wanted, kind in zip(self._num_logprobs[row].tolist(), ("output", "prompt"), strict=True):
-                is_kind = positions < num_prompt if kind == "prompt" else (positions == end) & samples[index]
-                at = positions[is_kind]
+            output = np.arange(end, int(table.num_tokens[row]) if samples[index] else end)  # what the row has yielded
+            for wanted, at in zip(
+                self._num_logprobs[row].tolist(), (output, positions[positions < num_prompt]), strict=True
+            ):
                 if wanted >= 0 and len(at):
                     tokens = table.tokens.get(np.full(len(at), row), at)
                     args = np.full(len(at), wanted), np.full(len(at), index), self.info.vocab_size

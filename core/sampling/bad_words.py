@@ -5,7 +5,8 @@ import numpy as np
 
 from core.execution.runner_table import RunnerTable
 from core.sampling.row_group import RowGroup
-from ipc.arrays import Ints
+from core.sampling.sample_index import SampleIndex
+from ipc.arrays import NO_INTS, Ints, Positions
 
 
 class BadWords:
@@ -35,20 +36,27 @@ class BadWords:
     def remove(self, row: int) -> None:
         self._parts.remove(row)
 
-    def forbidden(self, is_sampled: Ints, num_output_tokens: Ints, table: RunnerTable) -> tuple[Ints, Ints]:
-        """(row, token) pairs: tokens that would complete a bad word now.
+    def forbidden(self, index: SampleIndex, positions: Positions, table: RunnerTable) -> tuple[Ints, Ints]:
+        """(sample, token) pairs: tokens that would complete a bad word there.
 
-        is_sampled [rows] bool: the rows that are about to get a token; num_output_tokens [rows]: valid for those.
+        positions [S]: of each sample in its row's output. Drafts before a sample are read from the table.
         """
-        parts = self._parts
-        active = is_sampled[parts["row"]]
-        row, token, back, word = (parts[name][active] for name in ("row", "token", "back", "word"))
-        if not len(row):
-            return row, token
+        entries, sample = index.spread(self._parts["row"])
+        if not len(sample):
+            return NO_INTS, NO_INTS
+        is_several = index.offsets is not None
+        if is_several:  # the parts of a word stand together for each sample
+            order = np.lexsort((sample, self._parts["word"][entries]))
+            entries, sample = entries[order], sample[order]
+        row, token, back, word = (self._parts[name][entries] for name in ("row", "token", "back", "word"))
         is_last = back == 0
-        is_there = back <= num_output_tokens[row]
-        found = table.tokens.get(row, np.where(is_there, table.num_tokens[row] - back, 0))
+        is_there = back <= positions[sample]
+        ends = table.num_prompt_tokens[row] + positions[sample]
+        found = table.tokens.get(row, np.where(is_there, ends - back, 0))
         matches = is_last | (is_there & (found == token))
-        starts = np.flatnonzero(np.diff(word, prepend=-1))
+        begins = np.diff(word, prepend=-1)
+        if is_several:
+            begins |= np.diff(sample, prepend=-1)
+        starts = np.flatnonzero(begins)
         complete = np.logical_and.reduceat(matches, starts)
-        return row[is_last][complete], token[is_last][complete]
+        return sample[is_last][complete], token[is_last][complete]

@@ -7,12 +7,12 @@ from core.execution.runner_table import RunnerTable
 from core.sampling.bad_words import BadWords
 from core.sampling.logit_edits import NO_EDITS, LogitEdits
 from core.sampling.row_group import RowGroup
+from core.sampling.sample_index import SampleIndex
 from core.sampling.sampler import SamplingInputs
-from core.sampling.token_counts import TokenCounts
+from core.sampling.token_counts import TokenCounts, add_drafts
 from ipc.arrays import NO_INTS, Ints, Positions, Rows, TokenIds
 from ipc.sampling_params import SamplingParams
 
-_NOT_SAMPLED = -1
 _NO_LOGPROBS = -1
 _ALL_LOGPROBS = 2**31 - 1
 
@@ -114,16 +114,23 @@ class SamplingColumns:
             repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count outputs
             self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
 
-    def append_tokens(self, rows: Rows, token_ids: TokenIds) -> None:
-        """One sampled token for each of these rows."""
+    def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
+        """One sampled token for each of these rows; or counts[i] of them, row after row."""
         if self._num_edited:
-            counted = self._is_penalized[rows]
+            owners = rows if counts is None else rows.repeat(counts)
+            counted = self._is_penalized[owners]
             if counted.any():
-                self._counts.append(rows[counted], token_ids[counted])
+                self._counts.append(owners[counted], token_ids[counted], is_distinct=counts is None)
 
-    def inputs(self, rows: Rows, table: RunnerTable) -> SamplingInputs:
-        """The columns of these rows [S], in their order, for the token that each is about to get."""
+    def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
+        """The columns of these rows [S], in their order, for the token that each is about to get.
+
+        offsets [S]: where a row has several samples, which stand together: how many of its drafts, which the table has
+        behind its tokens, are before each. A sample has the inputs that the row would have if these were its tokens.
+        """
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
+        if offsets is not None:
+            positions += offsets
         return SamplingInputs(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -132,38 +139,46 @@ class SamplingColumns:
             seed=self.seed[rows],
             position=positions,
             choice=self.choice[rows],
-            edits=self._edits(rows, positions, table) if self._num_edited else NO_EDITS,
+            edits=self._edits(rows, offsets, positions, table) if self._num_edited else NO_EDITS,
         )
 
-    def _edits(self, rows: Rows, positions: Positions, table: RunnerTable) -> LogitEdits:
-        place = np.full(len(self.seed), _NOT_SAMPLED)  # row of the table -> row of the batch
-        place[rows] = np.arange(len(rows))
-        output_len = np.zeros(len(self.seed), np.int64)
-        output_len[rows] = positions
-        is_sampled = place != _NOT_SAMPLED
+    def _edits(self, rows: Rows, offsets: Ints | None, positions: Positions, table: RunnerTable) -> LogitEdits:
+        index = SampleIndex(rows, len(self.seed), offsets)
         allowed, bias, early = self._allowed, self._bias, self._early
-        is_allowed, is_biased = is_sampled[allowed["row"]], is_sampled[bias["row"]]
-        is_early = is_sampled[early["row"]] & (output_len[early["row"]] < self.min_tokens[early["row"]])
-        bad_row, bad_token = self._bad_words.forbidden(is_sampled, output_len, table)
-        is_counted = is_sampled[self._counts.rows]
-        counted = self._counts.rows[is_counted]
-        allowed_row = place[allowed["row"][is_allowed]]
+        allowed_entries, allowed_row = index.spread(allowed["row"])
+        bias_entries, bias_row = index.spread(bias["row"])
+        early_entries, early_row = index.spread(early["row"])
+        is_early = positions[early_row] < self.min_tokens[rows[early_row]]
+        bad_row, bad_token = self._bad_words.forbidden(index, positions, table)
+        counted_row, counted_token, occurrences = self._counted(index, table)
+        counted = rows[counted_row]
         return LogitEdits(
             limited=np.unique(allowed_row),
             allowed_row=allowed_row,
-            allowed_token=allowed["token"][is_allowed],
-            forbidden_row=place[np.append(bad_row, early["row"][is_early])],
-            forbidden_token=np.append(bad_token, early["token"][is_early]),
-            bias_row=place[bias["row"][is_biased]],
-            bias_token=bias["token"][is_biased],
-            bias=bias["bias"][is_biased],
-            counted_row=place[counted],
-            counted_token=self._counts.tokens[is_counted],
-            occurrences=self._counts.counts[is_counted],
+            allowed_token=allowed["token"][allowed_entries],
+            forbidden_row=np.append(bad_row, early_row[is_early]),
+            forbidden_token=np.append(bad_token, early["token"][early_entries][is_early]),
+            bias_row=bias_row,
+            bias_token=bias["token"][bias_entries],
+            bias=bias["bias"][bias_entries],
+            counted_row=counted_row,
+            counted_token=counted_token,
+            occurrences=occurrences,
             repetition=self._repetition[counted],
             frequency=self._frequency[counted],
             presence=self._presence[counted],
         )
+
+    def _counted(self, index: SampleIndex, table: RunnerTable) -> tuple[Ints, Ints, Ints]:
+        """(sample, token, occurrences in the output before it), of the rows with penalties."""
+        counts = self._counts
+        entries, samples = index.spread(counts.rows)
+        columns = samples, counts.tokens[entries], counts.counts[entries]
+        if index.offsets is None:
+            return columns
+        drafted, places = index.drafts(self._is_penalized)
+        owners = index.rows[drafted]
+        return add_drafts(*columns, (drafted, table.tokens.get(owners, table.num_tokens[owners] + places)))
 
 
 def _has_edits(params: SamplingParams) -> bool:

@@ -36,20 +36,33 @@ class TokenCounts:
         self.keys = np.delete(self.keys, slice(first, last))
         self.counts = np.delete(self.counts, slice(first, last))
 
-    def append(self, rows: Rows, token_ids: TokenIds) -> None:
-        """One more output token of each of these distinct rows."""
-        keys = _keys(rows, token_ids)
+    def append(self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True) -> None:
+        """One more output token of each of these rows. is_distinct: no row is there twice."""
+        keys, more = _keys(rows, token_ids), np.ones(len(rows), np.int64)
+        if not is_distinct:
+            keys, more = np.unique(keys, return_counts=True)
         places = np.searchsorted(self.keys, keys)
         known = places < len(self.keys)
         known[known] = self.keys[places[known]] == keys[known]
-        self.counts[places[known]] += 1
+        self.counts[places[known]] += more[known]
         if not known.all():
-            self._insert(keys[~known], np.ones(np.count_nonzero(~known), np.int64))
+            self._insert(keys[~known], more[~known])
 
     def _insert(self, keys: Ints, counts: AnyInts) -> None:
         merged = np.concatenate([self.keys, keys])
         order = np.argsort(merged, kind="stable")  # finds the long run that is sorted already
         self.keys, self.counts = merged[order], np.concatenate([self.counts, counts])[order]
+
+
+def add_drafts(samples: Ints, tokens: Ints, counts: Ints, drafts: tuple[Ints, Int32s]) -> tuple[Ints, Ints, Ints]:
+    """(samples, tokens, counts) with drafts counted: (samples, tokens) of each, one more occurrence. No pair of sample
+    and token is there twice in the result."""
+    keys = np.concatenate([_keys(samples, tokens), _keys(*drafts)])
+    amounts = np.concatenate([counts, np.ones(len(drafts[0]), np.int64)])
+    distinct, inverse = np.unique(keys, return_inverse=True)
+    totals = np.zeros(len(distinct), np.int64)
+    np.add.at(totals, inverse, amounts)
+    return distinct >> _ROW_SHIFT, distinct & ((1 << _ROW_SHIFT) - 1), totals
 
 
 def _keys(rows: Rows | int, token_ids: AnyInts) -> Ints:

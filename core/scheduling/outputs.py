@@ -23,20 +23,32 @@ class _Rows(NamedTuple):
     numbers: Ints
     choices: Ints
     positions: Positions
-    tokens: Int32s  # one per row, or none at all
+    tokens: Int32s  # one per row, or none at all; with counts, row after row
     finish: UInt8s
-    stop_tokens: Bools  # the row's token was one of its stop_token_ids
+    stop_tokens: Bools  # the row's last token was one of its stop_token_ids
+    counts: Ints | None = None  # > 0
 
     def take(self, rows: Rows) -> "_Rows":
+        tokens = rows if self.counts is None else self._places_of_tokens(rows, self.counts)
         return _Rows(
             self.clients[rows],
             self.numbers[rows],
             self.choices[rows],
             self.positions[rows],
-            self.tokens[rows],
+            self.tokens[tokens],
             self.finish[rows],
             self.stop_tokens[rows],
+            None if self.counts is None else self.counts[rows],
         )
+
+    @staticmethod
+    def _places_of_tokens(rows: Rows, counts: Ints) -> Ints:
+        """Where the tokens of these rows are, row after row."""
+        lengths: Ints = counts[rows]
+        before: Ints = counts.cumsum() - counts
+        after: Ints = lengths.cumsum() - lengths
+        places: Ints = np.arange(int(lengths.sum())) + (before[rows] - after).repeat(lengths)
+        return places
 
 
 class _Packed:
@@ -46,12 +58,18 @@ class _Packed:
         self.clients = rows.clients
         self.numbers = rows.numbers.astype("<u4", copy=False).tobytes()
         self.positions = rows.positions.astype("<u4").tobytes()
-        self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
+        self.bounds: list[int] | None = None  # [R + 1] of each row's tokens; None: one each, or none at all
+        if rows.counts is None:
+            self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
+        else:
+            self.counts = rows.counts.astype("<u2").tobytes()
+            self.bounds = [0, *rows.counts.cumsum().tolist()]
         self.tokens = rows.tokens.astype("<i4", copy=False).tobytes()
         self.choices = _choices(rows.choices)
         self.finish = rows.finish.tobytes() if np.count_nonzero(rows.finish) else b""
         stopped = rows.stop_tokens.nonzero()[0].tolist()
-        self.stopped = [(row, int(rows.tokens[row])) for row in stopped]
+        bounds = self.bounds  # a stop token is the row's last one
+        self.stopped = [(row, int(rows.tokens[row if bounds is None else bounds[row + 1] - 1])) for row in stopped]
 
 
 class OutputCollector:
@@ -74,10 +92,11 @@ class OutputCollector:
         tokens: TokenIds,
         finish: UInt8s,
         stop_tokens: Bools,
+        counts: Ints | None = None,
     ) -> None:
-        """One row per sampled token."""
+        """One row per sampled token; with counts, rows of so many tokens each, all above 0."""
         if len(clients):
-            self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens))
+            self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens, counts))
 
     def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
         """The request ends without a token in this step."""
@@ -146,14 +165,15 @@ class OutputCollector:
         ]
 
     def _message(self, step: int, packed: "_Packed", start: int, end: int) -> Outputs:
-        client, finish = int(packed.clients[start]), packed.finish[start:end]
+        client, finish, bounds = int(packed.clients[start]), packed.finish[start:end], packed.bounds
+        first, last = (start, end) if bounds is None else (bounds[start], bounds[end])
         return Outputs(
             epoch=self._epoch,
             step=step,
             numbers=packed.numbers[4 * start : 4 * end],
             positions=packed.positions[4 * start : 4 * end],
             counts=packed.counts[2 * start : 2 * end],
-            tokens=packed.tokens[4 * start : 4 * end],
+            tokens=packed.tokens[4 * first : 4 * last],
             choices=packed.choices[2 * start : 2 * end],
             finish=finish if any(finish) else b"",
             stop_tokens=[(row - start, token) for row, token in packed.stopped if start <= row < end],

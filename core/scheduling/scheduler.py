@@ -25,9 +25,12 @@ from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Ints, Rows
+from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
+
+#: Of a failed row that has no text of its own.
+_NOT_FINITE = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
 
 
 class Scheduler:
@@ -198,29 +201,59 @@ class Scheduler:
             self._running_rows.fill(draft)
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
-        """Append the sampled tokens, end what has to end, and return the messages for the clients."""
-        table = self.table
+        """Append the sampled tokens, end what has to end, and return the messages for the clients. Of a row's tokens
+        in one step those after its end are dropped, with their log probabilities."""
+        table, counts = self.table, None
         step, rows, tenancies = self.batch.in_flight.popleft()
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
         self.pool.lift_fences(step)
         live = table.tenancy[rows] == tenancies  # the others were aborted or preempted meanwhile
         tokens = output.token_ids
-        if output.logprobs is not None:
-            reported = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
-            self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
-        sampled = live & (tokens >= 0)
-        if np.count_nonzero(sampled) < len(rows):
-            self._fail_rows(rows[live & (tokens == FAILED_TOKEN)])
-            sampled &= table.tenancy[rows] == tenancies  # the other choices of what has failed are gone too
-            rows, tokens = rows[sampled], tokens[sampled]
-        lengths = table.append_tokens(rows, tokens)
-        finish, by_stop_token = self.batch.stop_check(rows, tokens, lengths)
-        positions = lengths - 1 - table.num_prompt_tokens[rows]
-        self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token)
-        self.stats.num_generation_tokens += len(rows)
+        if output.counts is not None:
+            rows, tokens, counts, finish, by_stop_token = self._take_runs(rows, tenancies, output, output.counts)
+            firsts = table.num_tokens[rows] - counts
+        else:
+            if output.logprobs is not None:
+                reported = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
+                self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+            sampled = live & (tokens >= 0)
+            if np.count_nonzero(sampled) < len(rows):
+                self._fail_rows(rows, live & (tokens == FAILED_TOKEN), output)
+                sampled &= table.tenancy[rows] == tenancies  # the other choices of what has failed are gone too
+                rows, tokens = rows[sampled], tokens[sampled]
+            lengths = table.append_tokens(rows, tokens)
+            finish, by_stop_token = self.batch.stop_check(rows, tokens, lengths)
+            firsts = lengths - 1
+        positions = firsts - table.num_prompt_tokens[rows]
+        self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token, counts)
+        self.stats.num_generation_tokens += len(tokens)
         if np.count_nonzero(finish):
             self._end(rows[finish > 0])
         return self.outputs.drain(step)
+
+    def _take_runs(
+        self, rows: Ints, tenancies: Ints, output: ModelRunnerOutput, counts: Int32s
+    ) -> tuple[Ints, TokenIds, Ints, UInt8s, Bools]:
+        """Append the tokens of a step in which rows have several or none, up to each row's end. Returns the rows with
+        tokens, their tokens and counts, finish and by_stop_token."""
+        table, tokens = self.table, output.token_ids
+        assert len(counts) == len(rows), f"{len(counts)} counts for {len(rows)} rows"
+        assert int(counts.sum()) == len(tokens), f"{len(tokens)} tokens for counts {counts}"
+        is_failed = np.zeros(len(rows), np.bool_)
+        is_failed[np.arange(len(rows)).repeat(counts)[tokens == FAILED_TOKEN]] = True
+        self._fail_rows(rows, is_failed & (table.tenancy[rows] == tenancies), output)
+        live = table.tenancy[rows] == tenancies
+        sampled = live & (counts > 0)
+        taken, kept = rows[sampled], counts[sampled].astype(np.int64)
+        kept, tokens, finish, by_stop_token = self.batch.stop_check.cut(taken, tokens[sampled.repeat(counts)], kept)
+        assert not np.count_nonzero(tokens < 0), f"negative tokens stand alone: {tokens}"
+        table.append_tokens(taken, tokens, kept)
+        if output.logprobs is not None:
+            owners = output.logprobs.rows
+            is_known = output.logprobs.positions < table.num_tokens[rows[owners]]
+            reported = output.logprobs.where(live[owners] & is_known)
+            self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+        return taken, tokens, kept, finish, by_stop_token
 
     def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
         """(client, number, choice) of each row."""
@@ -292,16 +325,16 @@ class Scheduler:
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
-    def _fail_rows(self, rows: Rows) -> None:
-        """Requests whose logits were not finite fail alone; nobody is to find what they have stored."""
-        for row in rows.tolist():
-            self.pool.forget_names(self.table.block_ids(row))
-        for row in rows.tolist():
-            request = self.table.request[row]
-            if request is None:  # another choice of its request has failed before it
-                continue
-            text = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
-            self._fail(request, ErrorCode.INTERNAL, text)
+    def _fail_rows(self, rows: Rows, failed: Bools, output: ModelRunnerOutput) -> None:
+        """Fail the requests of the rows in the mask, each alone and with its own text; what they have stored is not
+        found again."""
+        failing, texts = np.flatnonzero(failed).tolist(), dict(output.failures)
+        for index in failing:
+            self.pool.forget_names(self.table.block_ids(int(rows[index])))
+        for index in failing:
+            request = self.table.request[int(rows[index])]
+            if request is not None:  # no other choice of its request has failed before it
+                self._fail(request, ErrorCode.INTERNAL, texts.get(index, _NOT_FINITE))
 
     def _fail_overdue(self, now_ns: int) -> None:
         for request in self._requests.pop_overdue(now_ns):

@@ -185,8 +185,8 @@ class PagedExecutor:
         self._block_size = config.block_size
         self._kv = np.zeros(config.num_blocks_override * config.block_size, np.uint64)
         self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
-        self._table = RunnerTable(config.max_num_seqs, config.block_size)
-        self._seed = np.zeros(config.max_num_seqs, np.uint64)
+        self.table = RunnerTable(config.max_num_seqs, config.block_size)
+        self.seed = np.zeros(config.max_num_seqs, np.uint64)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         raise AssertionError("the config of these tests is resolved")
@@ -204,10 +204,10 @@ class PagedExecutor:
         assert not plan.is_empty
         self.plans.append(encode_plan(plan))
         self._check_new_blocks(plan)
-        table = self._table
+        table = self.table
         table.apply(plan)
         for new in plan.added:
-            self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
+            self.seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
         self._copy_blocks(plan)
         starts = table.num_computed_tokens[plan.rows]
         samples = table.advance(plan)
@@ -215,15 +215,19 @@ class PagedExecutor:
         for row, start in zip(rows, starts.tolist(), strict=True):  # all is stored before anything is read
             end = int(table.num_computed_tokens[row])
             self._kv[self._slots(row, start, end)] = self._prefix_sums(row, end)[start:]
-        tokens = [self._token(row) if sampled else NO_TOKEN for row, sampled in zip(rows, samples, strict=True)]
-        token_ids = np.array(tokens, np.int32)
-        # A failed row gets an id too: the next step may be planned already.
-        table.append_tokens(plan.rows[samples], np.maximum(token_ids[samples], 0))
         self.in_flight.append((plan.step, {block for row in rows for block in self._blocks(row)}))
-        return _Handle(self, ModelRunnerOutput(plan.step, token_ids))
+        return _Handle(self, self.sample(plan, samples))
+
+    def sample(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
+        """The step's result; its tokens are in the table then."""
+        pairs = zip(plan.rows.tolist(), samples, strict=True)
+        token_ids = np.array([self.token(row) if sampled else NO_TOKEN for row, sampled in pairs], np.int32)
+        # A failed row gets an id too: the next step may be planned already.
+        self.table.append_tokens(plan.rows[samples], np.maximum(token_ids[samples], 0))
+        return ModelRunnerOutput(plan.step, token_ids)
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
-        """Out of the cache, then back into it; _token() sees what was copied wrongly or too late."""
+        """Out of the cache, then back into it; token() sees what was copied wrongly or too late."""
         blocks = self._kv.reshape(-1, self._block_size)
         for targets in (plan.swapped_out_slots, plan.swapped_in_blocks):
             assert len(set(targets.tolist())) == len(targets), f"plan {plan.step} copies twice to one of {targets}"
@@ -238,26 +242,26 @@ class PagedExecutor:
         for step, blocks in self.in_flight:
             assert not fresh & blocks, f"plan {plan.step} reuses blocks {fresh & blocks} of step {step} in flight"
 
-    def _token(self, row: int) -> int:
+    def token(self, row: int) -> int:
         """Next token of the row, after its whole context has been read back."""
-        end = int(self._table.num_computed_tokens[row])
+        end = int(self.table.num_computed_tokens[row])
         sums = self._prefix_sums(row, end)
         found = self._kv[self._slots(row, 0, end)]
         wrong = np.flatnonzero(found != sums)
         assert not len(wrong), f"row {row}: foreign content at positions {wrong[:8]}"
-        if self._poison is not None and self._poison in self._table.tokens.read(row, 0, end):
+        if self._poison is not None and self._poison in self.table.tokens.read(row, 0, end):
             return FAILED_TOKEN
         position = np.array([end], np.uint64)
-        return int(next_token(found[-1:], position, self._seed[row : row + 1], self.info.vocab_size)[0])
+        return int(next_token(found[-1:], position, self.seed[row : row + 1], self.info.vocab_size)[0])
 
     def _prefix_sums(self, row: int, end: int) -> UInt64s:
-        ids = self._table.tokens.read(row, 0, end)
+        ids = self.table.tokens.read(row, 0, end)
         positions = np.arange(1, end + 1, dtype=np.uint64)
         golden = np.uint64(0x9E3779B97F4A7C15)
         return np.cumsum(mix((ids.astype(np.uint64) + np.uint64(1)) * golden + mix(positions)))
 
     def _blocks(self, row: int) -> list[int]:
-        blocks: list[int] = self._table.blocks.read(row, 0, int(self._table.num_blocks[row])).tolist()
+        blocks: list[int] = self.table.blocks.read(row, 0, int(self.table.num_blocks[row])).tolist()
         return blocks
 
     def _slots(self, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
@@ -280,9 +284,11 @@ class _Handle:
 class Driver:
     """An EngineCore over a PagedExecutor with its clients; every step is followed by check_integrity()."""
 
-    def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, poison: int | None = None, executor: type[PagedExecutor] = PagedExecutor
+    ) -> None:
         self.config = config
-        self.executor = PagedExecutor(config, poison)
+        self.executor = executor(config, poison)
         self.engine = EngineCore(config, self.executor)
         self.scheduler = self.engine.scheduler
         self.inbox = Inbox()

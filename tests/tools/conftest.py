@@ -14,12 +14,15 @@ from tools.bench.tiny_model import write_tiny_model
 
 @pytest.fixture(scope="session")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The workload of tests/captures.py on the fake executor, at both depths, and on a tiny real model."""
+    """The workload of tests/captures.py on the fake executor, at both depths and with several tokens of a request in a
+    step, and on a tiny real model."""
     folder = tmp_path_factory.mktemp("captures")
     write_tiny_model(folder / "model")
     configs = {
         "fake": CONFIG,
         "deep": msgspec.structs.replace(CONFIG, async_scheduling=True),
+        "several": msgspec.structs.replace(CONFIG, fake_tokens_per_step=5),
+        "deep-several": msgspec.structs.replace(CONFIG, fake_tokens_per_step=5, async_scheduling=True),
         "real": msgspec.structs.replace(
             CONFIG, executor="local", model=str(folder / "model"), dtype="float32", threads=1
         ),

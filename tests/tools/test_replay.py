@@ -37,7 +37,7 @@ from tools.replay.differences import unpack
 
 
 @pytest.mark.parametrize("mode", ["resched", "full"])
-@pytest.mark.parametrize("name", ["fake", "deep", "real"])
+@pytest.mark.parametrize("name", ["fake", "deep", "several", "deep-several", "real"])
 def test_zero_differences(captures: dict[str, Path], name: str, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     status, report = replay(capfd, captures[name], "--mode", mode)
     run = report["run"]
@@ -80,7 +80,7 @@ def test_resched_loads_no_torch() -> None:
 # --- a difference is located -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fake", "deep", "real"])
+@pytest.mark.parametrize("name", ["fake", "deep", "several", "real"])
 def test_a_flipped_token_is_located(
     captures: dict[str, Path], tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +113,62 @@ def test_a_flipped_token_is_located(
     text = capfd.readouterr().out
     where = f"step {found['step']} (byte {frame.offset}), client {found['client']} request {found['request']}, position"
     assert f"first difference: token, {where} {found['position']}: expected token {right ^ 1}, got {right}" in text
+
+
+def test_a_flipped_token_behind_its_rows_first_is_located(
+    captures: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "copy.cap"
+    path.write_bytes(captures["several"].read_bytes())
+    place = find(
+        path, Step, lambda step: unpack(step.token_counts)[1:2] > [2] and min(unpack(step.tokens)) >= 0, skip=4
+    )
+    frame = frames_of(path)[place]
+    step = decode_record(frame.tag, frame.payload)
+    assert isinstance(step, Step)
+    tokens, at = np.array(unpack(step.tokens), "<i4"), unpack(step.token_counts)[0] + 2
+    status, report = replay(capfd, path, "--mode", "full")
+    assert (status, report["run"]["difference"]) == (0, None)
+    right, tokens[at] = int(tokens[at]), tokens[at] ^ 1
+    change(path, place, replaced(tokens=tokens.tobytes()))
+    status, report = replay(capfd, path, "--mode", "full")
+    found = report["run"]["difference"]
+    assert (status, found["step"], found["expected"], found["got"]) == (3, step_index(path, place), right ^ 1, right)
+    asked = (m for turn in CaptureFile(path).turns() for c, m in turn.inbox if c == found["client"])
+    request = next(m for m in asked if isinstance(m, AddRequest) and m.number == found["request"])
+    seed = request.seed if request.params.temperature > 0 else 0
+    assert fake_tokens(unpack(request.prompt_token_ids), found["position"] + 1, VOCAB, seed)[-1] == right
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [lambda counts: counts[:-4], lambda counts: b"", lambda counts: b"\xff\xff\xff\xff" + counts[4:]],
+    ids=["few", "none", "negative"],
+)
+def test_token_counts_that_do_not_fit_are_an_error_of_the_replay(
+    captures: dict[str, Path], tmp_path: Path, alter: Callable[[bytes], bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "copy.cap"
+    path.write_bytes(captures["several"].read_bytes())
+    place = find(path, Step, lambda step: len(step.tokens) > len(step.token_counts) > 8)
+    step = decode_record(frames_of(path)[place].tag, frames_of(path)[place].payload)
+    assert isinstance(step, Step)
+    change(path, place, replaced(token_counts=alter(step.token_counts)))
+    status, report = replay(capfd, path)
+    assert (status, report["run"]["difference"]["kind"]) == (3, "error")
+    text = f"has no tokens for the {len(step.token_counts) // 4} rows"
+    assert text in " ".join(report["run"]["difference"]["details"])
+
+
+def test_a_step_of_a_capture_without_token_counts_is_read(captures: dict[str, Path]) -> None:
+    """Format 1.0 had no such field: its steps have one token a row."""
+    frame = frames_of(captures["fake"])[find(captures["fake"], Step, lambda step: bool(step.tokens))]
+    *fields, token_counts = msgspec.msgpack.decode(frame.payload)
+    assert token_counts == b""
+    step = decode_record(frame.tag, msgspec.msgpack.encode(fields))
+    assert isinstance(step, Step)
+    assert step.token_counts == b""
+    assert step == decode_record(frame.tag, frame.payload)
 
 
 def flip_first(column: bytes) -> bytes:

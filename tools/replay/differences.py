@@ -91,7 +91,7 @@ def find_difference(
         return Difference("error", turn.step_index, turn.offset, details=details)
     if got.error:
         return None
-    if (expected.result_step, expected.tokens) != (got.result_step, got.tokens):
+    if _result_of(expected) != _result_of(got):
         return _token_difference(turn, got, batch, replies)
     batch.forget(expected.result_step)
     gauges = [
@@ -104,6 +104,10 @@ def find_difference(
 
 def _plan_of(step: Step) -> tuple[object, ...]:
     return step.digest, step.rows, step.counts, step.removed_rows, step.added
+
+
+def _result_of(step: Step) -> tuple[object, ...]:
+    return step.result_step, step.tokens, step.token_counts
 
 
 def _plan_details(expected: Step, got: Step, batch: Batch) -> list[str]:
@@ -139,32 +143,44 @@ def _cached(step: Step) -> dict[str, int]:
 
 def _token_difference(turn: Turn, got: Step, batch: Batch, replies: Iterable[tuple[int, EngineReply]]) -> Difference:
     expected = turn.step
-    if expected.result_step != got.result_step or len(expected.tokens) != len(got.tokens):
-        text = "tokens of plan {} ({} rows) arrived in the {}"
+    sizes = [(step.result_step, len(step.tokens), step.token_counts) for step in (expected, got)]
+    if sizes[0] != sizes[1]:
+        text = "tokens of plan {} ({} rows, {} tokens) arrived in the {}"
         details = [
-            text.format(step.result_step, len(step.tokens) // 4, who)
+            text.format(step.result_step, len(step.token_counts or step.tokens) // 4, len(step.tokens) // 4, who)
             for who, step in (("capture", expected), ("replay", got))
         ]
         return Difference("token", turn.step_index, turn.offset, details=details)
     ours, theirs = unpack(expected.tokens), unpack(got.tokens)
     places = [place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
+    row, offset = _row_of(places[0], unpack(got.token_counts))
     requests = batch.requests_of(got.result_step)
-    key = requests[places[0]] if places[0] < len(requests) else None
+    key = requests[row] if row < len(requests) else None
+    first = None if key is None else _position(key, replies)
     return Difference(
         "token",
         turn.step_index,
         turn.offset,
         client=key and key[0],
         request=key and key[1],
-        position=None if key is None else _position(key, replies),
+        position=None if first is None else first + offset,
         expected=ours[places[0]],
         got=theirs[places[0]],
         details=[f"{len(places) - 1} more tokens of this step differ"] if len(places) > 1 else [],
     )
 
 
+def _row_of(place: int, counts: list[int]) -> tuple[int, int]:
+    """(index of the row, index among its tokens) of a token; counts: of each row, empty where all have one."""
+    for row, count in enumerate(counts):
+        if place < count:
+            return row, place
+        place -= count
+    return place, 0
+
+
 def _position(key: RequestKey, replies: Iterable[tuple[int, EngineReply]]) -> int | None:
-    """None: the token was dropped, its request had ended or was preempted."""
+    """Of the request's first token in this step. None: its tokens were dropped, it had ended or was preempted."""
     for client, reply in replies:
         if client == key[0] and isinstance(reply, Outputs) and reply.tokens:
             numbers = np.frombuffer(reply.numbers, "<u4").tolist()

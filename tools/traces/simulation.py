@@ -124,10 +124,11 @@ class _Observer:
             if reply.started:
                 self._scheduled[np.frombuffer(reply.started, "<u4")[::2]] = begin_ns
             numbers = np.frombuffer(reply.numbers, "<u4")
-            reported = numbers[np.frombuffer(reply.counts, "<u2") > 0]
+            counts = np.frombuffer(reply.counts, "<u2")
+            reported = numbers[counts > 0]
             self._first[reported[self._counts[reported] == 0]] = end_ns
             self._last[reported] = end_ns
-            self._counts[reported] += 1
+            self._counts[reported] += counts[counts > 0]
             if reply.finish:
                 self._finished[numbers[np.frombuffer(reply.finish, "u1") > 0]] = 1
 
