@@ -10,6 +10,7 @@ from core.execution.executor import StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.local import DTYPES, LocalExecutor
 from core.models.llama import Llama
+from core.models.step import ModelInputs
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows, padded_splits
@@ -91,8 +92,8 @@ class CudaExecutor(LocalExecutor):
         work = triton_work(counts, counts, blocks, operations.group_size, self._device)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         metadata = tuple(work._replace(window=window) for window in model.windows)
-        hidden = model.hidden_states(zeros, work.positions, zeros - 1, metadata, cache)
-        logits = model.compute_logits(hidden, zeros[:num_requests])
+        inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
+        logits = model.forward(inputs).logits
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
         reported = logits.clone()  # what a step keeps of them for log probabilities
@@ -110,7 +111,7 @@ class CudaExecutor(LocalExecutor):
         work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
         metadata = tuple(work._replace(window=window) for window in model.windows)
         ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
-        model.hidden_states(ids, zeros, ids - 1, metadata, cache)
+        model.hidden_states(ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0]))
 
     def initialize_cache(self, config: EngineConfig) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"

@@ -102,8 +102,9 @@ class CpuOperations:
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> AttentionPlan:
-        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window)
+        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation)
 
     def bytes_per_block(self, block_size: int) -> int:
         config = self._config

@@ -92,8 +92,9 @@ class Operations(Protocol):
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> AttentionWork:
-        """See kernels.torch.attention.attention_metadata."""
+        """See kernels.torch.attention.attention_metadata. generation: of the columns, as ModelInputs has it."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of KV cache, all layers together."""

@@ -101,6 +101,7 @@ class TorchOperations:
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> AttentionMetadata:
         return attention_metadata(num_tokens, context_lens, block_tables, cache, window)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
 from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described, eos_token_ids, load_transformers_model
 from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
@@ -111,58 +112,44 @@ class TransformersModel:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
+        generation: int = ONCE,
     ) -> tuple[AttentionMetadata, ...]:
         """One for each sliding window among the layers."""
         return tuple(
             attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-        cache: KVCache,
-        logits_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.hidden_states(token_ids, positions, slots, metadata, cache)
-        if len(logits_rows) == 0:
-            return hidden, hidden.new_empty(0, self.vocab_size)
-        return hidden, self.compute_logits(hidden, logits_rows)
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        hidden = self.hidden_states(inputs)
+        return HiddenResult(hidden, inputs.logits_rows, self.vocab_size, self._to_logits, torch.Tensor.float)
 
     @torch.inference_mode()
-    def hidden_states(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-        cache: KVCache,
-    ) -> torch.Tensor:
+    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
+        """Run the body: what stands behind the final norm [T, hidden]."""
+        slots, cache = inputs.slots, inputs.cache
         stored = torch.nonzero(slots >= 0).flatten()
-        by_window = dict(zip(self._windows, metadata, strict=True))
+        by_window = dict(zip(self._windows, inputs.attention, strict=True))
         token = _step.set(_Step(cache, by_window, cache.slot_rows(slots[stored]), stored))
         try:
-            output = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            output = self._body(input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False)
         finally:
             _step.reset(token)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The model's own code makes the logits, scalings and all: it is called with a body that is done already."""
+    def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] -> logits [n, vocab] float32. The model's own code makes them, scalings and all: it is
+        called with a body that is done already."""
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-        picked = hidden.index_select(0, rows)[None]
+        picked = hidden[None]
 
         class Done(BaseModelOutputWithPastAndCrossAttentions):
             router_logits = None  # read by the heads of mixtures of experts
 
         self._body.forward = lambda *_, **__: Done(last_hidden_state=picked)
         try:
-            output = self._model(input_ids=rows[None], use_cache=False)
+            output = self._model(input_ids=torch.arange(len(hidden))[None], use_cache=False)
         finally:
             del self._body.forward  # the class's own shows again
         logits: torch.Tensor = output.logits[0].float()
@@ -234,14 +221,15 @@ class TransformersModel:
         tables = np.arange(1, len(prompts) + 1)[:, None]
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = np.repeat(tables[:, 0] * 16, lengths) + positions
-        hidden = self.hidden_states(
-            torch.from_numpy(np.concatenate(prompts)),
-            torch.from_numpy(positions),
-            torch.from_numpy(slots),
-            self.attention_metadata(lengths, lengths, tables, cache),
-            cache,
+        inputs = ModelInputs(
+            token_ids=torch.from_numpy(np.concatenate(prompts)),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            attention=self.attention_metadata(lengths, lengths, tables, cache),
+            cache=cache,
+            logits_rows=torch.from_numpy(np.cumsum(lengths) - 1),
         )
-        return self.compute_logits(hidden, torch.from_numpy(np.cumsum(lengths) - 1))
+        return self.forward(inputs).logits
 
 
 def _attend(

@@ -100,6 +100,7 @@ class TritonOperations:
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> TritonWork:
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
 
