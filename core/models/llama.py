@@ -12,6 +12,7 @@ from core.models.layer import build_layer
 from core.models.layer_kinds import windows
 from core.models.operations import AttentionWork, Operations, Product, choose_operations
 from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
+from core.models.stored_matrix import StoredMatrix, Weight
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts
 from ipc.config import Numerics
@@ -26,13 +27,13 @@ class Llama:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, Weight]],
         dtype: torch.dtype,
         numerics: Numerics = "L2",
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
     ) -> None:
-        """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
+        """weights: (Hugging Face name, weight) pairs, best in expected_shapes' order: each is packed
         as soon as its parts are there and not kept. library: of the C kernels, its threads started; None = torch's.
         operations: instead of those that numerics and library choose; weights are where these run.
         Errors: ModelFileError naming tensors that are missing."""
@@ -50,8 +51,8 @@ class Llama:
         self.windows = windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
-            table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
-            head = self._make_head(table) if config.tie_word_embeddings else None
+            table = parts.take_matrix("model.embed_tokens.weight").dense(dtype).clone()  # no view of a mapped file
+            head = self._make_head(StoredMatrix.of(table)) if config.tie_word_embeddings else None
             self._embedding = operations.embedding(table, scale, head)
             del table  # kept where the operations need it
             indices = range(config.num_hidden_layers)
@@ -60,12 +61,12 @@ class Llama:
             self._norm, self._float_norm = (
                 operations.norm(norm, config.rms_norm_eps, to) for to in (dtype, torch.float32)
             )
-            self._head = self._make_head(parts.take("lm_head.weight")) if head is None else head
+            self._head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
             self._decoder = cpu_decoder(
                 config, operations, self.layers, self._embedding, self._norm, self._float_norm, self._head
             )
 
-    def _make_head(self, weight: torch.Tensor) -> Product:
+    def _make_head(self, weight: StoredMatrix) -> Product:
         return self.operations.linear(weight, out_dtype=torch.float32)
 
     @property
