@@ -1,153 +1,62 @@
 """The CUDA executor: one model on one GPU, driven from the engine process; a step is begun and asked for later."""
 
-from collections.abc import Callable
-
-import numpy as np
 import torch
 
-from core.device import cuda_device
-from core.execution.executor import StepHandle
+from core.device import cuda_device, num_threads
+from core.execution.executor import Costs, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.execution.token_budget import token_budget
-from core.executors.local import DTYPES, LocalExecutor
+from core.executors.cuda_memory import CudaMemory
+from core.executors.load import load
+from core.executors.run import caches_that_fit, runner_sizes
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
-from core.runner.decode_graphs import padded_rows, padded_splits
 from ipc.config import EngineConfig
-from ipc.errors import OutOfMemoryError
-from ipc.rounding import ceil_div
-from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
-from kernels.triton.sampling import pack_columns, sample_tokens
 
 
-class CudaExecutor(LocalExecutor):
-    """Errors: those of LocalExecutor; ConfigError where there is no device."""
+class CudaExecutor:
+    """Loads the model when it is made. Errors: ModelFileError, UnsupportedModelError, OutOfMemoryError; ConfigError
+    where there is no device or the model is not one of ours."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._device, self._config = cuda_device(), config
-        super().__init__(config)
+        device = cuda_device()
+        torch.set_num_threads(num_threads(config))
+        # Under Triton's interpreter bfloat16 is slow.
+        model, self.info, *_ = load(config, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        assert isinstance(model, Llama), type(model)
+        assert isinstance(model.operations, TritonOperations), type(model.operations)
+        self._model, self._operations = model, model.operations
+        self._memory = CudaMemory(model, model.operations, config)
 
-    @staticmethod
-    def choose_dtype(config: EngineConfig) -> torch.dtype:
-        """auto: bfloat16; under Triton's interpreter float32."""
-        if config.dtype != "auto":
-            return DTYPES[config.dtype]
-        return torch.bfloat16 if cuda_device().type == "cuda" else torch.float32
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        return memory_bytes // self._model.bytes_per_block(block_size)
 
     def cache_memory_bytes(self) -> int | None:
-        """What gpu_memory_utilization leaves beside the weights and the largest step, which is run to see."""
-        if self._device.type != "cuda":
-            return None
-        total = torch.cuda.mem_get_info(self._device)[1]
-        try:
-            peak = self._peak_bytes(self._largest_step)
-            # A decode step's memory is beside a mixed step's: CUDA graphs keep theirs.
-            peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
-                f"{self._config.max_num_seqs} requests of the greatest length does not fit the GPU beside the weights; "
-                f"lower them or max_model_len: {error}"
-            ) from error
-        torch.cuda.empty_cache()
-        peak += self._tables_bytes()
-        used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
-        left = int(total * self._config.gpu_memory_utilization) - peak - used_by_others
-        if left <= 0:
-            raise OutOfMemoryError(
-                f"of {total} bytes of GPU memory the model and its largest step take {peak} and others "
-                f"{used_by_others}: nothing is left for the KV cache below "
-                f"gpu_memory_utilization={self._config.gpu_memory_utilization}; raise it, or lower "
-                "max_num_batched_tokens"
-            )
-        return left
-
-    def _peak_bytes(self, step: Callable[[], None]) -> int:
-        """Most memory that tensors took at a time while the step ran, weights and all."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        step()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def _max_model_len(self) -> int:
-        return min(self._config.max_model_len or self.info.max_model_len, self.info.max_model_len)
-
-    def _token_budget(self) -> int:
-        """Tokens of the largest step."""
-        return token_budget(self._config, self._max_model_len())
-
-    def _tables_bytes(self) -> int:
-        """Of core/runner/device_tables.py, which comes later."""
-        num_tokens = self._max_model_len() + 1
-        return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
-
-    @torch.inference_mode()
-    def _largest_step(self) -> None:
-        """All tokens of the budget, of as many requests as may run, over a cache that holds the null block only."""
-        model, operations = self._parts()
-        num_tokens = self._token_budget()
-        num_requests = min(self._config.max_num_seqs, num_tokens)
-        counts = np.full(num_requests, num_tokens // num_requests)
-        counts[: num_tokens % num_requests] += 1
-        block_size = self._config.block_size
-        cache = model.allocate_cache(1, block_size)
-        blocks = np.zeros((num_requests, ceil_div(int(counts.max()), block_size)), np.int32)
-        work = triton_work(counts, counts, blocks, operations.group_size, self._device)
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        metadata = tuple(work._replace(window=window) for window in model.windows)
-        hidden = model.hidden_states(zeros, work.positions, zeros - 1, metadata, cache)
-        logits = model.compute_logits(hidden, zeros[:num_requests])
-        none, one = np.zeros(num_requests), np.ones(num_requests)
-        words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
-        reported = logits.clone()  # what a step keeps of them for log probabilities
-        sample_tokens(reported, torch.from_numpy(words).to(self._device))
-
-    @torch.inference_mode()
-    def _largest_decode(self) -> None:
-        """One token of each request that may run. Memory goes by the longest context that there may be, time by what
-        there is: one token of the null block."""
-        model, _ = self._parts()
-        num_rows, device = padded_rows(self._config.max_num_seqs), self._device
-        zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        splits = padded_splits(ceil_div(self._max_model_len(), SPLIT))
-        alone = torch.arange(num_rows, dtype=torch.int32, device=device)
-        work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
-        metadata = tuple(work._replace(window=window) for window in model.windows)
-        ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
-        model.hidden_states(ids, zeros, ids - 1, metadata, cache)
+        return self._memory.cache_bytes()
 
     def initialize_cache(self, config: EngineConfig) -> None:
-        assert config.num_blocks_override is not None, "the config is not resolved"
         assert config.max_model_len is not None, "the config is not resolved"
-        model, operations = self._parts()
-        try:
-            self.runner: CudaModelRunner = CudaModelRunner(
-                model,
-                operations,
-                num_rows=config.max_num_seqs,
-                num_blocks=config.num_blocks_override,
-                block_size=config.block_size,
+        with caches_that_fit():
+            self.runner = CudaModelRunner(
+                self._model,
+                self._operations,
                 max_model_len=config.max_model_len,
-                eos_token_ids=self.info.eos_token_ids,
-                logprobs_mode=config.logprobs_mode,
-                num_swap_blocks=config.num_swap_blocks or 0,
                 use_graphs=not config.enforce_eager,
+                **runner_sizes(config, self.info),
             )
-        except MemoryError as error:
-            raise OutOfMemoryError(
-                f"{error}; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes"
-            ) from error
+
+    def measure_costs(self) -> Costs:
+        return self.runner.measure_costs()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         return self.runner.begin(plan)
 
-    def _parts(self) -> tuple[Llama, TritonOperations]:
-        model = self._model
-        assert isinstance(model, Llama), type(model)
-        operations = model.operations
-        assert isinstance(operations, TritonOperations), type(operations)
-        return model, operations
+    def prepare_ahead(self) -> bool:
+        """The cache's memory is the device's, and there from the start."""
+        return False
+
+    def close(self) -> None:
+        """Memory goes with the process."""
 
 
 def create(config: EngineConfig) -> CudaExecutor:

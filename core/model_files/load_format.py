@@ -11,6 +11,7 @@ import torch
 
 from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes, load_weights
+from core.models.stored_matrix import Weight
 from ipc.config import LoadFormat
 from ipc.errors import ConfigError
 from ipc.files.model_files import model_fingerprint
@@ -24,7 +25,7 @@ _PERIOD = 1_048_573
 class OpenedWeights(NamedTuple):
     """Weights, ready to be taken one by one."""
 
-    tensors: Iterator[tuple[str, torch.Tensor]]  # names and order of expected_shapes
+    tensors: Iterator[tuple[str, Weight]]  # names and order of expected_shapes
     fingerprint: str  # hex; of what the weights are
     label: str  # what the model's fingerprint begins with
 

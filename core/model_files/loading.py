@@ -16,6 +16,7 @@ from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_co
 from core.models.config import ModelConfig
 from core.models.interface import Model
 from core.models.llama import Llama
+from core.models.stored_matrix import Weight, dense
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.files.gguf import forget_gguf
@@ -65,14 +66,14 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _device_model(config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Llama:
+def _device_model(config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> Llama:
     """Errors: ConfigError where there is no device; OutOfMemoryError."""
     # Imported here: only device=cuda needs triton.
     from core.device import cuda_device
     from core.models.triton_operations import TritonOperations
 
     device = cuda_device()
-    moved = ((name, tensor.to(device)) for name, tensor in tensors)
+    moved = ((name, dense(weight, dtype).to(device)) for name, weight in weights)
     try:
         return Llama(config, moved, dtype, operations=TritonOperations(config, dtype, device))
     except torch.OutOfMemoryError as error:

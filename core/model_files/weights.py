@@ -6,7 +6,8 @@ one at a time, so that no second copy of a file ever exists.
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,14 +15,14 @@ import torch
 
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
+from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.mapped_file import map_file
 from ipc.files.safetensors import read_safetensors_folder
 from ipc.rounding import round_up
-from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
-from kernels.torch.dequantize import BLOCK_SIZES, dequantize
+from kernels.torch.dequantize import BLOCK_SIZES
 
 #: safetensors dtype -> type name of kernels.torch.dequantize, under which both formats are converted.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -109,13 +110,14 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def load_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every name of expected_shapes, in its order: matrices in dtype, vectors in float32, in which
-    norms and biases are computed. All checks are done when this returns.
+) -> Iterator[tuple[str, Weight]]:
+    """(name, weight) of every name of expected_shapes, in its order: matrices of a GGUF file as they are stored, others
+    in dtype; vectors in float32, in which norms and biases are computed. All checks are done when this returns.
 
-    A tensor that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
-    mapping lives as long as the tensor. A file's pages leave memory as its tensors are taken: what the caller writes
-    into a view is lost with the next one. library: of the C kernels, which dequantize; None = torch does.
+    A weight that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
+    mapping lives as long as the weight. A file's pages leave memory as its weights are taken or converted: what
+    the caller writes into a view is lost with the next one. library: of the C kernels, which dequantize; None = torch
+    does.
     Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen one; UnsupportedModelError for
     a type that cannot be converted.
     """
@@ -186,9 +188,7 @@ def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
         )
 
 
-def _convert(
-    plan: dict[str, _Stored], dtype: torch.dtype, library: CpuLibrary | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert(plan: dict[str, _Stored], dtype: torch.dtype, library: CpuLibrary | None) -> Iterator[tuple[str, Weight]]:
     files: dict[Path, mmap.mmap] = {}
     for name, stored in plan.items():
         file = files.get(stored.path)
@@ -197,8 +197,14 @@ def _convert(
         if len(file) < stored.end:
             raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
         data = torch.frombuffer(file, dtype=torch.uint8, count=stored.end - stored.begin, offset=stored.begin)
-        yield name, _to_tensor(data, stored, dtype if len(stored.shape) > 1 else torch.float32, library)
-        del data
+        weight = _to_weight(data, stored, library, partial(_release, file, stored))
+        if len(stored.shape) == 1:
+            yield name, weight.dense(torch.float32).view(stored.shape)
+        elif stored.path.suffix == ".gguf":
+            yield name, weight
+        else:
+            yield name, weight.dense(dtype)
+        del data, weight
         _release(file, stored)
 
 
@@ -209,17 +215,16 @@ def _release(file: mmap.mmap, stored: _Stored) -> None:
         file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def _to_tensor(data: torch.Tensor, stored: _Stored, dtype: torch.dtype, library: CpuLibrary | None) -> torch.Tensor:
+def _to_weight(
+    data: torch.Tensor, stored: _Stored, library: CpuLibrary | None, release: Callable[[], None]
+) -> StoredMatrix:
+    """The stored tensor as a matrix; a vector as one of one row."""
     if stored.begin % 4:
         data = data.clone()  # no type is wider than 4 bytes, and a safetensors header may have any length
     if stored.interleaved_heads:
         data = _halve_heads(data, stored.shape[0], stored.interleaved_heads)
-    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(stored.type)
-    if plain == dtype:
-        return data.view(dtype).view(stored.shape)
-    if library is not None and has_cpu_kernel(stored.type, dtype):
-        return cpu_dequantize(library, data, stored.type, dtype).view(stored.shape)
-    return dequantize(data, stored.type).view(stored.shape).to(dtype)
+    rows = stored.shape[0] if len(stored.shape) > 1 else 1
+    return StoredMatrix([StoredPart(stored.type, data.view(rows, -1), stored.shape[-1], library, release)])
 
 
 def _halve_heads(data: torch.Tensor, rows: int, heads: int) -> torch.Tensor:

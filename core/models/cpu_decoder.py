@@ -20,6 +20,7 @@ def cpu_decoder(
     layers: Sequence[Layer],
     embedding: Operation,
     norm: Norm,
+    float_norm: Norm,
     head: Product,
 ) -> CpuDecoder | None:
     """None: the model's operations are not the C kernels'."""
@@ -31,9 +32,9 @@ def cpu_decoder(
         [_parts(layer) for layer in layers],
         embedding,
         _norm(norm),
+        _norm(float_norm),
         _matrix(head),
         operations.tables,
-        operations.sampler,
         num_heads=config.num_attention_heads,
     )
 

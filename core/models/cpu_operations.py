@@ -7,6 +7,7 @@ import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
+from core.models.stored_matrix import StoredMatrix
 from core.models.unchanged import unchanged
 from ipc.arrays import AnyInts
 from kernels.cpu.attention import CpuAttention
@@ -70,18 +71,18 @@ class CpuOperations:
 
     def linear(
         self,
-        weight: torch.Tensor,
+        weight: StoredMatrix,
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> PackedMatrix:
-        return PackedMatrix(self.library, weight, bias, out_dtype=out_dtype, is_kept=self._is_kept)
+        return PackedMatrix(self.library, weight.dense(self._dtype), bias, out_dtype=out_dtype, is_kept=self._is_kept)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
         return CpuNorm(self.library, weight, eps, dtype)
 
-    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[PackedMatrix, Operation]:
-        return PackedMatrix(self.library, weight, gate=function, is_kept=self._is_kept), unchanged
+    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[PackedMatrix, Operation]:
+        return PackedMatrix(self.library, weight.dense(self._dtype), gate=function, is_kept=self._is_kept), unchanged
 
     def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
         rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
@@ -102,8 +103,9 @@ class CpuOperations:
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> AttentionPlan:
-        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window)
+        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation)
 
     def bytes_per_block(self, block_size: int) -> int:
         config = self._config

@@ -2,9 +2,8 @@
 
 from typing import Protocol
 
-import torch
-
 from core.models.operations import AttentionWork
+from core.models.step import ONCE, ModelInputs, StepResult
 from ipc.arrays import AnyInts
 from ipc.config import Numerics
 from kernels.cpu.sampling import CpuSampler
@@ -44,31 +43,10 @@ class Model(Protocol):
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
+        generation: int = ONCE,
     ) -> tuple[AttentionWork, ...]:
-        """The attention work of one step, for each kind of layer; see kernels.torch.attention."""
+        """Return the attention work of one step, for each kind of layer; see kernels.torch.attention. generation: of
+        the columns, as ModelInputs has it."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionWork, ...],
-        cache: KVCache,
-        logits_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step: hidden_states(), or what stands for them in compute_logits(), and compute_logits() of these rows
-        [S], which may be none. Both results are the caller's until the next step."""
-
-    def hidden_states(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionWork, ...],
-        cache: KVCache,
-    ) -> torch.Tensor:
-        """token_ids, positions, slots [T] int64 -> the last layer's output [>= T, hidden]."""
-
-    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden as hidden_states() or the last forward() gave it, before metadata for another step is made; rows [S]
-        int64, different indices of its tokens -> logits [S, vocab] float32."""
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        """Run one step: K and V of its tokens go into the cache, and the result has the logits asked for."""

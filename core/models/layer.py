@@ -54,7 +54,7 @@ def build_layer(
         return build_norm(operations, parts, f"{prefix}{name}.weight", config, to)
 
     def product(names: list[str], has_bias: bool) -> Product:
-        weight = parts.take(*(f"{name}.weight" for name in names))
+        weight = parts.take_matrix(*(f"{name}.weight" for name in names))
         if not has_bias:
             return operations.linear(weight)
         bias = parts.take(*(f"{name}.bias" for name in names))
@@ -64,7 +64,7 @@ def build_layer(
     # In the order in which they come, so that each is packed before the next is read.
     qkv = product([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
     o = product([f"{attention}o_proj"], config.output_bias)
-    gate_up_weight = parts.take(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
+    gate_up_weight = parts.take_matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
     gate_up, activation = operations.gate_up(gate_up_weight, config.hidden_act)
     del gate_up_weight
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5

@@ -8,9 +8,11 @@ import torch
 
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
-from core.models.layer import build_layer, build_norm
+from core.models.layer import build_layer
 from core.models.layer_kinds import windows
 from core.models.operations import AttentionWork, Operations, Product, choose_operations
+from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
+from core.models.stored_matrix import StoredMatrix, Weight
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts
 from ipc.config import Numerics
@@ -25,13 +27,13 @@ class Llama:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, Weight]],
         dtype: torch.dtype,
         numerics: Numerics = "L2",
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
     ) -> None:
-        """weights: (Hugging Face name, tensor) pairs, matrices in dtype, best in expected_shapes' order: each is packed
+        """weights: (Hugging Face name, weight) pairs, best in expected_shapes' order: each is packed
         as soon as its parts are there and not kept. library: of the C kernels, its threads started; None = torch's.
         operations: instead of those that numerics and library choose; weights are where these run.
         Errors: ModelFileError naming tensors that are missing."""
@@ -49,17 +51,22 @@ class Llama:
         self.windows = windows(config)
         with torch.inference_mode():
             parts = WeightParts(weights)
-            table = parts.take("model.embed_tokens.weight").clone()  # no view of a mapped file
-            head = self._make_head(table) if config.tie_word_embeddings else None
+            table = parts.take_matrix("model.embed_tokens.weight").dense(dtype).clone()  # no view of a mapped file
+            head = self._make_head(StoredMatrix.of(table)) if config.tie_word_embeddings else None
             self._embedding = operations.embedding(table, scale, head)
             del table  # kept where the operations need it
             indices = range(config.num_hidden_layers)
             self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
-            self._norm = build_norm(operations, parts, "model.norm.weight", config, dtype)
-            self._head = self._make_head(parts.take("lm_head.weight")) if head is None else head
-            self._decoder = cpu_decoder(config, operations, self.layers, self._embedding, self._norm, self._head)
+            norm = parts.take("model.norm.weight").float() + config.norm_offset
+            self._norm, self._float_norm = (
+                operations.norm(norm, config.rms_norm_eps, to) for to in (dtype, torch.float32)
+            )
+            self._head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
+            self._decoder = cpu_decoder(
+                config, operations, self.layers, self._embedding, self._norm, self._float_norm, self._head
+            )
 
-    def _make_head(self, weight: torch.Tensor) -> Product:
+    def _make_head(self, weight: StoredMatrix) -> Product:
         return self.operations.linear(weight, out_dtype=torch.float32)
 
     @property
@@ -86,46 +93,28 @@ class Llama:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
+        generation: int = ONCE,
     ) -> tuple[AttentionWork, ...]:
-        """Return the attention work of a step, one for each kind of layer there is."""
+        """Return the attention work of a step, one for each kind of layer there is; see Model."""
         return tuple(
-            self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window)
+            self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window, generation)
             for window in self.windows
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionWork, ...],
-        cache: KVCache,
-        logits_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step: hidden_states() and compute_logits() of them, in one call where the C kernels run, which computes
-        the last layer for these rows only. logits_rows [S] -> what compute_logits() takes, and logits [S, vocab], both
-        the caller's until the next step."""
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        """Run one step: in one call where the C kernels run, which computes the last layer for the rows with logits
+        only, else operation after operation."""
         if self._decoder is None:
-            hidden = self.hidden_states(token_ids, positions, slots, metadata, cache)
-            return hidden, self.compute_logits(hidden, logits_rows) if len(logits_rows) else hidden.new_empty(
-                0, self.vocab_size
-            )
+            return self.result(self.hidden_states(inputs), inputs.logits_rows)
+        token_ids, positions, slots, attention, cache, logits_rows, generation = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
-        return self._decoder(token_ids, positions, slots, metadata, cache, logits_rows)
+        return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation)
 
     @torch.inference_mode()
-    def hidden_states(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionWork, ...],
-        cache: KVCache,
-    ) -> torch.Tensor:
-        """token_ids, positions [T] int64; slots [T] int64 (block * block_size + offset; -1 = do not store) -> the last
-        layer's output [T, hidden] float32."""
-        step = self.operations.step(positions, slots, metadata, cache)
-        hidden = self._embedding(token_ids)
+    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
+        """Run the layers, operation after operation: the last one's output [T, hidden] float32."""
+        step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache)
+        hidden = self._embedding(inputs.token_ids)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers):
             x = layer.attention_out(layer.o(layer.attention(layer.qkv(x), step, index)))
@@ -135,10 +124,9 @@ class Llama:
                 x = self.layers[index + 1].input_norm.after(hidden, x)
         return hidden.add_(x)
 
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden as hidden_states() or the last forward() gave it, before metadata for another step is made; rows [S]
-        int64, different indices of its tokens -> logits [S, vocab] float32."""
-        if self._decoder is not None and self._decoder.is_of_last_step(hidden):
-            return self._decoder.logits(rows)
-        return self._head(self._norm(hidden.index_select(0, rows.to(hidden.device))))
+    def result(self, hidden: torch.Tensor, rows: torch.Tensor) -> HiddenResult:
+        """Make the result of a step. hidden as hidden_states() gave it; rows [S] int64 get logits."""
+        return HiddenResult(hidden, rows, self.vocab_size, self._to_logits, self._float_norm)
+
+    def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._norm(hidden))

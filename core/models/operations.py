@@ -7,6 +7,7 @@ import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
+from core.models.stored_matrix import StoredMatrix
 from core.models.torch_operations import TorchOperations
 from ipc.arrays import AnyInts
 from ipc.config import Numerics
@@ -61,17 +62,17 @@ class Operations(Protocol):
 
     def linear(
         self,
-        weight: torch.Tensor,
+        weight: StoredMatrix,
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Product:
-        """weight [out, in], bias [out] float32; out_dtype: None = the weight's."""
+        """weight [out, in], bias [out] float32; out_dtype: None = the model's."""
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
         """weight [d] float32; results are of dtype."""
 
-    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[Product, Operation]:
+    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[Product, Operation]:
         """weight [2 * I, in]: gate above up -> a product, and what makes f(gate) * up [T, I] of its result."""
 
     def attention(
@@ -92,8 +93,9 @@ class Operations(Protocol):
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> AttentionWork:
-        """See kernels.torch.attention.attention_metadata."""
+        """See kernels.torch.attention.attention_metadata. generation: of the columns, as ModelInputs has it."""
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of KV cache, all layers together."""

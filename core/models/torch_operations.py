@@ -8,6 +8,7 @@ import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
+from core.models.stored_matrix import StoredMatrix
 from ipc.arrays import AnyInts
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
@@ -61,17 +62,17 @@ class TorchOperations:
 
     def linear(
         self,
-        weight: torch.Tensor,
+        weight: StoredMatrix,
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> TorchLinear:
-        return TorchLinear(weight, bias, out_dtype=out_dtype)
+        return TorchLinear(weight.dense(self._dtype), bias, out_dtype=out_dtype)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TorchNorm:
         return TorchNorm(weight, eps, dtype)
 
-    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[TorchLinear, Operation]:
+    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[TorchLinear, Operation]:
         return self.linear(weight), GATES[function]
 
     def attention(
@@ -101,6 +102,7 @@ class TorchOperations:
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> AttentionMetadata:
         return attention_metadata(num_tokens, context_lens, block_tables, cache, window)
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from core.models.interface import Model
+from core.models.step import ModelInputs
 from ipc.arrays import Ints
 from kernels.memory.kv_cache import KVCache
 
@@ -81,15 +82,14 @@ def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: i
         first_ends = lengths - np.array(late)
         _step(model, cache, tables, prompts, starts, first_ends, None)
         starts = first_ends
-    counts, hidden = _step(model, cache, tables, prompts, starts, lengths, far)
-    return model.compute_logits(hidden, torch.from_numpy(np.cumsum(counts)[: len(prompts)] - 1))
+    return _step(model, cache, tables, prompts, starts, lengths, far)
 
 
 def _step(
     model: Model, cache: KVCache, tables: Prompt, prompts: list[Prompt], starts: Prompt, ends: Prompt, far: int | None
-) -> tuple[Prompt, torch.Tensor]:
-    """Compute the prompts' tokens from starts to ends: their numbers [n], the far token's among them, and the last
-    layer's output."""
+) -> torch.Tensor:
+    """Compute the prompts' tokens from starts to ends, and the far token's -> logits of the prompts' last [n,
+    vocab]."""
     positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     tokens = [prompt[chosen] for prompt, chosen in zip(prompts, positions, strict=True)]
     places = positions  # in a request's blocks
@@ -101,5 +101,6 @@ def _step(
     columns = (torch.from_numpy(np.concatenate(column)) for column in (tokens, positions, slots))
     token_column, position_column, slot_column = columns
     counts = ends - starts
-    metadata = model.attention_metadata(counts, ends, tables[: len(counts)], cache)
-    return counts, model.hidden_states(token_column, position_column, slot_column, metadata, cache)
+    attention = model.attention_metadata(counts, ends, tables[: len(counts)], cache)
+    last = torch.from_numpy(np.cumsum(counts)[: len(prompts)] - 1)
+    return model.forward(ModelInputs(token_column, position_column, slot_column, attention, cache, last)).logits

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
 from core.models.transformers_attention import INSTEAD, Step, current_step
 from core.models.transformers_check import find_difference
 from core.models.transformers_loading import ATTENTION_NAME, described, eos_token_ids, load_transformers_model
@@ -100,41 +101,27 @@ class TransformersModel:
         context_lens: AnyInts,
         block_tables: AnyInts,
         cache: KVCache,
+        generation: int = ONCE,
     ) -> tuple[AttentionMetadata, ...]:
         """One for each sliding window among the layers."""
         return tuple(
             attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-        cache: KVCache,
-        logits_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.hidden_states(token_ids, positions, slots, metadata, cache)
-        if len(logits_rows) == 0:
-            return hidden, hidden.new_empty(0, self.vocab_size)
-        return hidden, self.compute_logits(hidden, logits_rows)
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        hidden = self.hidden_states(inputs)
+        return HiddenResult(hidden, inputs.logits_rows, self.vocab_size, self._to_logits, torch.Tensor.float)
 
     @torch.inference_mode()
-    def hidden_states(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-        cache: KVCache,
-    ) -> torch.Tensor:
+    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
+        """Run the body: what stands behind the final norm [T, hidden]."""
+        slots, cache = inputs.slots, inputs.cache
         stored = torch.nonzero(slots >= 0).flatten()
-        by_window = dict(zip(self._windows, metadata, strict=True))
+        by_window = dict(zip(self._windows, inputs.attention, strict=True))
         step = Step(cache, by_window, cache.slot_rows(slots[stored]), stored, set())
         token = current_step.set(step)
         try:
-            output = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            output = self._body(input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False)
         finally:
             current_step.reset(token)
         if len(step.layers) != self._num_layers:
@@ -142,19 +129,19 @@ class TransformersModel:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The model's own code makes the logits, scalings and all: it is called with a body that is done already."""
+    def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] -> logits [n, vocab] float32. The model's own code makes them, scalings and all: it is
+        called with a body that is done already."""
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-        picked = hidden.index_select(0, rows)[None]
+        picked = hidden[None]
 
         class Done(BaseModelOutputWithPastAndCrossAttentions):
             router_logits = None  # read by the heads of mixtures of experts
 
         self._body.forward = lambda *_, **__: Done(last_hidden_state=picked)
         try:
-            output = self._model(input_ids=rows[None], use_cache=False)
+            output = self._model(input_ids=torch.arange(len(hidden))[None], use_cache=False)
         finally:
             del self._body.forward  # the class's own shows again
         logits: torch.Tensor = output.logits[0].float()

@@ -10,6 +10,7 @@ import triton
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import Rotary, of_each_kind, rotary_embeddings
+from core.models.stored_matrix import StoredMatrix
 from ipc.arrays import AnyInts
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.linear import Operation
@@ -59,17 +60,17 @@ class TritonOperations:
 
     def linear(
         self,
-        weight: torch.Tensor,
+        weight: StoredMatrix,
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> DeviceLinear:
-        return DeviceLinear(weight, bias, out_dtype)
+        return DeviceLinear(weight.dense(self._dtype), bias, out_dtype)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TritonNorm:
         return TritonNorm(weight, eps, dtype)
 
-    def gate_up(self, weight: torch.Tensor, function: Activation) -> tuple[DeviceLinear, Operation]:
+    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[DeviceLinear, Operation]:
         return self.linear(weight), GATES[function]
 
     def attention(
@@ -100,6 +101,7 @@ class TritonOperations:
         block_tables: AnyInts,
         cache: KVCache,
         window: int | None,
+        generation: int,
     ) -> TritonWork:
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
 

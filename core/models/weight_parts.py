@@ -1,27 +1,41 @@
-"""WeightParts: a model's tensors by name, from an iterator read only as far as is needed."""
+"""WeightParts: a model's weights by name, from an iterator read only as far as is needed."""
 
 from collections.abc import Iterable
 
 import torch
 
+from core.models.stored_matrix import StoredMatrix, Weight
 from ipc.errors import ModelFileError
 
 
 class WeightParts:
     """What was read and not asked for yet waits; what was taken is forgotten."""
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Weight]]) -> None:
         self._weights = iter(weights)
-        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting: dict[str, Weight] = {}
 
     def take(self, *names: str) -> torch.Tensor:
-        """The named tensors, stacked along the first dimension. Errors: ModelFileError naming what is missing."""
-        while not self._waiting.keys() >= set(names):
-            try:
-                name, tensor = next(self._weights)
-            except StopIteration:
-                missing = sorted(set(names) - self._waiting.keys())
-                raise ModelFileError(f"the model file lacks these tensors: {', '.join(missing)}") from None
-            self._waiting[name] = tensor
-        tensors = [self._waiting.pop(name) for name in names]
+        """Return the named vectors, one behind the other. Errors: ModelFileError naming what is missing."""
+        found = [self._take(names, name) for name in names]
+        tensors = [weight for weight in found if isinstance(weight, torch.Tensor)]
+        assert len(tensors) == len(names), f"{names}: a matrix is asked for as a vector"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def take_matrix(self, *names: str) -> StoredMatrix:
+        """Return the named matrices, one below the other, as they are stored: nothing is converted. Errors:
+        ModelFileError naming what is missing."""
+        found = [self._take(names, name) for name in names]
+        matrices = [StoredMatrix.of(weight) if isinstance(weight, torch.Tensor) else weight for weight in found]
+        return StoredMatrix([part for matrix in matrices for part in matrix.parts])
+
+    def _take(self, names: tuple[str, ...], name: str) -> Weight:
+        """One of the names that are asked for together."""
+        while name not in self._waiting:
+            try:
+                read, weight = next(self._weights)
+            except StopIteration:
+                missing = sorted(set(names[names.index(name) :]) - self._waiting.keys())
+                raise ModelFileError(f"the model file lacks these tensors: {', '.join(missing)}") from None
+            self._waiting[read] = weight
+        return self._waiting.pop(name)

@@ -16,6 +16,7 @@ from core.execution.plan import (
     concat_logprobs,
 )
 from core.models.llama import Llama
+from core.models.step import ModelInputs, StepResult
 from core.models.triton_operations import TritonOperations
 from core.runner.decode_graphs import DecodeGraphs
 from core.runner.device_tables import DeviceTables
@@ -148,9 +149,10 @@ class CudaModelRunner(ModelRunner):
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         token_ids = torch.zeros(count, dtype=torch.int64, device=device)
         slots = torch.arange(size, size + count, device=device)  # from block 1 on
+        inputs = ModelInputs(token_ids, work.positions, slots, metadata, self.cache, token_ids[:0])
 
         def compute() -> None:
-            self._llama.hidden_states(token_ids, work.positions, slots, metadata, self.cache)
+            self._llama.hidden_states(inputs)
             self._wait()
 
         return measure_costs(compute, count, self.cache, self.swap_cache, self._wait)
@@ -168,11 +170,11 @@ class CudaModelRunner(ModelRunner):
         if self._pending is not None and self.sampling.has_edits:
             self._pending.result()
         batch = self._batch(plan)
-        hidden, logits = self._launch(batch)
+        result = self._launch(batch)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
-            logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, hidden)
-        sampled = self._sample(plan.rows[batch.samples], logits) if batch.samples.any() else None
+            logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, result)
+        sampled = self._sample(plan.rows[batch.samples], result.logits) if batch.samples.any() else None
         self._pending = CudaStep(self, plan, batch.samples, logprobs, sampled)
         return self._pending
 
@@ -207,8 +209,8 @@ class CudaModelRunner(ModelRunner):
         positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
         return _Batch(counts, ends, np.repeat(rows, counts), positions, samples, last)
 
-    def _launch(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, hidden] and logits [S, vocab] of the rows that sample."""
+    def _launch(self, batch: _Batch) -> StepResult:
+        """Launch the model over a batch; the result has logits of the rows that sample."""
         work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
         columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
         rows, positions, alone, tiles, counts, logits_rows = self._tables.send_columns(columns)
@@ -217,7 +219,7 @@ class CudaModelRunner(ModelRunner):
         else:
             blocks = self._tables.blocks
             hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))
-        return hidden, self._llama.compute_logits(hidden, logits_rows)
+        return self._llama.result(hidden, logits_rows)
 
     def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
         """One token each of these rows [B] at these positions [B], -1 = padding; writes hidden [B, hidden]. Everything
@@ -230,7 +232,8 @@ class CudaModelRunner(ModelRunner):
         """Hidden states [T, hidden]. work: its tables are the device's, its window is not looked at."""
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
-        return self._llama.hidden_states(ids, work.positions, slots, metadata, self.cache)
+        inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing)
+        return self._llama.hidden_states(inputs)
 
     def _sample(self, rows: Int32s, logits: torch.Tensor) -> _Sampled:
         positions = self.table.num_tokens[rows]

@@ -14,6 +14,7 @@ from core.execution.plan import (
 )
 from core.execution.runner_table import RunnerTable
 from core.models.interface import Model
+from core.models.step import ModelInputs, StepResult
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.columns import SamplingColumns
@@ -58,22 +59,22 @@ class ModelRunner:
         self._apply(plan)
         self.model.wake()
         inputs = self.prepare(plan)
-        hidden, logits = self.forward(inputs)
+        result = self.forward(inputs)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
-            logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, hidden)
-        token_ids = self._append_sampled(plan, inputs, logits, logprobs) if inputs.num_samples else _no_tokens(plan)
+            logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, result)
+        token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
 
     def _append_sampled(
-        self, plan: SchedulerOutput, inputs: StepInputs, logits: torch.Tensor, logprobs: list[LogprobColumns]
+        self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
     ) -> Int32s:
         """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
-        everywhere = inputs.num_samples == len(inputs.rows)
+        logits, everywhere = result.logits, inputs.num_samples == len(inputs.rows)
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
         reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
-        sampled = self.sample(rows, logits)
+        sampled = self.sample(rows, result)
         if len(reporting):
             if self._tells_processed:
                 reported = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
@@ -128,17 +129,15 @@ class ModelRunner:
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         return self._inputs(plan)
 
-    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [>= T, hidden] and logits [S, vocab], float32."""
-        metadata = self.model.attention_metadata(
-            inputs.num_tokens, inputs.context_lens, inputs.block_tables, self.cache
-        )
-        return self.model.forward(
-            inputs.token_ids, inputs.positions, inputs.slots, metadata, self.cache, inputs.logits_rows
-        )
+    def forward(self, inputs: StepInputs) -> StepResult:
+        """Run the model over a step's tokens; the result is good until the next step."""
+        columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
+        attention = self.model.attention_metadata(*columns, self.cache, inputs.generation)
+        tokens = inputs.token_ids, inputs.positions, inputs.slots
+        return self.model.forward(ModelInputs(*tokens, attention, self.cache, inputs.logits_rows, inputs.generation))
 
     def _prompt_logprobs(
-        self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, hidden: torch.Tensor
+        self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult
     ) -> list[LogprobColumns]:
         """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
         are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
@@ -158,7 +157,7 @@ class ModelRunner:
         columns = (tokens, np.repeat(wanted[group], counts), np.repeat(group, counts), positions)
         return [
             gather_logprobs(
-                self.model.compute_logits(hidden, torch.from_numpy(index[piece : piece + _PIECE])),
+                result.logits_of(torch.from_numpy(index[piece : piece + _PIECE])),
                 *(column[piece : piece + _PIECE] for column in columns),
             )
             for piece in range(0, len(index), _PIECE)
@@ -176,11 +175,14 @@ class ModelRunner:
         positions = self.table.num_tokens[rows[reporting]]
         return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
-    def sample(self, rows: Rows, logits: torch.Tensor) -> Int32s:
-        """The next token of each of these rows [S]; negative where its logits are not finite."""
+    def sample(self, rows: Rows, result: StepResult) -> Int32s:
+        """Draw the next token of each of these rows [S], whose logits the result has; negative where they are not
+        finite."""
         if self.sampling.is_greedy:
-            return sample_greedily(logits, self.model.sampler)
-        return sample(logits, self.sampling.inputs(rows, self.table), self.model.sampler)
+            if result.largest is not None:
+                return result.largest.copy()  # the model's next step overwrites it
+            return sample_greedily(result.logits, self.model.sampler)
+        return sample(result.logits, self.sampling.inputs(rows, self.table), self.model.sampler, result.largest)
 
 
 def _no_tokens(plan: SchedulerOutput) -> Int32s:

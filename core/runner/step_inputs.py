@@ -5,6 +5,7 @@ of made again: a step's weights push all else out of the CPU's caches, so that e
 costs microseconds.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import TOKENS_PER_PAGE, RunnerTable
+from core.models.step import ONCE
 from ipc.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
 
 #: Columns of block tables are made in multiples of so many, at least one more than there are blocks: room to move on.
@@ -20,10 +22,13 @@ _TABLE_COLUMNS = 8
 
 _PAGE_MASK = TOKENS_PER_PAGE - 1
 
+#: Numbers of arrays, of all makers together: no two share one.
+_generations = itertools.count(ONCE + 1)
+
 
 class StepInputs(NamedTuple):
     """One step's tokens, packed request after request. T tokens of R rows, of which S sample. Good until the next
-    step's are made."""
+    step's are made. Inputs of the generation before are these same arrays, moved on by one token for each row."""
 
     rows: Ints  # [R] the plan's, int64: as an index NumPy takes no other type as fast
     token_ids: torch.Tensor  # [T] int64
@@ -35,6 +40,7 @@ class StepInputs(NamedTuple):
     samples: Bools  # [R]
     num_samples: int  # S
     logits_rows: torch.Tensor  # [S] int64 index of each sampling row's last token
+    generation: int = ONCE  # of the arrays, as ModelInputs has it
 
 
 @dataclass(slots=True)
@@ -115,6 +121,7 @@ class InputMaker:
             samples=samples,
             num_samples=num_samples,
             logits_rows=torch.from_numpy(last[samples]),
+            generation=next(_generations),
         )
         self._decoding = None
         if not is_mixed and num_samples == len(rows):

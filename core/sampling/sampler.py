@@ -43,9 +43,12 @@ class SamplingInputs(NamedTuple):
     edits: LogitEdits = NO_EDITS
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None) -> Int32s:
+def sample(
+    logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None, largest: Int32s | None = None
+) -> Int32s:
     """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
-    not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations."""
+    not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations. largest [S]: what
+    sample_greedily() is of the logits before any edit, where that is known."""
     if len(logits) == 0:
         return NO_INT32S
     if inputs.edits is not NO_EDITS:
@@ -54,7 +57,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | No
         return _draw_tokens(logits, inputs)
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
     columns = (*filters, inputs.seed, inputs.position, inputs.choice)
-    return kernel(logits, columns, is_edited=inputs.edits is not NO_EDITS)
+    return kernel(logits, columns, largest if inputs.edits is NO_EDITS else None)
 
 
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:

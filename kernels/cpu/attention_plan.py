@@ -36,6 +36,7 @@ class AttentionPlan:
     little is touched in a step: weights push all else out of the CPU's caches."""
 
     def __init__(self, num_kv_heads: int, group: int, window: int | None) -> None:
+        self._generation = 0  # of the columns below
         self.window = window  # tokens that a row sees, itself included; None = all before it
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
         self.context_lens: Ints = self.num_tokens  # [R]
@@ -87,15 +88,17 @@ class AttentionPlan:
         """The first position that the row at `position` sees."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
-    def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts) -> None:
-        """Point to these. Arrays that are given again, with other numbers in them, are not looked at again."""
-        if (
-            num_tokens is self.num_tokens and context_lens is self.context_lens and block_tables is self.block_tables
-        ):  # never of those that had to be copied
+    def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, generation: int) -> None:
+        """Point to these columns, but where they are of the generation of the last ones: they are the same arrays
+        then, and the pointers stand. Columns of a generation other than 0 are int64, int64 and int32, contiguous, so
+        that none is copied."""
+        if generation and generation == self._generation:
             return
+        self._generation = generation
         self.num_tokens = np.ascontiguousarray(num_tokens, np.int64)
         self.context_lens = np.ascontiguousarray(context_lens, np.int64)
         self.block_tables = np.ascontiguousarray(block_tables, np.int32)
+        assert not generation or (self.context_lens is context_lens and self.block_tables is block_tables), "copied"
         arguments = self.arguments
         arguments.num_tokens, arguments.context_lens = self.num_tokens.ctypes.data, self.context_lens.ctypes.data
         arguments.blocks, arguments.width = self.block_tables.ctypes.data, self.block_tables.shape[1]
@@ -124,13 +127,15 @@ class AttentionPlanner:
         block_tables: AnyInts,
         block_size: int,
         window: int | None = None,
+        generation: int = 0,
     ) -> AttentionPlan:
-        """The work of a batch whose tokens are packed request after request; arguments as attention_metadata's. Good
-        until the next plan for this window is made."""
+        """Plan the work of a batch whose tokens are packed request after request; arguments as attention_metadata's.
+        Good until the next plan for this window is made. generation: equal numbers other than 0 say that the columns
+        are the arrays of the plan before, with other numbers in them."""
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = AttentionPlan(self._num_kv_heads, self._group, window)
-        plan.take(num_tokens, context_lens, block_tables)
+        plan.take(num_tokens, context_lens, block_tables, generation)
         arguments = plan.arguments
         arguments.block_size = block_size
         arguments.max_item_tokens = most = max(1, MAX_ITEM_ROWS // self._group)

@@ -178,7 +178,8 @@ static void finish_step(const Share *share) {
     const Decoder *decoder = share->decoder;
     pick_rows(share, share->layer->o.depth * element_bytes(decoder->dtype));
     go_on_by_rows(share);
-    finish_layer(share, step->qkv, decoder->norm, &decoder->head);
+    finish_layer(share, step->qkv, decoder->norm, step->logits ? &decoder->head : NULL);
+    if (!step->logits) return;
     multiply(share, &decoder->head, step->x, step->logits, NULL);
     if (step->largest) {
         go_on_by_rows(share);

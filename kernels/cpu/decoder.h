@@ -51,7 +51,7 @@ typedef struct {
     void *added;                        /* the same size as x: what is added to hidden */
     float *normed;                      /* the same, normalised; or NULL where no layer does that */
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
-    float *logits;                      /* [S, num_columns of head] */
+    float *logits;                      /* [S, num_columns of head]; or NULL: only last_hidden is wanted */
     int32_t *largest;                   /* [S] see find_largest() of sampling.h; or NULL */
     int64_t num_tokens, num_logits;
     int64_t is_narrow;                  /* out: in the last layer only rows that have logits have attended for sure */

@@ -3,12 +3,12 @@
 import ctypes
 import math
 from collections.abc import Sequence
-from operator import is_
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from kernels.arrays import Int32s
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.embedding import CpuEmbedding
@@ -17,7 +17,6 @@ from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
 from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import RotaryTable
-from kernels.cpu.sampling import CpuSampler
 from kernels.cpu.structs import DecoderArguments, KindArguments, LayerArguments, StepArguments
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -40,6 +39,24 @@ class LayerParts(NamedTuple):
     kind: int  # index into the plans and tables that a step has for each kind of layer
 
 
+class DecoderResult:
+    """A step's result, as core/models/step.py has it: good until the decoder's next step or its next plans."""
+
+    __slots__ = ("_decoder", "_number", "largest", "logits")
+
+    def __init__(self, decoder: "CpuDecoder", number: int, logits: torch.Tensor, largest: Int32s) -> None:
+        """logits [S, vocab] float32; largest [S]: what CpuSampler.largest() is of them as the step writes them."""
+        self._decoder, self._number, self.logits, self.largest = decoder, number, logits, largest
+
+    def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n] int64, of which there are no more than tokens -> logits [n, vocab] float32."""
+        return self._decoder.logits(self._number, rows)
+
+    def hidden_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same rows -> hidden states behind the final norm [n, hidden] float32."""
+        return self._decoder.normalised(self._number, rows)
+
+
 class CpuDecoder:
     """Gives the bits of its parts' kernels called one after the other. The next step overwrites what one returns."""
 
@@ -49,14 +66,15 @@ class CpuDecoder:
         layers: Sequence[LayerParts],
         embedding: CpuEmbedding,
         norm: CpuNorm,
+        float_norm: CpuNorm,
         head: PackedMatrix,
         tables: Sequence[RotaryTable],
-        sampler: CpuSampler,
         *,
         num_heads: int,
     ) -> None:
-        """head gives float32; tables: one for each kind of layer, which kinds may share; sampler: gets the largest
-        logits."""
+        """head gives float32; float_norm: norm with float32 results; tables: one for each kind of layer, which kinds
+        may share."""
+        assert float_norm.dtype == torch.float32, float_norm.dtype
         assert head.out_dtype == torch.float32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # what the pointers point to
         self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
@@ -80,12 +98,14 @@ class CpuDecoder:
         self._step = StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
-        self._sampler = sampler
+        self._float_norm = float_norm
         self._tables, self._num_positions = tables, 0  # the latter: that the step's cos and sin reach
         self._cache: CpuKVCache | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._columns: tuple[torch.Tensor, ...] = (torch.zeros(0, dtype=torch.int64),) * 4  # of the last step
-        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._columns: tuple[torch.Tensor, ...] = ()  # of the last step
+        self._generation = 0  # of these
+        self._number = 0  # of the last step
+        self._results: tuple[torch.Tensor, Int32s]  # of the generation: logits and the largest of each row
         self._reserve(1, 1)
         pointer = ctypes.POINTER(StepArguments)
         self._run = library.function("decoder_step", pointer)
@@ -99,54 +119,64 @@ class CpuDecoder:
         plans: Sequence[AttentionPlan],
         cache: CpuKVCache,
         logits_rows: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens, int64; for each
-        kind of layer a plan -> the last layer's input [T, hidden], which stands for the step in
-        logits(), and logits [S, vocab], float32. What is given again, with other numbers in it, is not looked at
-        again: next to the weights each object touched costs microseconds."""
-        columns = (token_ids, positions, slots, logits_rows)
-        if self._results is None or not all(map(is_, columns, self._columns)):
-            self._results = self._take(*(column.contiguous() for column in columns))
-        if cache is not self._cache or len(plans) != len(self._plans) or not all(map(is_, plans, self._plans)):
+        generation: int,
+    ) -> "DecoderResult":
+        """Run one step. token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens,
+        int64; plans: one for each kind of layer. generation: equal numbers other than 0 say that columns, plans and
+        cache are the objects of the step before, with other numbers in them. They are not looked at then: next to the
+        weights each object touched costs microseconds."""
+        if not generation or generation != self._generation:
+            self._take(token_ids.contiguous(), positions.contiguous(), slots.contiguous(), logits_rows.contiguous())
             self._use(cache, plans)
+            self._generation = generation
         if (longest := plans[0].arguments.longest) > self._num_positions:
             self._reach(longest)
         for plan, (attention, arguments) in zip(plans, self._attention, strict=True):
             attention.reserve(arguments, cache, plan, self._num_heads)
         self._run(self._step)
-        return self._results
+        self._number += 1
+        return DecoderResult(self, self._number, *self._results)
 
-    def is_of_last_step(self, hidden: torch.Tensor) -> bool:
-        """Whether this is what the last step returned; else it is somebody's own."""
-        return self._results is not None and hidden is self._results[0]
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of other tokens of the last step: rows [S] int64, of which there are no more than tokens -> [S, vocab]
-        float32, the caller's. The last layer is finished for them now, by the step's plans: none may have been made
+    def logits(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Compute logits [n, vocab] float32 of tokens of a step: rows [n] int64, of which there are no more than
+        tokens. The last layer is finished for them now, by the step's plans: no step and no plan may have been made
         since."""
-        step = self._step
-        assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
         logits = torch.empty((len(rows), self._vocab_size))
-        rows = rows.contiguous()
-        before = step.logits_rows, step.num_logits, step.logits, step.largest
-        step.logits_rows, step.num_logits, step.logits = rows.data_ptr(), len(rows), logits.data_ptr()
-        step.largest = None
-        self._run_logits(step)
-        step.logits_rows, step.num_logits, step.logits, step.largest = before
+        self._finish(number, rows.contiguous(), logits)
         return logits
 
-    def _take(self, *columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Point to the columns of a step; returns where its results will be."""
+    def normalised(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Compute the hidden states behind the final norm [n, hidden] float32, for rows as logits() takes them."""
+        self._finish(number, rows.contiguous(), None)
+        return self._float_norm(self._buffers["last_hidden"][: len(rows)])
+
+    def _finish(self, number: int, rows: torch.Tensor, logits: torch.Tensor | None) -> None:
+        """Finish the last layer for these rows [n], and the head where there is room for logits [n, vocab]."""
+        step = self._step
+        assert number == self._number, f"a result of step {number} is asked after step {self._number}"
+        assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
+        if not len(rows):
+            return
+        before = step.logits_rows, step.num_logits, step.logits, step.largest
+        step.logits_rows, step.num_logits = rows.data_ptr(), len(rows)
+        step.logits, step.largest = None if logits is None else logits.data_ptr(), None
+        self._run_logits(step)
+        step.logits_rows, step.num_logits, step.logits, step.largest = before
+
+    def _take(self, *columns: torch.Tensor) -> None:
+        """Point to the columns of a step, and make the place of its result."""
         num_tokens, num_logits = len(columns[0]), len(columns[-1])
         self._reserve(num_tokens, num_logits)
         self._columns, step = columns, self._step
         step.token_ids, step.positions, step.slots, step.logits_rows = (column.data_ptr() for column in columns)
         step.num_tokens, step.num_logits = num_tokens, num_logits
-        logits = self._buffers["logits"][:num_logits]
-        self._sampler.expect(logits, self._buffers["largest"][:num_logits].numpy())
-        return self._buffers["hidden"][:num_tokens], logits
+        logits, largest = self._buffers["logits"][:num_logits], self._buffers["largest"][:num_logits]
+        self._results = logits, largest.numpy()
 
     def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
+        """Point to these, which most steps have in common."""
+        if cache is self._cache and self._plans == tuple(plans):
+            return
         self._cache, self._plans = cache, tuple(plans)
         for plan, kind, (_, arguments) in zip(plans, self._kinds, self._attention, strict=True):
             kind.plan = ctypes.addressof(plan.arguments)

@@ -17,13 +17,18 @@ def has_cpu_kernel(type_name: str, dtype: torch.dtype) -> bool:
     return type_name in _TYPES and dtype in (torch.float32, torch.bfloat16)
 
 
-def cpu_dequantize(library: CpuLibrary, data: torch.Tensor, type_name: str, dtype: torch.dtype) -> torch.Tensor:
+def cpu_dequantize(
+    library: CpuLibrary, data: torch.Tensor, type_name: str, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """dtype[n] of contiguous uint8[n / weights in a block * bytes of a block]: dequantize(data, type_name).to(dtype),
-    bit for bit. Errors: KeyError for a type without a kernel; RuntimeError for a size that is not a number of blocks.
+    bit for bit. out: contiguous, n numbers of dtype, which get the result; None = new memory. Errors: KeyError for a
+    type without a kernel; RuntimeError for a size that is not a number of blocks.
     """
     weights, block_bytes = BLOCK_SIZES[type_name]
     blocks = data.view(-1, block_bytes)
-    out = torch.empty(len(blocks) * weights, dtype=dtype)
+    if out is None:
+        out = torch.empty(len(blocks) * weights, dtype=dtype)
+    assert (out.numel(), out.dtype, out.is_contiguous()) == (len(blocks) * weights, dtype, True), out.shape
     run = library.function("dequantize", ctypes.POINTER(DequantizeArguments))
     run(DequantizeArguments(blocks.data_ptr(), out.data_ptr(), len(blocks), _TYPES[type_name], ELEMENT_TYPES[dtype]))
     return out

@@ -30,16 +30,13 @@ class CpuSampler:
         self._tokens = np.zeros(0, np.int32)
         self._room: tuple[int, ...] = ()  # what the scratch is for
         self._logits: torch.Tensor | None = None  # what the arguments point to
-        self._known: tuple[torch.Tensor, Int32s] | None = None  # logits, and what largest() is of them
 
-    def expect(self, logits: torch.Tensor, largest: Int32s) -> None:
-        """Whoever writes these logits [S, V], each time he does, writes into largest [S] what largest() is of them."""
-        self._known = logits, largest
-
-    def __call__(self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], *, is_edited: bool = False) -> Int32s:
+    def __call__(
+        self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], largest: Int32s | None = None
+    ) -> Int32s:
         """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
-        token ids [S]; -1 where a row's largest logit over its temperature is no finite number. is_edited: the logits
-        are not as their writer left them."""
+        token ids [S]; -1 where a row's largest logit over its temperature is no finite number. largest [S]: what
+        largest() is of these logits, where that is known."""
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
             self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
@@ -48,23 +45,16 @@ class CpuSampler:
         for buffer, column in zip(self._columns, columns, strict=True):
             buffer[:num_rows] = column
         self._arguments.temperature = self._columns[0].ctypes.data
-        known = None if is_edited else self._largest_of(logits)
-        self._arguments.largest = None if known is None else known.ctypes.data
+        self._arguments.largest = None if largest is None else largest.ctypes.data
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
     def largest(self, logits: torch.Tensor) -> Int32s:
-        """The same where every temperature is 0; of logits that are as their writer left them."""
-        known = self._largest_of(logits)
-        if known is not None:
-            return known.copy()
+        """Return the same where every temperature is 0."""
         num_rows = self._point_to(logits)
         self._arguments.temperature = self._arguments.largest = None
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
-
-    def _largest_of(self, logits: torch.Tensor) -> Int32s | None:
-        return self._known[1] if self._known is not None and logits is self._known[0] else None
 
     def _point_to(self, logits: torch.Tensor) -> int:
         """The number of rows. A tensor that is given again, as a step's is, is not looked at again."""

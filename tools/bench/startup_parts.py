@@ -64,6 +64,7 @@ def start_by_parts(config: EngineConfig) -> Parts:
         from core.model_files.load_format import open_weights
         from core.model_files.model_config import read_model_config
         from core.models.llama import Llama
+        from core.models.stored_matrix import dense
         from kernels.cpu.library_file import find_library
     if config.cpu_kernels != "torch":
         with _timed(parts, "find or build kernels"):
@@ -74,7 +75,7 @@ def start_by_parts(config: EngineConfig) -> Parts:
         model_config = read_model_config(path)
         opened = open_weights(config.load_format, path, model_config, dtype, library)
     with _timed(parts, "dequantize"):
-        weights = list(opened.tensors)
+        weights = [(name, dense(weight, dtype)) for name, weight in opened.tensors]
     with _timed(parts, "pack"):
         model = Llama(model_config, weights, dtype, config.numerics, library)
     with _timed(parts, "kv cache"):

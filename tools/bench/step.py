@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.models.cpu_operations import CpuAttend
 from core.models.layer import Layer
 from core.models.llama import Llama
+from core.models.step import ModelInputs, StepResult
 from core.models.unchanged import unchanged
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
@@ -66,9 +66,9 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: ModelInputs) -> StepResult:
         self._watch.stop("prepare")
-        result = self._model.forward(*args)
+        result = self._model.forward(inputs)
         self._watch.stop("forward")
         return result
 
@@ -81,10 +81,10 @@ class _OneByOne(_Watched):
         self.seconds: dict[str, float] = defaultdict(float)
         self._model.layers = [self._timed_layer(layer) for layer in model.layers]
 
-    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *inputs, logits_rows = args
-        hidden = self._model.hidden_states(*inputs)
-        return hidden, _Timed(self._model.compute_logits, "head", self.seconds)(hidden, logits_rows)
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        hidden = self._model.hidden_states(inputs)
+        result: StepResult = _Timed(self._model.result, "head", self.seconds)(hidden, inputs.logits_rows)
+        return result
 
     def _timed_layer(self, layer: Layer) -> Layer:
         names = ("input_norm", "qkv", "o", "attention_out", "mlp_norm", "gate_up", "activation", "down", "mlp_out")

@@ -11,6 +11,7 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
+from core.models.step import HiddenResult, ModelInputs, StepResult
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
@@ -59,10 +60,13 @@ class OnDevice:
         self._model = model
         self.attention_metadata, self.allocate_cache = model.attention_metadata, model.allocate_cache
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        moved = [part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in inputs]
-        hidden, logits = self._model.forward(*moved)
-        return hidden.cpu(), logits.cpu()
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        names = ("token_ids", "positions", "slots", "logits_rows")
+        moved = {name: getattr(inputs, name).to(DEVICE) for name in names}
+        result = self._model.forward(inputs._replace(**moved))
+        assert isinstance(result, HiddenResult)
+        result.logits = result.logits.cpu()
+        return result
 
 
 @pytest.mark.parametrize("kind", SHAPES)

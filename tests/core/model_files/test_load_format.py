@@ -10,6 +10,7 @@ from core.model_files import load_format
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig, read_model_config
 from core.model_files.weights import expected_shapes
+from core.models.stored_matrix import dense
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import cut_gguf_metadata
 from ipc.files.model_files import model_fingerprint, resolve_model
@@ -26,7 +27,7 @@ def _made_up(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfi
     config = read_model_config(path)
     opened = open_weights("dummy", path, config, dtype)
     assert opened.label == "dummy-"
-    return config, dict(opened.tensors), opened.fingerprint
+    return config, {name: dense(weight, dtype) for name, weight in opened.tensors}, opened.fingerprint
 
 
 def test_files(tiny: Path) -> None:

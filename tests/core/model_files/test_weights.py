@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from core.model_files import weights
 from core.model_files.model_config import ModelConfig, read_model_config
 from core.model_files.weights import expected_shapes, load_weights
+from core.models.stored_matrix import Weight, dense
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.model_files import resolve_model
@@ -86,6 +87,10 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str = "F32") 
     return path
 
 
+def dense_weights(weights: Iterator[tuple[str, Weight]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: dense(weight, dtype) for name, weight in weights}
+
+
 def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     assert list(found) == list(expected)
     for name, tensor in found.items():
@@ -134,7 +139,8 @@ def test_demo_model_equals_transformers_reading_of_it(tmp_path: Path, monkeypatc
         assert getattr(config, name) == oracle["config"][name], name
     expected = oracle["tensors"]
     num_weights = 0
-    for name, tensor in load_weights(path, config, torch.float32):
+    for name, weight in load_weights(path, config, torch.float32):
+        tensor = dense(weight, torch.float32)
         assert torch.equal(tensor, expected.pop(name)), name
         num_weights += tensor.numel()
     copy.unlink()
@@ -151,7 +157,7 @@ def test_folder_saved_by_transformers(tmp_path: Path) -> None:
         model = LlamaForCausalLM(LlamaConfig(**settings, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=3))
         model.save_pretrained(tmp_path)
         config = read_model_config(tmp_path)
-        found = dict(load_weights(tmp_path, config, torch.float32))
+        found = dense_weights(load_weights(tmp_path, config, torch.float32), torch.float32)
         expected = {name: tensor for name, tensor in model.state_dict().items() if not tied or name != "lm_head.weight"}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -165,7 +171,7 @@ def test_folder_saved_by_transformers(tmp_path: Path) -> None:
 def test_folder_in_every_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
     tensors = random_weights(dtype=stored)
     save_file(tensors, tmp_path / "model.safetensors")
-    check_equal(dict(load_weights(tmp_path, CONFIG, wanted)), tensors, wanted)
+    check_equal(dense_weights(load_weights(tmp_path, CONFIG, wanted), wanted), tensors, wanted)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -182,7 +188,7 @@ def test_gguf_in_every_type(kind: str, tmp_path: Path) -> None:
         for name, tensor in tensors.items()
     }
     for dtype in (torch.float32, torch.bfloat16):
-        check_equal(dict(load_weights(path, CONFIG, dtype)), expected, dtype)
+        check_equal(dense_weights(load_weights(path, CONFIG, dtype), dtype), expected, dtype)
 
 
 def test_files_under_an_index(tmp_path: Path) -> None:
@@ -193,7 +199,7 @@ def test_files_under_an_index(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in part}, tmp_path / file)
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    check_equal(dict(load_weights(tmp_path, CONFIG, torch.float32)), tensors, torch.float32)
+    check_equal(dense_weights(load_weights(tmp_path, CONFIG, torch.float32), torch.float32), tensors, torch.float32)
 
 
 @pytest.mark.parametrize("padding", range(1, 8))
@@ -206,14 +212,14 @@ def test_safetensors_data_at_odd_bytes(padding: int, tmp_path: Path) -> None:
     header = data[8 : 8 + length] + b" " * padding
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     for dtype in (torch.float32, torch.float16):
-        check_equal(dict(load_weights(tmp_path, CONFIG, dtype)), tensors, dtype)
+        check_equal(dense_weights(load_weights(tmp_path, CONFIG, dtype), dtype), tensors, dtype)
 
 
 def test_weights_that_need_no_conversion_are_not_copied(tmp_path: Path) -> None:
     tensors = random_weights()
     save_file(tensors, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
-    found = dict(load_weights(tmp_path, CONFIG, torch.float32))
+    found = dense_weights(load_weights(tmp_path, CONFIG, torch.float32), torch.float32)
     places = [tensor.data_ptr() for tensor in found.values()]
     assert max(places) - min(places) < len(before)  # all lie in one mapping
     found["model.norm.weight"].zero_()  # the mapping is private
@@ -223,7 +229,8 @@ def test_weights_that_need_no_conversion_are_not_copied(tmp_path: Path) -> None:
 def test_weights_outlive_the_iterator_and_the_file(tmp_path: Path) -> None:
     tensors = random_weights()
     save_file(tensors, tmp_path / "model.safetensors")
-    name, tensor = next(load_weights(tmp_path, CONFIG, torch.float32))
+    name, weight = next(load_weights(tmp_path, CONFIG, torch.float32))
+    tensor = dense(weight, torch.float32)
     (tmp_path / "model.safetensors").unlink()
     assert torch.equal(tensor, tensors[name])
 
@@ -236,9 +243,9 @@ def test_harmless_extra_tensors(tmp_path: Path) -> None:
         "model.rotary_emb.inv_freq": torch.zeros(8),
     }
     save_file(tensors | extra, tmp_path / "model.safetensors")
-    check_equal(dict(load_weights(tmp_path, TIED, torch.float32)), tensors, torch.float32)
+    check_equal(dense_weights(load_weights(tmp_path, TIED, torch.float32), torch.float32), tensors, torch.float32)
     path = write_gguf(tmp_path / "m.gguf", to_gguf(tensors) | {"blk.0.attn_rot_embd.weight": torch.zeros(8)})
-    check_equal(dict(load_weights(path, TIED, torch.float32)), tensors, torch.float32)
+    check_equal(dense_weights(load_weights(path, TIED, torch.float32), torch.float32), tensors, torch.float32)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -333,7 +340,8 @@ def test_q_and_k_rows_by_hand(tmp_path: Path) -> None:
     tensors = random_weights()
     rows = torch.arange(64, dtype=torch.float32)[:, None].expand(64, 64).contiguous()
     contents = to_gguf(tensors) | {"blk.1.attn_q.weight": rows}
-    found = dict(load_weights(write_gguf(tmp_path / "m.gguf", contents), CONFIG, torch.float32))[Q_PROJ]
+    path = write_gguf(tmp_path / "m.gguf", contents)
+    found = dense_weights(load_weights(path, CONFIG, torch.float32), torch.float32)[Q_PROJ]
     head = [*range(0, 16, 2), *range(1, 16, 2)]
     assert found[:, 0].tolist() == [16 * h + row for h in range(4) for row in head]
     assert np.array_equal(found[:, 0], found[:, 63])

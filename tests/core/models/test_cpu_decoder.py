@@ -13,6 +13,7 @@ import torch
 import kernels.cpu.decoder
 from core.model_files.values import Values
 from core.models.llama import Llama
+from core.models.step import ONCE, ModelInputs, StepResult
 from core.sampling.sampler import sample_greedily
 from ipc.errors import ModelFileError
 from kernels.cpu.library import load_cpu_library
@@ -24,29 +25,33 @@ from tests.core.runner.invariance import DTYPES, KINDS, random_model, tiny_model
 
 
 class Watched:
-    """A model that keeps the logits of all tokens of its steps; one_by_one: operation after operation."""
+    """A model that keeps logits and hidden states of all tokens of its steps; one_by_one: operation after operation."""
 
     def __init__(self, model: Llama, one_by_one: bool) -> None:
         self._model, self._one_by_one = model, one_by_one
-        self.all_logits: list[torch.Tensor] = []
+        self.all_results: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *inputs, logits_rows = args
-        rows = torch.arange(len(inputs[0])).flip(0)
-        for wanted in (rows[: len(rows) // 50], rows[5::99], rows[::3], logits_rows):
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        rows = torch.arange(len(inputs.token_ids)).flip(0)
+        for wanted in (rows[: len(rows) // 50], rows[5::99], rows[::3], inputs.logits_rows):
+            result: StepResult
             if self._one_by_one:
-                hidden = self._model.hidden_states(*inputs)
-                logits = self._model.compute_logits(hidden, wanted)
+                result = self._model.result(self._model.hidden_states(inputs), wanted)
+                assert result.largest is None
             else:
-                hidden, logits = self._model.forward(*inputs, wanted)
+                result = self._model.forward(inputs._replace(logits_rows=wanted))
+                assert result.largest is not None
+                assert result.largest.tolist() == result.logits.argmax(-1).tolist()
+            logits = result.logits
             before = logits.clone()
             assert self._model.sampler.largest(logits).tolist() == logits.argmax(-1).tolist()
-            self.all_logits += [before, *(self._model.compute_logits(hidden, part) for part in rows.split(45))]
+            self.all_results += [before, *(result.logits_of(part) for part in rows.split(45))]
+            self.all_results += [result.hidden_of(part) for part in (rows[:0], *rows.split(50))]
             assert torch.equal(logits, before)  # they are the caller's
-        return hidden, logits
+        return result
 
 
 #: Requests -> tokens of each step: mixed chunks, decoding alone, more rows than before, fewer again.
@@ -57,7 +62,7 @@ def run(model: Llama, one_by_one: bool) -> list[torch.Tensor]:
     watched = Watched(model, one_by_one)
     requests = Requests(watched, prompts(111, 49, 603))
     logits = [part for step in STEPS for part in requests.step(step).values()]
-    return [*watched.all_logits, *logits, *requests.cache.layers]
+    return [*watched.all_results, *logits, *requests.cache.layers]
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -102,24 +107,21 @@ def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_gi
 
 @torch.inference_mode()
 def test_the_largest_logit_that_a_step_finds_is_the_samplers() -> None:
-    """Where there is none, too; and it stands for that step's logits alone, as they were."""
+    """Where there is none, too; and a draw from known largest logits is the draw that looks for them."""
     model = random_model(KINDS["plain"], torch.bfloat16)
     assert isinstance(model._norm, CpuNorm)
     requests = Requests(model, prompts(5, 3))
     columns = tuple(np.array([value] * 2, to) for value, to in zip((1.0, 5, 0.9, 0.0, 7, 0, 0), _TYPES, strict=True))
     columns[0][1] = 0.0
     sampler, found, drawn = model.sampler, [], []
-    assert model._decoder is not None
     assert sampler is not None
     for poison in (1.0, torch.nan, torch.inf):
         model._norm.weight[0] *= poison
         logits = torch.cat(list(requests.step({0: 1, 1: 1}).values()))
-        assert model._decoder._results is not None
-        written = model._decoder._results[1]
-        found.append((sampler.largest(written).tolist(), sample_greedily(logits).tolist()))
-        drawn.append([sampler(rows, columns).tolist() for rows in (written, logits)])
-        written[:] = written.flip(1)
-        drawn.append([sampler(rows, columns, is_edited=True).tolist() for rows in (written, written.clone())])
+        largest = requests.result.largest
+        assert largest is not None
+        found.append((largest.tolist(), sample_greedily(logits).tolist()))
+        drawn.append([sampler(logits, columns, known).tolist() for known in (largest, None)])
     assert all(one == other for one, other in [*found, *drawn])
     assert [min(one) < 0 for one, _ in found] == [False, True, True]
 
@@ -132,12 +134,49 @@ def test_tokens_without_logits_are_stored_and_have_them_later() -> None:
         cache.layers[-1].zero_()
     lengths = torch.tensor([5]).numpy()
     metadata = model.attention_metadata(lengths, lengths, torch.tensor([[1]]).numpy(), caches[0])
-    hidden, logits = model.forward(ids, positions, slots, metadata, caches[0], torch.arange(0))
-    assert logits.shape == (0, model.vocab_size)
-    expected = model.compute_logits(model.hidden_states(ids, positions, slots, metadata, caches[1]), torch.arange(5))
-    assert torch.equal(model.compute_logits(hidden, torch.arange(5)), expected)
+    inputs = ModelInputs(ids, positions, slots, metadata, caches[0], torch.arange(0))
+    result = model.forward(inputs)
+    assert result.logits.shape == (0, model.vocab_size)
+    expected = model.result(model.hidden_states(inputs._replace(cache=caches[1])), torch.arange(5))
+    assert torch.equal(result.logits_of(torch.arange(5)), expected.logits)
+    assert torch.equal(result.hidden_of(torch.arange(5)), expected.hidden_of(torch.arange(5)))
     assert torch.equal(caches[0].layers[-1], caches[1].layers[-1])
     assert caches[0].layers[-1].any()
+
+
+def test_a_result_is_good_until_the_next_step() -> None:
+    model = tiny_model(torch.float32)
+    requests = Requests(model, prompts(5))
+    requests.step({0: 3})
+    old = requests.result
+    requests.step({0: 1})
+    assert requests.result.hidden_of(torch.arange(1)).isfinite().all()
+    for ask in (old.logits_of, old.hidden_of):
+        with pytest.raises(AssertionError, match=r"a result of step \d+ is asked after step"):
+            ask(torch.arange(1))
+
+
+@torch.inference_mode()
+def test_inputs_of_one_generation_are_the_same_arrays_with_other_numbers() -> None:
+    """A model keeps its pointers then: what is written into the arrays counts, and other arrays are not looked at."""
+    model = tiny_model(torch.float32)
+    cache = model.allocate_cache(2, 16)
+    counts, lengths, tables = np.array([1]), np.array([1]), np.array([[1]], np.int32)
+    ids, positions, slots, rows = torch.tensor([7]), torch.tensor([0]), torch.tensor([16]), torch.arange(1)
+
+    def step(generation: int, token_ids: torch.Tensor, context_lens: np.ndarray) -> torch.Tensor:
+        attention = model.attention_metadata(counts, context_lens, tables, cache, generation)
+        inputs = ModelInputs(token_ids, positions, slots, attention, cache, rows, generation)
+        return model.forward(inputs).logits.clone()
+
+    made = [step(ONCE, ids, lengths)]
+    moved = [step(10**9, ids, lengths)]
+    for column in (ids, positions, slots, lengths):
+        column += 1
+    moved.append(step(10**9, torch.tensor([3]), np.array([9])))  # neither of which is looked at
+    made.append(step(ONCE, ids.clone(), lengths.copy()))
+    assert all(map(same_bits, moved, made))
+    assert not same_bits(*made)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

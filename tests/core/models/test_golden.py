@@ -17,6 +17,7 @@ from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
+from core.models.stored_matrix import dense
 from core.process.resolve import resolve
 from ipc.config import CpuKernels, EngineConfig
 from ipc.files.model_files import resolve_model
@@ -34,7 +35,7 @@ def safetensors_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     source = resolve_model(None)
     config = read_model_config(source)
     save_file(
-        {name: tensor.clone() for name, tensor in load_weights(source, config, torch.float32)},
+        {name: dense(weight, torch.float32).clone() for name, weight in load_weights(source, config, torch.float32)},
         folder / "model.safetensors",
     )
     (folder / "config.json").write_text(

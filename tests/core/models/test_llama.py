@@ -9,6 +9,7 @@ import torch
 from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes
 from core.models.llama import Llama
+from core.models.step import ModelInputs
 from ipc.errors import ModelFileError
 from ipc.rounding import ceil_div
 from kernels.cpu.library import load_cpu_library
@@ -76,17 +77,18 @@ class Requests:
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, num_tokens, strict=True)])
         blocks = self.tables[np.repeat(which, num_tokens), positions // BLOCK_SIZE].astype(np.int64)
         metadata = self.model.attention_metadata(num_tokens, starts + num_tokens, self.tables[which], self.cache)
-        _, logits = self.model.forward(
-            torch.from_numpy(np.concatenate(ids)),
-            torch.from_numpy(positions),
-            torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            metadata,
-            self.cache,
-            torch.arange(len(positions)),
+        inputs = ModelInputs(
+            token_ids=torch.from_numpy(np.concatenate(ids)),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
+            attention=metadata,
+            cache=self.cache,
+            logits_rows=torch.arange(len(positions)),
         )
+        self.result = self.model.forward(inputs)  # of the last step
         for index, count in counts.items():
             self.done[index] += count
-        return dict(zip(counts, logits.clone().split(num_tokens.tolist()), strict=True))
+        return dict(zip(counts, self.result.logits.clone().split(num_tokens.tolist()), strict=True))
 
 
 def prompts(*lengths, vocab_size=320):
@@ -191,7 +193,8 @@ def test_only_the_asked_rows_are_computed_and_skipped_slots_not_stored(kernels):
     slots += positions % BLOCK_SIZE
     slots[19] = -1
     metadata = model.attention_metadata(np.array([20]), np.array([20]), requests.tables, requests.cache)
-    _, logits = model.forward(ids, positions, slots, metadata, requests.cache, torch.tensor([17, 3]))
+    inputs = ModelInputs(ids, positions, slots, metadata, requests.cache, torch.tensor([17, 3]))
+    logits = model.forward(inputs).logits
     assert logits.shape == (2, 320)
     assert torch.allclose(logits, Requests(model, prompts(20)).step({0: 20})[0][[17, 3]], atol=1e-5)
     written = requests.cache.keys(2).isfinite().all(-1).all(-1)  # [num_blocks, block_size]

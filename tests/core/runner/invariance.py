@@ -19,6 +19,7 @@ from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes
 from core.models.llama import Llama
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from core.models.step import StepResult
 from core.runner.model_runner import ModelRunner
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
@@ -171,11 +172,12 @@ class Recorder(ModelRunner):
             cache.write(layer, rows, nan)
         self._is_poisoned |= fresh
 
-    def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
+    def sample(self, rows: Ints, result: StepResult) -> Int32s:
+        logits = result.logits
         positions = self.table.num_tokens[rows] - self.table.num_prompt_tokens[rows]
         columns = (self.sampling.seed[rows], self.sampling.choice[rows], positions)
         raw = logits.clone()
-        tokens = super().sample(rows, logits)
+        tokens = super().sample(rows, result)
         for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             self.num_computed_again += key in self.logits
             for kept, values in ((self.logits, raw[index]), (self.edited, logits[index].clone())):

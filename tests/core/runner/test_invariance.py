@@ -1,5 +1,8 @@
 """Numerics level L2 through engine, scheduler and runner: a request's logits and tokens are its own, bit for bit."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -101,10 +104,10 @@ def test_nan_logits_fail_one_request_alone() -> None:
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
 
     class Poisoned(Recorder):
-        def sample(self, rows: Ints, logits: torch.Tensor) -> Int32s:
-            poisoned = logits.clone()
+        def sample(self, rows: Ints, result: Any) -> Int32s:
+            poisoned = result.logits.clone()
             poisoned[self.sampling.seed[rows] == 2] = torch.nan
-            return super().sample(rows, poisoned)
+            return super().sample(rows, SimpleNamespace(logits=poisoned, largest=None))
 
     engine, recorder = recorded_engine(tiny_model(torch.float32), config, Poisoned)
     messages = engine.step([request(1, [5, 6, 7], 4, 0.0), request(2, [8, 9], 4, 0.0)], 0)

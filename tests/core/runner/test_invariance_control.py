@@ -11,6 +11,7 @@ import torch
 
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
+from core.models.step import ONCE
 from ipc.config import EngineConfig
 from ipc.messages import RequestFailed
 from kernels.cpu.attention import CpuAttention
@@ -129,7 +130,7 @@ class OneSlotMore(Recorder):
     def prepare(self, plan: SchedulerOutput) -> Any:
         inputs = super().prepare(plan)
         late = (self.sampling.seed[plan.rows] == 3) & (inputs.context_lens == 37 + 5)
-        return inputs._replace(context_lens=inputs.context_lens + late)
+        return inputs._replace(context_lens=inputs.context_lens + late, generation=ONCE)
 
 
 class FreeBlock(Recorder):
@@ -141,7 +142,7 @@ class FreeBlock(Recorder):
         pool = self.scheduler.pool
         tables = inputs.block_tables.copy()
         tables[late, 2] = np.flatnonzero((pool.ref_count == 0) & ~(pool.names.content != 0))[0] if late.any() else 0
-        return inputs._replace(block_tables=tables)
+        return inputs._replace(block_tables=tables, generation=ONCE)
 
 
 @pytest.mark.parametrize("recorder_type", [OneSlotMore, FreeBlock])

@@ -5,6 +5,7 @@ import pytest
 
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
+from core.models.step import ONCE
 from core.runner.step_inputs import InputMaker, StepInputs
 from ipc.rounding import ceil_div
 from ipc.sampling_params import SamplingParams
@@ -146,3 +147,19 @@ def test_moving_on_is_a_dozen_calls(num_rows: int) -> None:
     runner.table.apply(plan)
     count, _ = count_calls(lambda: runner.maker(plan))
     assert count <= 14
+
+
+def test_inputs_that_were_moved_on_say_so_by_their_generation() -> None:
+    """They have the same arrays then, and other inputs have a generation of their own."""
+    plans, runner, other = Plans(), Runner(fresh=False), Runner(fresh=False)
+    first = plans.plan({0: 3, 1: 3})
+    made = runner.step(first)
+    begun = runner.step(plans.plan())
+    moved = runner.step(plans.plan())
+    changed = runner.step(plans.plan({2: 5}))
+    elsewhere = other.step(first)
+    assert moved.generation == begun.generation
+    assert all(getattr(moved, name) is getattr(begun, name) for name in begun._fields if name != "generation")
+    generations = [inputs.generation for inputs in (made, begun, changed, elsewhere)]
+    assert len(set(generations)) == 4
+    assert ONCE not in generations

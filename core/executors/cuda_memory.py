@@ -1,0 +1,110 @@
+"""CudaMemory: how much of a GPU's memory is left for the KV cache; a part of the CUDA executor."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from core.execution.token_budget import token_budget
+from core.models.llama import Llama
+from core.models.step import ModelInputs
+from core.models.triton_operations import TritonOperations
+from core.runner.decode_graphs import padded_rows, padded_splits
+from ipc.config import EngineConfig
+from ipc.errors import OutOfMemoryError
+from kernels.rounding import ceil_div
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
+from kernels.triton.sampling import pack_columns, sample_tokens
+
+
+class CudaMemory:
+    """Measures with the loaded model, before there is a cache."""
+
+    def __init__(self, model: Llama, operations: TritonOperations, config: EngineConfig) -> None:
+        """operations: the model's."""
+        self._model, self._operations, self._config = model, operations, config
+        self._device = operations.device
+
+    def cache_bytes(self) -> int | None:
+        """Return what gpu_memory_utilization leaves beside the weights and the largest step, which is run to see; None
+        under Triton's interpreter, which uses the machine's memory. Errors: OutOfMemoryError."""
+        if self._device.type != "cuda":
+            return None
+        total = torch.cuda.mem_get_info(self._device)[1]
+        try:
+            peak = self._peak_bytes(self._largest_step)
+            # A decode step's memory is beside a mixed step's: CUDA graphs keep theirs.
+            peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
+                f"{self._config.max_num_seqs} requests of the greatest length does not fit the GPU beside the weights; "
+                f"lower them or max_model_len: {error}"
+            ) from error
+        torch.cuda.empty_cache()
+        peak += self._tables_bytes()
+        used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
+        left = int(total * self._config.gpu_memory_utilization) - peak - used_by_others
+        if left <= 0:
+            raise OutOfMemoryError(
+                f"of {total} bytes of GPU memory the model and its largest step take {peak} and others "
+                f"{used_by_others}: nothing is left for the KV cache below "
+                f"gpu_memory_utilization={self._config.gpu_memory_utilization}; raise it, or lower "
+                "max_num_batched_tokens"
+            )
+        return left
+
+    def _peak_bytes(self, step: Callable[[], None]) -> int:
+        """Most memory that tensors took at a time while the step ran, weights and all."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        step()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def _max_model_len(self) -> int:
+        most = self._model.max_model_len
+        return min(self._config.max_model_len or most, most)
+
+    def _token_budget(self) -> int:
+        """Return the tokens of the largest step."""
+        return token_budget(self._config, self._max_model_len())
+
+    def _tables_bytes(self) -> int:
+        """Of core/runner/device_tables.py, which comes later."""
+        num_tokens = self._max_model_len() + 1
+        return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
+
+    @torch.inference_mode()
+    def _largest_step(self) -> None:
+        """All tokens of the budget, of as many requests as may run, over a cache that holds the null block only."""
+        model = self._model
+        num_tokens = self._token_budget()
+        num_requests = min(self._config.max_num_seqs, num_tokens)
+        counts = np.full(num_requests, num_tokens // num_requests)
+        counts[: num_tokens % num_requests] += 1
+        block_size = self._config.block_size
+        cache = model.allocate_cache(1, block_size)
+        blocks = np.zeros((num_requests, ceil_div(int(counts.max()), block_size)), np.int32)
+        work = triton_work(counts, counts, blocks, self._operations.group_size, self._device)
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        metadata = tuple(work._replace(window=window) for window in model.windows)
+        inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
+        logits = model.forward(inputs).logits
+        none, one = np.zeros(num_requests), np.ones(num_requests)
+        words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
+        reported = logits.clone()  # what a step keeps of them for log probabilities
+        sample_tokens(reported, torch.from_numpy(words).to(self._device))
+
+    @torch.inference_mode()
+    def _largest_decode(self) -> None:
+        """One token of each request that may run. Memory goes by the longest context that there may be, time by what
+        there is: one token of the null block."""
+        model = self._model
+        num_rows, device = padded_rows(self._config.max_num_seqs), self._device
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        splits = padded_splits(ceil_div(self._max_model_len(), SPLIT))
+        alone = torch.arange(num_rows, dtype=torch.int32, device=device)
+        work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
+        metadata = tuple(work._replace(window=window) for window in model.windows)
+        ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
+        model.hidden_states(ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0]))

@@ -1,0 +1,55 @@
+"""load: the model that a config names, and what is reported of it; a part of the executors that run one."""
+
+import hashlib
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from core.execution.executor import ModelInfo
+from core.model_files.loading import LoadedModel, load_model
+from core.models.interface import Model
+from ipc.config import EngineConfig
+from ipc.files.hub import hub_name
+from ipc.files.model_files import resolve_model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Loaded(NamedTuple):
+    """A model, and what is reported of it."""
+
+    model: Model
+    info: ModelInfo
+    source: LoadedModel
+    dtype: torch.dtype
+
+    def settle_length(self, max_model_len: int) -> ModelInfo:
+        """Settle the model on requests of at most max_model_len tokens -> what is reported of it then: rotary
+        frequencies that depend on the length are part of the fingerprint."""
+        self.model.settle_length(max_model_len)
+        return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
+
+
+def load(config: EngineConfig, usual_dtype: torch.dtype) -> Loaded:
+    """Load the config's model on the config's device. usual_dtype: what dtype "auto" becomes. Errors: ModelFileError,
+    UnsupportedModelError, ConfigError, OutOfMemoryError."""
+    path = resolve_model(config.model)
+    dtype = _DTYPES[config.dtype] if config.dtype != "auto" else usual_dtype
+    source = load_model(path, dtype, config)
+    model = source.model
+    info = ModelInfo(
+        name=hub_name(path) or path.name,
+        fingerprint=_fingerprint(source, dtype),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        numerics=model.numerics,
+    )
+    return Loaded(model, info, source, dtype)
+
+
+def _fingerprint(source: LoadedModel, dtype: torch.dtype) -> str:
+    parts = (source.fingerprint, str(dtype), source.model.variant, torch.__version__)
+    return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,42 @@
+"""RunnerSizes: what a model runner is made with, from a resolved config; a part of the executors that run a model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypedDict
+
+from core.execution.executor import ModelInfo
+from ipc.config import EngineConfig, LogprobsMode
+from ipc.errors import OutOfMemoryError
+
+
+class RunnerSizes(TypedDict):
+    """Keyword arguments that all model runners have."""
+
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: tuple[int, ...]
+    logprobs_mode: LogprobsMode
+    num_swap_blocks: int
+
+
+def runner_sizes(config: EngineConfig, info: ModelInfo) -> RunnerSizes:
+    """Return the sizes of the config's runner. config: resolved."""
+    assert config.num_blocks_override is not None, "the config is not resolved"
+    return RunnerSizes(
+        num_rows=config.max_num_seqs,
+        num_blocks=config.num_blocks_override,
+        block_size=config.block_size,
+        eos_token_ids=info.eos_token_ids,
+        logprobs_mode=config.logprobs_mode,
+        num_swap_blocks=config.num_swap_blocks or 0,
+    )
+
+
+@contextmanager
+def caches_that_fit() -> Iterator[None]:
+    """Turn the MemoryError of a cache that cannot be allocated into an OutOfMemoryError that names the options."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{error}; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes") from error

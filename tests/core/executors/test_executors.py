@@ -1,0 +1,44 @@
+"""The executors are made of the same parts and none of another executor: each answers the whole protocol itself."""
+
+import inspect
+
+import pytest
+import torch
+
+from core.execution.executor import Executor, ModelInfo
+from core.executors.cuda import CudaExecutor
+from core.executors.fake import FakeExecutor
+from core.executors.local import LocalExecutor
+from core.executors.run import caches_that_fit, runner_sizes
+from ipc.config import EngineConfig
+from ipc.errors import OutOfMemoryError
+
+INFO = ModelInfo("tiny", "00", "float32", 64, 96, (2,), "L0")
+EXECUTORS = [LocalExecutor, CudaExecutor, FakeExecutor]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_executor_inherits_nothing(executor: type) -> None:
+    calls = {name for name, _ in inspect.getmembers(Executor, inspect.isfunction) if not name.startswith("_")}
+    assert executor.__bases__ == (object,)
+    assert calls <= vars(executor).keys()
+
+
+def test_a_runner_has_the_sizes_of_the_config() -> None:
+    config = EngineConfig(max_num_seqs=3, num_blocks_override=7, block_size=32, logprobs_mode="raw_logits")
+    assert runner_sizes(config, INFO) == {
+        "num_rows": 3,
+        "num_blocks": 7,
+        "block_size": 32,
+        "eos_token_ids": (2,),
+        "logprobs_mode": "raw_logits",
+        "num_swap_blocks": 0,
+    }
+
+
+def test_a_cache_that_does_not_fit_is_an_error_that_names_the_options() -> None:
+    message = r"^9 blocks; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes$"
+    with pytest.raises(OutOfMemoryError, match=message), caches_that_fit():
+        raise MemoryError("9 blocks")
+    with pytest.raises(torch.OutOfMemoryError), caches_that_fit():
+        raise torch.OutOfMemoryError("a device's own error stays what it is")
