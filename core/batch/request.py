@@ -5,8 +5,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from core.kv.block_names import root_content
 from ipc.arrays import Int32s
+from ipc.block_roots import root_of_salt
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
 
@@ -33,7 +33,7 @@ class Request(msgspec.Struct, eq=False):
     params: SamplingParams
     seed: int
     priority: int
-    root: int  # content that its first block follows, by its cache salt; see core/kv/block_names.py
+    root: int  # content that its first block follows, by its cache salt; see ipc/block_roots.py
     choice: int = 0
     row: int = NO_ROW
     rank: int = 0  # of the scheduling policy: smaller goes first, then the smaller serial
@@ -83,6 +83,6 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params=params,
         seed=message.seed,
         priority=message.priority,
-        root=root_content(message.cache_salt),
+        root=root_of_salt(message.cache_salt),
         choice=choice,
     )
