@@ -41,8 +41,8 @@ class Batch:
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
     def num_blocks_at_most(self, rows: Rows) -> Ints:
-        """Blocks that the rows can ever need: a request's last token is never computed."""
-        return self.num_blocks_of(self.table.max_total_tokens[rows] - 1)
+        """Blocks that the rows can ever need."""
+        return self.num_blocks_of(self.table.max_computed_tokens[rows])
 
     def num_promised_blocks(self) -> int:
         """Blocks that the rows still need for tokens they have: whoever starts must not take them."""

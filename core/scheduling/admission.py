@@ -66,7 +66,7 @@ class Admission:
 
     def never_fits(self, request: Request) -> str | None:
         """Why the request could not run even alone, with the numbers; None when it could."""
-        length = request.max_total_tokens - 1  # its last token is never computed
+        length = request.max_computed_tokens
         needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
@@ -194,7 +194,7 @@ class Admission:
             num_tokens = self._chunk
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
         if is_reserved:
-            length = request.max_total_tokens - 1
+            length = request.max_computed_tokens
         num_blocks = ceil_div(length, self._block_size)
         return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
@@ -208,7 +208,7 @@ class Admission:
         if room.rows < room.row_limit:
             left -= self._watermark
             if request.num_preemptions:
-                most = ceil_div(request.max_total_tokens - 1, self._block_size) - start.num_blocks
+                most = ceil_div(request.max_computed_tokens, self._block_size) - start.num_blocks
                 left -= min((1 << request.num_preemptions) - 1, most)
         return left
 
