@@ -28,6 +28,7 @@ from tests.raw_client import PATIENCE_S, RawClient, request
 __all__ = ["start_engine"]
 
 Start = Callable[..., Running]
+PATIENT = {"heartbeat_ms": 20_000, "lease_ms": 60_000}  # a RawClient sends no heartbeats
 
 
 class Gate:
@@ -65,7 +66,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_prepared_request_runs_and_others_pass_it_meanwhile(start: Start, gate: Gate) -> None:
-    with RawClient(start(gate).address) as client:
+    with RawClient(start(gate, **PATIENT).address) as client:
         client.add(1, [7, 1])
         client.add(2, [1, 2])
         assert client.finish(2) == [expected([1, 2], 8)]
@@ -76,7 +77,7 @@ def test_a_prepared_request_runs_and_others_pass_it_meanwhile(start: Start, gate
 
 def test_prepared_requests_of_a_client_keep_their_order(start: Start, gate: Gate) -> None:
     gate.opened.set()
-    with RawClient(start(gate).address) as client:
+    with RawClient(start(gate, **PATIENT).address) as client:
         for number in range(30):
             client.add(number, [7, number])
         assert client.finish(*range(30)) == [expected([7, number], 8) for number in range(30)]
@@ -85,7 +86,7 @@ def test_prepared_requests_of_a_client_keep_their_order(start: Start, gate: Gate
 
 @pytest.mark.parametrize(("kind", "text"), [(8, "8 is no grammar: write one that is"), (9, "KeyError: 'nine'")])
 def test_a_failure_is_its_client_s_alone(start: Start, gate: Gate, kind: int, text: str) -> None:
-    with RawClient(start(gate).address) as client:
+    with RawClient(start(gate, **PATIENT).address) as client:
         client.add(1, [kind])
         failed = client.receive(RequestFailed)
         assert (failed.number, failed.code) == (1, ErrorCode.INVALID_ARGUMENT)
@@ -98,7 +99,7 @@ def test_a_failure_is_its_client_s_alone(start: Start, gate: Gate, kind: int, te
 
 def test_an_abort_finds_it(start: Start, gate: Gate) -> None:
     """One under way, one behind it in the queue, and one in the engine, in one Abort; all get their last rows."""
-    with RawClient(start(gate).address) as client:
+    with RawClient(start(gate, **PATIENT).address) as client:
         client.add(1, [7])
         client.add(2, [7])
         client.add(3, [1], LONG)
@@ -118,7 +119,7 @@ def test_of_several_choices_one_is_aborted(start: Start, gate: Gate) -> None:
     params = SamplingParams(n=2, temperature=1.0, max_tokens=8, ignore_eos=True)
     message = AddRequest(1, np.array([7], "<i4").tobytes(), params, 0)
     finish: dict[int, int] = {}
-    with RawClient(start(gate).address) as client:
+    with RawClient(start(gate, **PATIENT).address) as client:
         client.send(message, Abort(pack_numbers([1]), np.array([1], "<u2").tobytes()))
         client.statistics()  # both have arrived
         gate.opened.set()
@@ -137,7 +138,7 @@ def decode_outputs(frame: bytes) -> Outputs:
 
 
 def test_it_counts_as_queued(start: Start, gate: Gate) -> None:
-    with RawClient(start(gate, max_num_queued_requests=2).address) as client:
+    with RawClient(start(gate, max_num_queued_requests=2, **PATIENT).address) as client:
         for number in range(3):
             client.add(number, [7])
         failed = client.receive(RequestFailed)
@@ -152,7 +153,7 @@ def test_it_counts_as_queued(start: Start, gate: Gate) -> None:
 
 def test_the_queue_is_bounded(start: Start, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MAX_PREPARING", 2)
-    with RawClient(start(gate).address) as client:
+    with RawClient(start(gate, **PATIENT).address) as client:
         for number in range(3):
             client.add(number, [7])
         failed = client.receive(RequestFailed)
@@ -163,7 +164,7 @@ def test_the_queue_is_bounded(start: Start, gate: Gate, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("says_goodbye", [True, False])
 def test_a_client_that_is_gone_is_dropped(start: Start, gate: Gate, says_goodbye: bool) -> None:
-    running = start(gate)
+    running = start(gate, **PATIENT)
     with RawClient(running.address) as other:
         with RawClient(running.address) as client:
             for number in range(3):
@@ -183,11 +184,12 @@ def test_a_client_that_is_gone_is_dropped(start: Start, gate: Gate, says_goodbye
 
 
 def test_a_drain_waits_for_what_is_in_preparation(start: Start, gate: Gate) -> None:
-    running = start(gate)
+    running = start(gate, **PATIENT)
     with RawClient(running.address) as client:
         client.add(1, [7])
         wait_until(lambda: gate.begun == [1])
         running.io.drain()
+        wait_until(lambda: running.io.reception.is_draining)
         client.add(2, [1])
         assert client.receive(RequestFailed).code is ErrorCode.UNAVAILABLE
         gate.opened.set()
@@ -196,7 +198,7 @@ def test_a_drain_waits_for_what_is_in_preparation(start: Start, gate: Gate) -> N
 
 def test_a_stop_joins_the_thread(start: Start, gate: Gate) -> None:
     gate.opened.set()
-    running = start(gate)
+    running = start(gate, **PATIENT)
     assert any(thread.name == "preparation" for thread in threading.enumerate())
     running.close()
     assert not any(thread.name == "preparation" for thread in threading.enumerate())
