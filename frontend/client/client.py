@@ -72,9 +72,8 @@ class EngineClient(TypedCalls):
 
     hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: of the engine's
     owner, who alone may pause, resume, drain and shut down.
-    A transport that connects again after a loss finds the session going on: what had not finished is submitted again
-    with the tokens that were delivered, so no token is lost, doubled or different. That engine may be another one, if
-    it has the same model at numerics level L2.
+    A transport that connects again after a loss, to this engine or to another with the same model at level L2, finds
+    the session going on: unfinished requests are submitted again with their tokens, so none is lost or different.
     Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
     EngineDeadError once the engine or the session has ended, and EngineCoreError in a forked child.
     """
