@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
+from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
 from frontend.results.outputs import RequestOutput
-from frontend.session import EngineHandle, Message, PreparedRequest, check_neutral
+from frontend.session import EngineHandle, Message, PreparedRequest
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
@@ -73,15 +74,17 @@ class AsyncLLM:
         lora_request: None = None,
         tokenization_kwargs: None = None,
         priority: int = 0,
+        deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as sampling_params.output_kind asks for them; the last one is finished.
 
-        A consumer that lags behind gets merged outputs. Closing the iterator, or cancelling its task, aborts the
-        request. Errors, when it is first asked for an output: InvalidRequestError, also for a request_id that is live;
-        RequestFailedError; EngineDeadError.
+        deadline: seconds, from when it is first asked for an output, until the request must have finished. A consumer
+        that lags behind gets merged outputs. Closing the iterator, or cancelling its task, aborts the request. Errors,
+        when it is asked for an output: InvalidRequestError, also for a request_id that is live; RequestFailedError;
+        DeadlineExceededError; EngineDeadError.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._generate(prompt, sampling_params, request_id, priority, add_special_tokens=True)
+        return self._generate(prompt, sampling_params, request_id, priority, deadline, add_special_tokens=True)
 
     def chat(
         self,
@@ -97,6 +100,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As generate(), for one conversation: a list of {"role", "content"}."""
         check_neutral(
@@ -111,7 +115,7 @@ class AsyncLLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self._generate(prompt, sampling_params, request_id, priority, add_special_tokens=False)
+        return self._generate(prompt, sampling_params, request_id, priority, deadline, add_special_tokens=False)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Stop these requests; their iterators end with finish_reason "abort". Unknown ones are ignored."""
@@ -178,6 +182,13 @@ class AsyncLLM:
         """End the session and the engine it started; iterators raise EngineDeadError. Does nothing the second time."""
         self._finalizer()
 
+    def close(self) -> None:
+        """As shutdown()."""
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"AsyncLLM({self._engine.describe()})"
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -192,6 +203,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
+        deadline: float | None,
         *,
         add_special_tokens: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -200,7 +212,7 @@ class AsyncLLM:
         client = self._engine.client
         number: int | None = None
         try:
-            prepared = await self._prepare(prompt, params, priority, add_special_tokens)
+            prepared = await self._prepare(prompt, params, priority, deadline, add_special_tokens)
             state = self._engine.submit(prepared, name)
             number = self._numbers[name] = state.number
             news = waker.register(number)
@@ -220,13 +232,18 @@ class AsyncLLM:
                 client.discard([number])
 
     async def _prepare(
-        self, prompt: PromptInput, params: SamplingParams | None, priority: int, add_special_tokens: bool
+        self,
+        prompt: PromptInput,
+        params: SamplingParams | None,
+        priority: int,
+        deadline: float | None,
+        add_special_tokens: bool,
     ) -> PreparedRequest:
         prompts = split_prompts(prompt)
         if len(prompts) != 1:
             raise InvalidRequestError(f"AsyncLLM takes one prompt at a time; got {len(prompts)}")
         text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else prompts[0]
-        arguments = (prompts, params, priority)
+        arguments = (prompts, params, priority, deadline)
         if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
             prepare = self._engine.prepare
             return (await asyncio.to_thread(prepare, *arguments, add_special_tokens=add_special_tokens))[0]

@@ -11,13 +11,14 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
 from frontend.results.outputs import RequestOutput
 from frontend.results.request_state import RequestState
-from frontend.session import EngineHandle, Message, PreparedRequest, check_neutral, final_only
+from frontend.session import EngineHandle, Message, PreparedRequest, final_only
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import EngineCoreError, InvalidRequestError, RequestFailedError
+from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestError, RequestFailedError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
 
@@ -70,18 +71,22 @@ class LLM:
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: None = None,
+        *,
+        deadline: float | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs are in the prompts' order.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
-        sampling_params: one for all, or one per prompt; None is SamplingParams(), not the model's recommendation: that
-        is get_default_sampling_params(). priority: smaller is sooner, under a scheduling policy that looks at it (fcfs
-        does not). use_tqdm: show progress (or the class that does).
-        lora_request, tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
-        RequestFailedError at the end when the engine gave up a request; EngineDeadError at once.
+        sampling_params: one for all, or one per prompt; None is get_default_sampling_params(). priority: smaller is
+        sooner, under a scheduling policy that looks at it (fcfs does not). deadline: seconds from now until every
+        request must have finished. use_tqdm: show progress (or the class that does). lora_request,
+        tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
+        RequestFailedError at the end when the engine gave up a request, DeadlineExceededError when that was for its
+        deadline; EngineDeadError at once.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._run(self._engine.prepare(split_prompts(prompts), sampling_params, priority), use_tqdm)
+        prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline)
+        return self._run(prepared, use_tqdm)
 
     def chat(
         self,
@@ -95,8 +100,11 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        deadline: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or many, each a list of {"role", "content"}. Errors: as generate()."""
+        """Complete one conversation or many, each a list of {"role", "content"}; frontend/text/chat_messages.py says
+        what a message may be, tool calls among it. deadline and errors: as generate()."""
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
@@ -110,10 +118,12 @@ class LLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self._run(self._engine.prepare(rendered, sampling_params, add_special_tokens=False), use_tqdm)
+        prepared = self._engine.prepare(rendered, sampling_params, deadline=deadline, add_special_tokens=False)
+        return self._run(prepared, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; SamplingParams() where it recommends nothing."""
+        """Return what the model's generation_config.json or GGUF file recommends (repetition_penalty, temperature,
+        top_k, top_p, min_p, max_tokens), as vLLM does; the option generation_config="vllm" gives SamplingParams()."""
         return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -143,6 +153,13 @@ class LLM:
     def close(self) -> None:
         """End the session and the engine it started. Does nothing the second time."""
         self._finalizer()
+
+    def shutdown(self) -> None:
+        """As close()."""
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._engine.describe()})"
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +221,8 @@ def _final_only(prepared: PreparedRequest) -> PreparedRequest:
 def _failure(errors: dict[int, EngineCoreError], count: int) -> EngineCoreError:
     """One error for all that failed: it names the first and says how many there are."""
     index, first = min(errors.items())
-    kind = InvalidRequestError if isinstance(first, InvalidRequestError) else RequestFailedError
+    kinds = (InvalidRequestError, DeadlineExceededError, RequestFailedError)
+    kind = next(kind for kind in kinds if isinstance(first, kind))
     more = f" ({len(errors)} of {count} failed)" if len(errors) > 1 else ""
     return kind(f"prompt {index} of {count}: {first}{more}")
 

@@ -1,15 +1,17 @@
 """EngineHandle: the engine (started or connected to), the client and the tokenizer that LLM and AsyncLLM share."""
 
-import contextlib
 import hashlib
 import logging
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from frontend.call_arguments import read_deadline, read_priorities, read_template_kwargs
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
@@ -21,23 +23,13 @@ from frontend.text.chat_template import render_chat
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.config import EngineConfig, config_from_options
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
 from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
 from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
 Message: TypeAlias = dict[str, Any]
 
-_MAX_PRIORITY = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6  # poll() counts milliseconds in 31 bits
-#: What chat_template_kwargs may not replace; add_generation_prompt and tools they may, as in vLLM.
-_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token")
-#: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
-_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
-    "lora_request": (None,),
-    "tokenization_kwargs": (None, {}),
-    "chat_template_content_format": ("auto",),
-    "continue_final_message": (False,),
-}
 
 
 class PreparedRequest(NamedTuple):
@@ -46,6 +38,7 @@ class PreparedRequest(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     priority: int
+    deadline: float | None = None  # on the monotonic clock, seconds; the request fails when it has not finished by then
 
 
 class EngineHandle:
@@ -101,10 +94,13 @@ class EngineHandle:
         prompts: Sequence[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
+        deadline: float | None = None,
         *,
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
-        """Check and tokenize everything before anything is submitted. Errors: InvalidRequestError."""
+        """Check and tokenize everything before anything is submitted. deadline: seconds from now. Errors:
+        InvalidRequestError."""
+        end = read_deadline(deadline)
         all_params = self._read_params(params, len(prompts))
         vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
         for one in all_params:
@@ -117,8 +113,8 @@ class EngineHandle:
             add_special_tokens=add_special_tokens,
             truncation=[one.truncate_prompt_tokens for one in all_params],
         )
-        priorities = _read_priorities(priority, len(read))
-        return [PreparedRequest(*parts) for parts in zip(read, all_params, priorities, strict=True)]
+        priorities = read_priorities(priority, len(read))
+        return [PreparedRequest(*parts, end) for parts in zip(read, all_params, priorities, strict=True)]
 
     def render_chats(
         self,
@@ -137,7 +133,7 @@ class EngineHandle:
             )
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidRequestError(f"chat_template must be a str, got {type(chat_template).__name__}")
-        arguments = {"add_generation_prompt": add_generation_prompt, "tools": tools} | _read_template_kwargs(kwargs)
+        arguments = {"add_generation_prompt": add_generation_prompt, "tools": tools} | read_template_kwargs(kwargs)
         return [
             render_chat(
                 self.tokenizer.choose_chat_template(chat_template, with_tools=bool(arguments["tools"])),
@@ -150,23 +146,21 @@ class EngineHandle:
         ]
 
     def default_sampling_params(self) -> SamplingParams:
-        """Those the model's generation_config.json recommends, as far as this version has them."""
-        recommended: dict[str, Any] = {} if self.tokenizer is None else self.tokenizer.default_sampling
-        supported: dict[str, Any] = {}
-        for name, value in recommended.items():
-            with contextlib.suppress(UnsupportedParameterError):
-                SamplingParams(**{name: value})
-                supported[name] = value
-        return SamplingParams(**supported)
+        """Return those that the engine recommends; what only a later version knows is left out."""
+        known = SamplingParams.__struct_fields__
+        recommended: dict[str, Any] = self.client.welcome.default_sampling
+        return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
     def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
         """Submit; request_id None = the request's number. Errors: those of EngineClient.submit."""
-        prompt, params, priority = prepared
+        prompt, params, priority, deadline = prepared
+        left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
             prompt.token_ids,
             params,
             seed=self._derive_seed if params.seed is None else params.seed,
             priority=priority,
+            deadline_ms=0 if left_s is None else max(1, math.ceil(left_s * 1000)),
             cache_salt=prompt.cache_salt,
             streaming=needs_every_token(params),
         )
@@ -184,6 +178,12 @@ class EngineHandle:
         if stopped and not state.finished:  # a finished one is stopped as a whole, when it is discarded
             self.client.abort([state.number] * len(stopped), stopped)
         return output
+
+    def describe(self) -> str:
+        """Return the model's name and the state of the engine, as arguments of a repr()."""
+        error = self.client.error
+        state = "running" if error is None else f"{error}"
+        return f"model={self.client.welcome.model_name!r}, engine={state!r}"
 
     def close(self, timeout: float = 5.0) -> None:
         """End the session, and within `timeout` seconds the engine this handle started."""
@@ -261,7 +261,7 @@ class EngineHandle:
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         """One per prompt, as copies: a caller may change theirs while the request runs."""
-        given = SamplingParams() if params is None else params
+        given = self.default_sampling_params() if params is None else params
         many = list(given) if isinstance(given, Sequence) else [given]
         for one in many:
             if not isinstance(one, SamplingParams):
@@ -288,16 +288,6 @@ class EngineHandle:
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words_token_ids(words, self.tokenizer))
 
 
-def check_neutral(**arguments: object) -> None:
-    """Errors: UnsupportedParameterError for an argument of vLLM's that asks for what this version does not do."""
-    for name, value in arguments.items():
-        if value not in _NEUTRAL_ARGUMENTS[name]:
-            allowed = _NEUTRAL_ARGUMENTS[name][0]
-            raise UnsupportedParameterError(
-                f"{name}={value!r:.80} is not supported by this version; leave it at its default ({allowed!r})"
-            )
-
-
 def final_only(params: SamplingParams) -> SamplingParams:
     """These parameters, for a caller that waits for the end."""
     return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -316,25 +306,3 @@ def _read_path(name: str, value: object) -> str | None:
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be a path or a name, as a str or a pathlib.Path; got {value!r:.80}")
     return path
-
-
-def _read_template_kwargs(kwargs: object) -> dict[str, Any]:
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise InvalidRequestError(f"chat_template_kwargs must be a dict with str keys; got {kwargs!r:.80}")
-    if taken := [name for name in _RESERVED_KWARGS if name in kwargs]:
-        raise InvalidRequestError(f"chat_template_kwargs must not name {', '.join(taken)}: these are given otherwise")
-    if "continue_final_message" in kwargs:
-        check_neutral(continue_final_message=kwargs["continue_final_message"])
-    return {name: value for name, value in kwargs.items() if name != "continue_final_message"}
-
-
-def _read_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
-    priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
-    if len(priorities) != count:
-        raise InvalidRequestError(f"{count} prompts need as many priorities; got {len(priorities)}")
-    for one in priorities:
-        if isinstance(one, bool) or not isinstance(one, int) or abs(one) > _MAX_PRIORITY:
-            raise InvalidRequestError(f"a priority must be an integer within +-{_MAX_PRIORITY}, got {one!r}")
-    return priorities

@@ -35,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     threads: int | None = None  # compute threads; None = the CPUs this process may use
     max_model_len: int | None = None  # tokens; None = the model's, clipped to the KV cache
     max_num_seqs: int = 32  # requests running at once
-    max_num_batched_tokens: int = 512  # token budget of a step
+    max_num_batched_tokens: int | None = None  # token budget of a step; None = 512, or the longest whole prompt
     block_size: int = 16  # tokens in a KV block; a power of two up to 128
     kv_cache_memory_bytes: int | None = None  # None = a quarter of the memory, at most 4 GiB
     num_blocks_override: int | None = None  # exact number of KV blocks, whatever the memory
@@ -70,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     cpu_kernels: CpuKernels = "auto"  # auto: the C kernels where a wheel or a compiler has them, else torch's
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that the engine may take in all; of device cuda
     enforce_eager: bool = False  # no CUDA graphs; of device cuda
+    generation_config: str = "auto"  # default sampling parameters: the model's, "vllm" = neutral, or a folder's
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -84,6 +85,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
         if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
             raise ConfigError(f"capture must be the path of a file to write; got {self.capture!r}")
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(
+                f"generation_config must be 'auto', 'vllm' or the path of a folder; got {self.generation_config!r}"
+            )
         _check_weights(self.client_weights)
         _check_model(self.model)
         if self.block_size & (self.block_size - 1):
@@ -113,7 +118,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "threads": (1, 1024),
     "max_model_len": (2, 2**24),
     "max_num_seqs": (1, 65_536),
-    "max_num_batched_tokens": (1, 2**20),
+    "max_num_batched_tokens": (1, 2**24),
     "block_size": (1, 128),
     "kv_cache_memory_bytes": (1, 2**44),
     "num_blocks_override": (2, 2**30),
@@ -149,6 +154,7 @@ _OPTIONAL = frozenset(
     (
         "threads",
         "max_model_len",
+        "max_num_batched_tokens",
         "kv_cache_memory_bytes",
         "num_blocks_override",
         "num_swap_blocks",
@@ -172,7 +178,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "enable_lora": (False,),
     "cpu_offload_gb": (0,),
     "disable_custom_all_reduce": (True, False),
-    "generation_config": ("auto", "vllm", None),
     "hf_token": (None,),
     "served_model_name": (None,),
     "attention_backend": (None, "auto"),
@@ -202,8 +207,9 @@ def config_from_options(**options: Any) -> EngineConfig:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(fields)}")
-    if accepted.get("enable_chunked_prefill", True) is None:  # vLLM's "decide yourself"
-        del accepted["enable_chunked_prefill"]
+    for name in ("enable_chunked_prefill", "generation_config"):
+        if accepted.get(name, True) is None:  # vLLM's "decide yourself"
+            del accepted[name]
     if (gibibytes := accepted.pop("swap_space", None)) is not None:
         _check_number("swap_space", gibibytes, 2**14)
         accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))

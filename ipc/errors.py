@@ -5,6 +5,7 @@ EngineCoreError
 ├── InvalidRequestError (ValueError)    a prompt or a sampling parameter is wrong
 │   └── UnsupportedParameterError       the parameter is known but this version cannot do it
 ├── RequestFailedError                  the engine accepted the request and could not finish it
+│   └── DeadlineExceededError           ... before its deadline
 ├── ModelFileError                      a model file is missing, truncated or corrupt
 │   └── UnsupportedModelError           the file is sound but names an architecture or format we do not run
 ├── OutOfMemoryError                    the model or the KV cache does not fit the memory there is
@@ -35,6 +36,10 @@ class UnsupportedParameterError(InvalidRequestError):
 
 
 class RequestFailedError(EngineCoreError):
+    pass
+
+
+class DeadlineExceededError(RequestFailedError):
     pass
 
 

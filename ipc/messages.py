@@ -23,7 +23,7 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -197,6 +197,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     numerics: str  # "L0" | "L1" | "L2"
     vocab_size: int
     limits: Limits
+    default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for requests whose caller gives none
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):

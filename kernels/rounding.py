@@ -1,4 +1,4 @@
-"""ceil_div and round_up: whole numbers rounded up, for sizes in blocks, pages and lanes; also of columns."""
+"""ceil_div and round_up: whole numbers rounded up, for the kernels; ipc/rounding.py has the same for the rest."""
 
 from typing import TypeVar
 

@@ -1,6 +1,7 @@
-"""Make docs/map.md: one line for each file of the product, the first sentence of its docstring. `make map` writes it."""
+"""Make docs/map.md: one line for each file of the product, the first sentence of its docstring."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,13 +10,13 @@ PAGE = ROOT / "docs" / "map.md"
 
 _HEAD = """# Map of the code
 
-One line for each file: the first sentence of its docstring. `make map` makes this page; a test compares it with the code.
-ARCHITECTURE.md says how the parts work together.
+One line for each file: the first sentence of its docstring. `make map` makes this page, and a test compares it with the
+code. ARCHITECTURE.md says how the parts work together.
 """
 
 
 def product_files() -> list[Path]:
-    """Return the Python files that git knows or would add, tests and packages' empty files left out, relative to ROOT."""
+    """Return the Python files that git knows or would add, but for tests and empty files, relative to ROOT."""
     found = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -28,10 +29,7 @@ def first_sentence(path: Path) -> str:
     text = ast.get_docstring(ast.parse((ROOT / path).read_text()))
     assert text, f"{path} has no docstring"
     paragraph = " ".join(text.split("\n\n")[0].split())
-    end = next(
-        (i + 1 for i, c in enumerate(paragraph) if c == "." and paragraph[i + 1 : i + 3].strip()[:1].isupper()), 0
-    )
-    return paragraph[:end].rstrip(".") if end else paragraph.rstrip(".")
+    return re.split(r"\.\s+(?=[A-Z])", paragraph)[0].rstrip(".")
 
 
 def made() -> str:

@@ -94,7 +94,7 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         )
-        params = _sampling_params(parsed, tokenizer.default_sampling if tokenizer is not None else {})
+        params = _sampling_params(parsed, llm.client.welcome.default_sampling)
         console = OutputConsole()
         titles = [question.title.replace("\n", " ") for question in questions]
         before = await llm.statistics()

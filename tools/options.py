@@ -22,7 +22,7 @@ HELP = {
     "threads": "compute threads; default: the CPUs this process may use",
     "max_model_len": "tokens of prompt and output together; default: the model's",
     "max_num_seqs": "requests running at once",
-    "max_num_batched_tokens": "token budget of a step",
+    "max_num_batched_tokens": "token budget of a step; default: 512, with whole prompts at least max_model_len",
     "block_size": "tokens in a KV block, a power of two up to 128",
     "kv_cache_memory_bytes": "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G",
     "num_blocks_override": "exact number of KV blocks, whatever the memory",
@@ -57,6 +57,7 @@ HELP = {
     "cpu_kernels": "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's",
     "gpu_memory_utilization": "share of a GPU's memory that the engine may take",
     "enforce_eager": "no CUDA graphs on a GPU",
+    "generation_config": "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's",
 }
 
 #: vLLM's, SGLang's and llama.cpp's names of our options; accepted, not shown.

@@ -13,7 +13,7 @@ from core.batch.table import BatchTable, RequestStart
 from core.kv.block_pool import BlockPool
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 
 class Batch:

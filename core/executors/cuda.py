@@ -8,6 +8,7 @@ import torch
 from core.device import cuda_device
 from core.execution.executor import StepHandle
 from core.execution.plan import SchedulerOutput
+from core.execution.token_budget import token_budget
 from core.executors.local import DTYPES, LocalExecutor
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
@@ -15,7 +16,7 @@ from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows, padded_splits
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import pack_columns, sample_tokens
 
@@ -45,7 +46,7 @@ class CudaExecutor(LocalExecutor):
             peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"a step of max_num_batched_tokens={self._config.max_num_batched_tokens} tokens or of max_num_seqs="
+                f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
                 f"{self._config.max_num_seqs} requests of the greatest length does not fit the GPU beside the weights; "
                 f"lower them or max_model_len: {error}"
             ) from error
@@ -72,6 +73,10 @@ class CudaExecutor(LocalExecutor):
     def _max_model_len(self) -> int:
         return min(self._config.max_model_len or self.info.max_model_len, self.info.max_model_len)
 
+    def _token_budget(self) -> int:
+        """Tokens of the largest step."""
+        return token_budget(self._config, self._max_model_len())
+
     def _tables_bytes(self) -> int:
         """Of core/runner/device_tables.py, which comes later."""
         num_tokens = self._max_model_len() + 1
@@ -81,7 +86,7 @@ class CudaExecutor(LocalExecutor):
     def _largest_step(self) -> None:
         """All tokens of the budget, of as many requests as may run, over a cache that holds the null block only."""
         model, operations = self._parts()
-        num_tokens = self._config.max_num_batched_tokens
+        num_tokens = self._token_budget()
         num_requests = min(self._config.max_num_seqs, num_tokens)
         counts = np.full(num_requests, num_tokens // num_requests)
         counts[: num_tokens % num_requests] += 1

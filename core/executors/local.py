@@ -3,13 +3,14 @@
 import hashlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from core.device import num_threads
 from core.execution.executor import Costs, FinishedStep, ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.model_files.loading import load_model
+from core.model_files.loading import LoadedModel, load_model
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
@@ -27,11 +28,12 @@ class LocalExecutor:
         torch.set_num_threads(num_threads(config))
         self._ahead: BlocksAhead | None = None  # of a cache in the machine's memory
         path = resolve_model(config.model)
-        dtype = self.choose_dtype(config)
-        self._model, fingerprint, label = load_model(path, dtype, config)
+        dtype = self._dtype = self.choose_dtype(config)
+        self._loaded = load_model(path, dtype, config)
+        self._model = self._loaded.model
         self.info = ModelInfo(
             name=hub_name(path) or path.name,
-            fingerprint=label + _fingerprint(fingerprint, dtype, self._model.variant),
+            fingerprint=_fingerprint(self._loaded, dtype),
             dtype=str(dtype).removeprefix("torch."),
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
@@ -53,6 +55,9 @@ class LocalExecutor:
 
     def initialize_cache(self, config: EngineConfig) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"
+        assert config.max_model_len is not None, "the config is not resolved"
+        self._model.settle_length(config.max_model_len)
+        self.info = msgspec.structs.replace(self.info, fingerprint=_fingerprint(self._loaded, self._dtype))
         try:
             self.runner = ModelRunner(
                 self._model,
@@ -98,6 +103,6 @@ def _has_bfloat16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is aarch64's name
 
 
-def _fingerprint(weights: str, dtype: torch.dtype, variant: str) -> str:
-    parts = (weights, str(dtype), variant, torch.__version__)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+def _fingerprint(loaded: LoadedModel, dtype: torch.dtype) -> str:
+    parts = (loaded.fingerprint, str(dtype), loaded.model.variant, torch.__version__)
+    return loaded.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()

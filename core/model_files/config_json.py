@@ -29,7 +29,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 def read_json_config(folder: Path) -> ModelConfig:
     """Errors: ModelFileError naming the key for a missing or senseless value; UnsupportedModelError naming what this
     version cannot run."""
-    values = Values(_read_json(folder / "config.json"), str(folder / "config.json"))
+    values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(values)
     values.values = {**architecture.defaults, **values.values}
     _refuse_features(values)
@@ -39,7 +39,7 @@ def read_json_config(folder: Path) -> ModelConfig:
     eos = values.token_ids("eos_token_id", vocab_size)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos += Values(_read_json(generation), str(generation)).token_ids("eos_token_id", vocab_size)
+        eos += Values(read_json_object(generation), str(generation)).token_ids("eos_token_id", vocab_size)
     return ModelConfig(
         architecture=architecture.name,
         vocab_size=vocab_size,
@@ -54,7 +54,8 @@ def read_json_config(folder: Path) -> ModelConfig:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds. Errors: ModelFileError."""
     try:
         value = json.loads(read_small_file(path).decode())
     except (ValueError, RecursionError) as error:

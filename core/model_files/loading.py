@@ -50,10 +50,11 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
     # Imported here: transformers takes seconds, and models of our own never need it.
     from core.models.transformers_model import TransformersModel
 
-    if config.load_format == "dummy":
-        model = TransformersModel(path, dtype, made_up=True)
+    made_up = config.load_format == "dummy"
+    model = TransformersModel(path, dtype, made_up=made_up, max_model_len=config.max_model_len)
+    if made_up:
         return LoadedModel(model, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
-    return LoadedModel(TransformersModel(path, dtype), model_fingerprint(path), "")
+    return LoadedModel(model, model_fingerprint(path), "")
 
 
 def _return_free_memory() -> None:

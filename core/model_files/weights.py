@@ -18,9 +18,9 @@ from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.mapped_file import map_file
 from ipc.files.safetensors import read_safetensors_folder
+from ipc.rounding import round_up
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
-from kernels.rounding import round_up
 from kernels.torch.dequantize import BLOCK_SIZES, dequantize
 
 #: safetensors dtype -> type name of kernels.torch.dequantize, under which both formats are converted.

@@ -25,6 +25,10 @@ class Model(Protocol):
     def variant(self) -> str:
         """Names the kernels in use; part of the fingerprint."""
 
+    def settle_length(self, max_model_len: int) -> None:
+        """No request will have more than max_model_len tokens. Called before the cache of the steps is allocated; what
+        the model chooses by it is part of its variant."""
+
     def wake(self) -> None:
         """forward() will be called within tens of microseconds."""
 

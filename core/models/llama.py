@@ -69,6 +69,9 @@ class Llama:
         parts = [f"{name}={product.variant}" for name, product in products.items()]
         return " ".join((*parts, self.operations.variant))
 
+    def settle_length(self, max_model_len: int) -> None:
+        """Nothing in a model of our own depends on it."""
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV cache one block of block_size tokens takes."""
         return self.operations.bytes_per_block(block_size)

@@ -1,28 +1,22 @@
 """A model of transformers from its folder, with our attention in it, or an error that says what is wrong with it."""
 
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.models.architectures import ARCHITECTURES
+from core.models.transformers_attention import INSTEAD, attend, make_mask
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 
 #: Under this name our attention is known to transformers.
 ATTENTION_NAME = "engine_core_paged"
 
-#: What ends every refusal.
-INSTEAD = (
-    f"; {', '.join(ARCHITECTURES)} run here, and models of transformers whose layers all use its attention interface "
-    "and keep nothing else from token to token: see docs/models.md"
-)
 
+def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
+    """The model of a folder, with this engine's attention; made up: with random weights, the same every time.
 
-def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool, attend: Callable[..., Any]) -> Any:
-    """The model of a folder, with `attend` for its attention and no masks; made up: with random weights, the same every
-    time. Errors: ModelFileError, UnsupportedModelError."""
+    Errors: ModelFileError, UnsupportedModelError."""
     if path.suffix == ".gguf":
         raise UnsupportedModelError(f"{path}: transformers runs model folders here, not .gguf files")
     try:
@@ -34,7 +28,7 @@ def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool, atten
             "pip install 'engine-core[transformers]'"
         ) from error
     AttentionInterface.register(ATTENTION_NAME, attend)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
+    AttentionMaskInterface.register(ATTENTION_NAME, make_mask)
     try:
         model = _open(path, dtype, made_up)
     except (EngineCoreError, MemoryError):

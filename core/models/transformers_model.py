@@ -1,73 +1,46 @@
 """Any causal language model of transformers, on this engine's KV cache and scheduler, at numerics level L0.
 
 The model's own code runs, on a batch of tokens packed request after request; only attention is ours, through
-transformers' attention interface. This file and
-transformers_loading.py are all contact with transformers' internals. Products are torch's plain
-ones, which may sum in another order for another number of rows: hence L0.
+transformers' attention interface. The files transformers_*.py are all contact with transformers' internals. Products
+are torch's plain ones, which may sum in another order for another number of rows: hence L0.
 """
 
-from contextvars import ContextVar
+import inspect
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from core.models.transformers_loading import ATTENTION_NAME, INSTEAD, described, eos_token_ids, load_transformers_model
+from core.models.transformers_attention import INSTEAD, Step, current_step
+from core.models.transformers_check import find_difference
+from core.models.transformers_loading import ATTENTION_NAME, described, eos_token_ids, load_transformers_model
+from core.models.transformers_rotation import Rotation
+from core.models.transformers_trial import Layers, TrialError, try_out
 from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
 from kernels.memory.kv_cache import KVCache, bytes_per_block
-from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
-
-#: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-
-#: What a model may ask of attention that ours cannot do, and the values that ask nothing.
-_EXTRAS: dict[str, tuple[object, ...]] = {
-    "softcap": (None, 0.0),
-    "s_aux": (None,),
-    "position_bias": (None,),
-    "is_causal": (None, True),
-}
-
-
-class _Step(NamedTuple):
-    """What attention must know of the step under way."""
-
-    cache: KVCache
-    metadata: dict[int | None, AttentionMetadata]  # by sliding window
-    write_rows: torch.Tensor
-    stored: torch.Tensor
-
-
-class _Shape(NamedTuple):
-    """One layer's heads, as seen in a trial run."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-
-
-_step: ContextVar[_Step] = ContextVar("step")
-_trial: ContextVar[dict[int, tuple[_Shape, int | None]]] = ContextVar("trial")  # layer -> heads, sliding window
+from kernels.torch.attention import AttentionMetadata, attention_metadata
 
 
 class TransformersModel:
     """path: a model folder with safetensors; made_up: its config.json is enough, the weights are random, the same
-    every time. Errors: ModelFileError when transformers is not installed or cannot read the folder;
-    UnsupportedModelError, naming the reason, for a model that this engine would run wrongly."""
+    every time; max_model_len: tokens of the longest request, None = the model's own. Errors: ModelFileError when
+    transformers is not installed or cannot read the folder; UnsupportedModelError, naming the reason, for a model that
+    this engine would run wrongly."""
 
     numerics: Numerics = "L0"
     sampler = None
 
-    def __init__(self, path: Path, dtype: torch.dtype, *, made_up: bool = False) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, *, made_up: bool = False, max_model_len: int | None = None
+    ) -> None:
         self.dtype = dtype
-        self._model = load_transformers_model(path, dtype, made_up, _attend)
+        self._model = load_transformers_model(path, dtype, made_up)
         self._architecture = type(self._model).__name__
         try:
-            self._prepare()
+            self._prepare(max_model_len)
+        except TrialError as error:
+            raise self._refusal(str(error)) from error
         except (EngineCoreError, MemoryError):
             raise
         except Exception as error:
@@ -75,7 +48,7 @@ class TransformersModel:
             reason = "wants an attention mask or a cache of its own kind" if needs_more else "does not run"
             raise self._refusal(f"its code {reason} on packed batches ({described(error)})") from error
 
-    def _prepare(self) -> None:
+    def _prepare(self, max_model_len: int | None) -> None:
         config = self._model.config.get_text_config()
         self._body = self._model.get_decoder()
         if self._body is self._model:
@@ -84,15 +57,31 @@ class TransformersModel:
         self.max_model_len = int(getattr(config, "max_position_embeddings", 0) or 2048)
         self.eos_token_ids = eos_token_ids(self._model)
         self._num_layers = int(config.num_hidden_layers)
+        self._rotation = Rotation(self._model)
+        self._length = min(max_model_len or self.max_model_len, self.max_model_len)
         self._shape, self._windows = self._try_out()
-        self._check_against_its_own()
+        if "position_ids" not in inspect.signature(self._body.forward).parameters:
+            raise self._refusal("its code takes no position_ids, and counts the tokens of a batch instead")
+        smallest = min((window for window in self._windows if window is not None), default=None)
+        if difference := find_difference(self, self.dtype, smallest, self._length, self._eager_logits):
+            raise self._refusal(difference)
+
+    def _try_out(self) -> Layers:
+        return self._rotation.settle(lambda: try_out(self._model, self._num_layers, self._length))
+
+    def settle_length(self, max_model_len: int) -> None:
+        """Rotary frequencies that transformers would choose by length are those of max_model_len tokens from now on."""
+        if self._rotation and max_model_len != self._length:
+            self._length = max_model_len
+            self._try_out()
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._architecture}: {reason}{INSTEAD}")
 
     @property
     def variant(self) -> str:
-        return f"transformers {_version()} {self._architecture}"
+        rotation = f" rotation={self._rotation.digest()}" if self._rotation else ""
+        return f"transformers {_version()} {self._architecture}{rotation}"
 
     def wake(self) -> None:
         """torch wakes its threads itself."""
@@ -142,11 +131,14 @@ class TransformersModel:
     ) -> torch.Tensor:
         stored = torch.nonzero(slots >= 0).flatten()
         by_window = dict(zip(self._windows, metadata, strict=True))
-        token = _step.set(_Step(cache, by_window, cache.slot_rows(slots[stored]), stored))
+        step = Step(cache, by_window, cache.slot_rows(slots[stored]), stored, set())
+        token = current_step.set(step)
         try:
             output = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         finally:
-            _step.reset(token)
+            current_step.reset(token)
+        if len(step.layers) != self._num_layers:
+            raise self._refusal(f"{len(step.layers)} of {self._num_layers} layers called attention in this step")
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -168,54 +160,6 @@ class TransformersModel:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _try_out(self) -> tuple[_Shape, tuple[int | None, ...]]:
-        """Run two tokens to see what the layers ask of attention: the heads of all, and the windows among them."""
-        num_layers = self._num_layers
-        token = _trial.set({})
-        try:
-            with torch.inference_mode():
-                self._model(torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.arange(2)[None], use_cache=False)
-            seen = _trial.get()
-        finally:
-            _trial.reset(token)
-        if sorted(seen) != list(range(num_layers)):
-            raise self._refusal(
-                f"{len(seen)} of {num_layers} layers use transformers' attention interface; the others compute "
-                "attention by themselves, or are of a kind (state space, linear attention) that has no place in a KV "
-                "cache of blocks"
-            )
-        shapes = {shape for shape, _ in seen.values()}
-        shape = seen[0][0]
-        if len(shapes) > 1 or shape.value_dim > shape.head_dim:
-            raise self._refusal(f"its layers' heads differ in number or size: {shapes}")
-        if shape.num_heads % shape.num_kv_heads:
-            raise self._refusal(f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} KV heads evenly")
-        return shape, tuple(dict.fromkeys(seen[layer][1] for layer in range(num_layers)))
-
-    def _check_against_its_own(self) -> None:
-        """Two short requests packed into one batch of ours must give what the model's own eager attention gives each
-        alone: else its attention does something that ours does not know, or its code lets one request's tokens see
-        another's (a convolution over the sequence, say), and it is refused."""
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, self.vocab_size, length) for length in (7, 5)]
-        expected = torch.cat([self._eager_logits(prompt) for prompt in prompts])
-        scale = float(expected.abs().amax()) or 1.0
-        tolerance = _TOLERANCE[self.dtype]
-        together = float((self._logits_of(prompts) - expected).abs().amax()) / scale
-        if together < tolerance:
-            return
-        alone = torch.cat([self._logits_of([prompt]) for prompt in prompts])
-        error = float((alone - expected).abs().amax()) / scale
-        if error < tolerance:
-            raise self._refusal(
-                f"two requests in one batch change each other's logits by {together:.1%}: its code does not keep "
-                "packed sequences apart by position_ids"
-            )
-        raise self._refusal(
-            f"with this engine's attention its logits are off by {error:.2%} of the largest (at most {tolerance:.1%} "
-            "is rounding): its own attention does something that this engine does not know"
-        )
-
     @torch.inference_mode()
     def _eager_logits(self, prompt: Ints) -> torch.Tensor:
         """Logits of the last token [1, vocab], by the model's code alone."""
@@ -226,60 +170,6 @@ class TransformersModel:
             self._model.set_attn_implementation(ATTENTION_NAME)
         logits: torch.Tensor = output.logits[0, -1:].float()
         return logits
-
-    def _logits_of(self, prompts: list[Ints]) -> torch.Tensor:
-        """Logits of the last token of each prompt [n, vocab], in a cache of their own."""
-        cache = self.allocate_cache(len(prompts) + 1, 16)
-        lengths = np.array([len(prompt) for prompt in prompts])
-        tables = np.arange(1, len(prompts) + 1)[:, None]
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        slots = np.repeat(tables[:, 0] * 16, lengths) + positions
-        hidden = self.hidden_states(
-            torch.from_numpy(np.concatenate(prompts)),
-            torch.from_numpy(positions),
-            torch.from_numpy(slots),
-            self.attention_metadata(lengths, lengths, tables, cache),
-            cache,
-        )
-        return self.compute_logits(hidden, torch.from_numpy(np.cumsum(lengths) - 1))
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: object,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **extras: object,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
-    for name, neutral in _EXTRAS.items():
-        if extras.get(name) is not None and extras[name] not in neutral:
-            raise UnsupportedModelError(
-                f"{type(module).__name__}: {name} is not supported by the generic path{INSTEAD}"
-            )
-    trial = _trial.get(None)
-    if trial is not None:
-        shape = _Shape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-        trial[module.layer_idx] = shape, sliding_window
-        return query.transpose(1, 2)[..., : shape.value_dim], None
-    step = _step.get(None)
-    if step is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: its head runs layers of its own, outside a step{INSTEAD}"
-        )
-    num_tokens, width, value_dim = key.shape[2], key.shape[1] * key.shape[3], value.shape[3]
-    if value_dim < key.shape[3]:  # the cache has one size for both (DeepSeek's values are shorter)
-        value = torch.nn.functional.pad(value, (0, key.shape[3] - value_dim))
-    kv = torch.cat((key[0].transpose(0, 1).reshape(-1, width), value[0].transpose(0, 1).reshape(-1, width)), -1)
-    step.cache.write(module.layer_idx, step.write_rows, kv[step.stored])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q = query[0].transpose(0, 1).float().contiguous()
-    out = paged_attention(q, step.cache, module.layer_idx, step.metadata[sliding_window], scale)
-    return out.view(1, num_tokens, query.shape[1], -1)[..., :value_dim], None
 
 
 def _version() -> str:

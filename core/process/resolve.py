@@ -5,9 +5,10 @@ from collections.abc import Callable
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo
+from core.execution.token_budget import token_budget
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
 _PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block
@@ -30,13 +31,14 @@ def resolve(
     num_cpus: int,
     device_bytes: int | None = None,
 ) -> EngineConfig:
-    """The config with nothing left open: dtype, max_model_len, kv_cache_memory_bytes, num_blocks_override (the number
-    of KV blocks, null block included), threads and num_swap_blocks are set; the costs of preemption are left to
-    resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of its own; None: it shares the
-    machine's memory.
+    """The config with nothing left open: dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes,
+    num_blocks_override (the number of KV blocks, null block included), threads and num_swap_blocks are set; the costs
+    of preemption are left to resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of
+    its own; None: it shares the machine's memory.
 
-    Errors: ConfigError when max_model_len exceeds the model's; OutOfMemoryError when the cache cannot hold one request
-    of max_model_len tokens, with the numbers and what to change.
+    Errors: ConfigError when max_model_len exceeds the model's, or, without chunked prefill, the given
+    max_num_batched_tokens; OutOfMemoryError when the cache cannot hold one request of max_model_len tokens, with the
+    numbers and what to change.
     """
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
@@ -52,6 +54,7 @@ def resolve(
         config,
         dtype=info.dtype,
         max_model_len=max_model_len,
+        max_num_batched_tokens=token_budget(config, max_model_len),
         kv_cache_memory_bytes=memory_bytes,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),

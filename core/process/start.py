@@ -21,6 +21,7 @@ from core.capture.writer import check_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
 from core.executors.by_name import executor_module, load_executor
+from core.model_files.default_sampling import read_default_sampling
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
@@ -66,6 +67,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         check_capture(capture)
     report("read tokenizer")
     tokenizer = _read_tokenizer(config)
+    default_sampling = read_default_sampling(config)
     report("import")
     if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
         # Imported here: whose `kernels` this is was checked after core was imported.
@@ -88,7 +90,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs)
     served = Served(
-        _welcome(config, executor.info, start.epoch, tokenizer),
+        _welcome(config, executor.info, start.epoch, tokenizer, default_sampling),
         tokenizer,
         _model_information(config, executor.info),
         start.owner_token,
@@ -136,7 +138,13 @@ def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
     return TokenizerFiles(0, tokenizer_hash(files), files)
 
 
-def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: TokenizerFiles) -> Welcome:
+def _welcome(
+    config: EngineConfig,
+    info: ModelInfo,
+    epoch: int,
+    tokenizer: TokenizerFiles,
+    default_sampling: dict[str, float | int],
+) -> Welcome:
     assert config.max_model_len is not None, config
     return Welcome(
         major=PROTOCOL_MAJOR,
@@ -161,11 +169,13 @@ def _welcome(config: EngineConfig, info: ModelInfo, epoch: int, tokenizer: Token
             lease_ms=config.client_lease_ms,
             max_logprobs=config.max_logprobs,
         ),
+        default_sampling=default_sampling,
     )
 
 
 def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformation:
     assert config.max_model_len is not None, config
+    assert config.max_num_batched_tokens is not None, config
     assert config.num_blocks_override is not None, config
     return ModelInformation(
         call=0,

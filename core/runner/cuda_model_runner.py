@@ -26,7 +26,7 @@ from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import SamplingInputs, processed_logits
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
 from ipc.config import LogprobsMode
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import pack_columns, sample_tokens

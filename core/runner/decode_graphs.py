@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.rounding import round_up
+from ipc.rounding import round_up
 
 #: Rows of the largest graph; more are launched kernel by kernel, which takes less time than they run.
 MAX_ROWS = 512

@@ -11,8 +11,8 @@ import torch
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from ipc.arrays import NO_INTS, AnyInts, Ints, Positions, Rows
+from ipc.rounding import ceil_div, round_up
 from kernels.memory.kv_cache import KVCache
-from kernels.rounding import ceil_div, round_up
 
 _ALIGNMENT = 4  # int32 numbers
 

@@ -21,7 +21,7 @@ from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
 from ipc.arrays import AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 #: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
 _PIECE = 32

@@ -16,7 +16,7 @@ from core.scheduling.preemption import Preemption
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 #: After so many preemptions for running requests one starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
@@ -52,12 +52,13 @@ class Admission:
         self._lookahead = config.admission_lookahead
         self._watermark = self.num_watermark_blocks = int(config.watermark * batch.pool.num_blocks)
         self._reserves_all = config.reserve_full_length
-        self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        assert config.max_num_batched_tokens is not None, "the config is not resolved"
+        self._budget = config.max_num_batched_tokens
+        self._chunk = config.long_prefill_token_threshold or self._budget
         self._is_chunked = config.enable_chunked_prefill
         max_partial = config.max_num_partial_prefills or config.max_num_seqs
         self._partial_prefills = PartialPrefills(batch.table, policy, max_partial)  # asked where a prompt is cut
         self._limits: list[Limit] = []  # asked for every request
-        self._budget = config.max_num_batched_tokens
 
     def add_limit(self, limit: Limit) -> None:
         """Ask this limit, too, before a request starts. Called before the first step."""

@@ -12,7 +12,7 @@ from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import Int32s, Ints, Rows
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 
 class Preemption:

@@ -41,6 +41,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
         self.block_size = config.block_size
         self.max_num_seqs = config.max_num_seqs
+        assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats = SchedulerStats()
         self.outputs = OutputCollector(epoch)

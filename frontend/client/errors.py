@@ -1,6 +1,6 @@
 """What the engine's refusals become in a client."""
 
-from ipc.errors import EngineCoreError, HandshakeError, InvalidRequestError, RequestFailedError
+from ipc.errors import DeadlineExceededError, EngineCoreError, HandshakeError, InvalidRequestError, RequestFailedError
 from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Refused, RequestFailed, Welcome
 
 _SAME_TOKENS = "L2"  # the level at which equal fingerprints mean equal tokens
@@ -14,7 +14,8 @@ def fresh(error: EngineCoreError) -> EngineCoreError:
 def request_error(failed: RequestFailed) -> EngineCoreError:
     if failed.code == ErrorCode.INVALID_ARGUMENT:
         return InvalidRequestError(failed.message)
-    return RequestFailedError(f"{failed.message} ({ErrorCode(failed.code).name})")
+    kind = DeadlineExceededError if failed.code == ErrorCode.DEADLINE_EXCEEDED else RequestFailedError
+    return kind(f"{failed.message} ({ErrorCode(failed.code).name})")
 
 
 def refusal(refused: Refused) -> HandshakeError:

@@ -22,12 +22,13 @@ def needs_every_token(params: SamplingParams) -> bool:
 class CompletionState:
     """Texts are decoded here: once, at the end, where only that is asked for; else as tokens arrive.
 
-    tokenizer: None = token ids only, texts stay "". `num_tokens` is where the next Progress must begin; `finished`
-    becomes true with the last output, which may be before the engine knows (`stop_string` is set).
+    tokenizer: None = token ids only, texts stay "". context: what prompt_context() returns. `num_tokens` is where the
+    next Progress must begin; `finished` becomes true with the last output, which may be before the engine knows
+    (`stop_string` is set).
     """
 
     def __init__(
-        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int] = ()
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, context: Sequence[int] = ()
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -35,22 +36,17 @@ class CompletionState:
         self.stop_string: str | None = None
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
+        self._context = context
         self._detokenizer: Detokenizer | None = None
         if self._tokenizer is not None and needs_every_token(params):
-            self._detokenizer = Detokenizer(
-                self._tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop_strings,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+            self._detokenizer = self._make_detokenizer(self._tokenizer)
         self._finish = FinishReason.NONE
         self._stop_token: int | None = None
         self.token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._token_texts: TokenTexts | None = None
         if self._tokenizer is not None and params.logprobs is not None:
-            self._token_texts = TokenTexts(self._tokenizer, prompt_token_ids)
+            self._token_texts = TokenTexts(self._tokenizer, params.skip_special_tokens, context)
         self._num_shown = 0  # tokens of earlier outputs
 
     def update(self, progress: Progress) -> bool:
@@ -103,5 +99,17 @@ class CompletionState:
             return self._detokenizer.delta() if delta else self._detokenizer.text
         if self._tokenizer is None:
             return ""
-        ids = self.token_ids[:-1] if self._hides_last_token() else self.token_ids
-        return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+        detokenizer = self._make_detokenizer(self._tokenizer)
+        detokenizer.update(self.token_ids[:-1] if self._hides_last_token() else self.token_ids)
+        detokenizer.finish()
+        return detokenizer.text
+
+    def _make_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        return Detokenizer(
+            tokenizer,
+            skip_special_tokens=self._params.skip_special_tokens,
+            stop=self._params.stop_strings,
+            include_stop_str_in_output=self._params.include_stop_str_in_output,
+            min_tokens=self._params.min_tokens,
+            context=self._context,
+        )

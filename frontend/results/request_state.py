@@ -1,10 +1,13 @@
 """RequestState: one request as its caller sees it; turns journal progress into RequestOutputs."""
 
+from collections.abc import Sequence
+
 from frontend.client.journal import Progress
 from frontend.client.request_events import time_in_queue
 from frontend.results.completion_state import CompletionState
 from frontend.results.logprobs import logprob_dicts
 from frontend.results.outputs import RequestMetrics, RequestOutput, TokenLogprobs
+from frontend.text.prompt_context import prompt_context
 from frontend.text.prompts import Prompt
 from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer
@@ -23,10 +26,11 @@ class RequestState:
         self.request_id = request_id
         self.number = number
         self.finished = False
-        self.completions = [CompletionState(index, params, tokenizer, prompt.token_ids) for index in range(params.n)]
         self._prompt = prompt
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
+        context = self._context_of(prompt.token_ids)
+        self.completions = [CompletionState(index, params, self._tokenizer, context) for index in range(params.n)]
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._progress: dict[int, Progress] = {}  # the last of each choice
         self._stopped: list[int] = []
@@ -76,9 +80,17 @@ class RequestState:
         if self._prompt_logprobs is not None:
             return None if self._params.output_kind == RequestOutputKind.DELTA else self._prompt_logprobs
         if self.completions[0].token_ids:
-            texts = None if self._tokenizer is None else TokenTexts(self._tokenizer, self._prompt.token_ids[:1])
+            texts = None
+            if self._tokenizer is not None:
+                context = self._context_of(self._prompt.token_ids[:1])
+                texts = TokenTexts(self._tokenizer, self._params.skip_special_tokens, context)
             self._prompt_logprobs = [None, *logprob_dicts(first.logprobs.prompt, texts)]
         return self._prompt_logprobs
+
+    def _context_of(self, token_ids: Sequence[int]) -> list[int]:
+        if self._tokenizer is None:
+            return []
+        return prompt_context(self._tokenizer, token_ids, self._params.skip_special_tokens)
 
     def _metrics(self) -> RequestMetrics:
         all_progress = self._progress.values()

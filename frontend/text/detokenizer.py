@@ -2,6 +2,10 @@
 
 Text is shown only when no later token can change it: the bytes of an unfinished character wait, and with stop strings
 so do the last characters that could be the beginning of one.
+
+An output continues its prompt: its text is that of prompt and output together, without what this begins with of the
+text of the prompt alone. So the two texts in a row are the text of all tokens, unless the prompt ends within a
+character that the output completes: the whole character is then the output's.
 """
 
 import codecs
@@ -10,17 +14,17 @@ from typing import Protocol
 
 import numpy as np
 
+from frontend.text.prompt_context import CONTEXT_TOKENS, text_behind
 from frontend.text.tokenizer import Tokenizer, TokenTable, is_byte_token
 from ipc.arrays import Int32s
 
-#: Tokens of settled text that WindowStream decodes again, so that the new ones are decoded in their context.
-_CONTEXT_TOKENS = 6
 #: WindowStream decodes unfinished text of up to this many tokens at every push; beyond, at every doubling.
 _EAGER_TOKENS = 16
 
 
 class TokenStream(Protocol):
-    """Tokens in, settled text out: the concatenation of all pushes and the flush is the decoding of all the tokens."""
+    """Tokens in, settled text out: the concatenation of all pushes and the flush is the decoding of all the tokens,
+    behind that of a context."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that these tokens settle; every piece is a prefix of what is still to come, whatever follows."""
@@ -38,22 +42,32 @@ class ByteStream:
     part of a sequence; Unicode 3.9, table 3-11).
     """
 
-    def __init__(self, table: TokenTable, pending: bytes = b"") -> None:
+    def __init__(self, table: TokenTable, context: Sequence[int] = ()) -> None:
         self._table = table
-        self._pending = pending  # at most 3 bytes: the beginning of a character
+        self._pending = b""  # at most 3 bytes: the beginning of a character
+        self._is_within_context = False  # the pending character began there, and is a U+FFFD in the context's own text
+        if context:
+            self.push(context)
+        self._is_within_context = bool(self._pending)
 
     def push(self, ids: Sequence[int]) -> str:
         data = self._pending + b"".join(map(self._table.__getitem__, ids))
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
-        return text
+        return self._behind_context(text) if self._is_within_context else text
 
     def flush(self) -> str:
         text, self._pending = self._pending.decode("utf-8", "replace"), b""
-        return text
+        return self._behind_context(text) if self._is_within_context else text
 
     def copy(self) -> "ByteStream":
-        return ByteStream(self._table, self._pending)
+        twin = object.__new__(ByteStream)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def _behind_context(self, text: str) -> str:
+        self._is_within_context = not text
+        return text.removeprefix("\ufffd")
 
 
 class WindowStream:
@@ -64,11 +78,11 @@ class WindowStream:
     of those is decoded as a whole: one bad byte later turns all of it into U+FFFD).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._table = tokenizer.token_table(skip_special_tokens)
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context = list(context)
+        self._context_text = self._decode(self._context) if self._context else ""
         self._pending: list[int] = []
         self._next_try = 1  # pending tokens
 
@@ -95,8 +109,8 @@ class WindowStream:
         return twin
 
     def _settle(self, text: str) -> str:
-        new = text[len(self._context_text) :]
-        self._context = (self._context + self._pending)[-_CONTEXT_TOKENS:]
+        new = text_behind(self._context_text, text)
+        self._context = (self._context + self._pending)[-CONTEXT_TOKENS:]
         self._context_text = self._decode(self._context)
         self._pending = []
         self._next_try = 1
@@ -110,7 +124,9 @@ class WindowStream:
 class Detokenizer:
     """Text of one request.
 
-    `num_tokens` counts the tokens taken: all, or those up to and including the one that completed `stop_string`.
+    context: what prompt_context() returns of its prompt, with the same skip_special_tokens; it is not shown, nor part
+    of a stop string. `num_tokens` counts the tokens taken: all, or those up to and including the one that completed
+    `stop_string`.
     Of several stop strings the one that is complete first wins, of those complete at the same character the longest.
     A stop string must be completed by text that comes after that of the first `min_tokens` tokens.
     """
@@ -123,13 +139,14 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        context: Sequence[int] = (),
     ) -> None:
         self.num_tokens = 0
         self.stop_string: str | None = None
         self._stream: TokenStream = (
-            ByteStream(tokenizer.token_table(skip_special_tokens))
+            ByteStream(tokenizer.token_table(skip_special_tokens), context)
             if tokenizer.is_byte_level
-            else WindowStream(tokenizer, skip_special_tokens)
+            else WindowStream(tokenizer, skip_special_tokens, context)
         )
         self._stop = tuple(stop)
         self._min_tokens = min_tokens

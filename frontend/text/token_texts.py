@@ -3,32 +3,36 @@
 import codecs
 from collections.abc import Sequence
 
+from frontend.text.prompt_context import text_behind
 from frontend.text.tokenizer import Tokenizer
 
 #: A character has up to 4 bytes and a token at least one: so many tokens before may be its beginning.
-_CONTEXT_TOKENS = 3
+_UNFINISHED_TOKENS = 3
 
 
 class TokenTexts:
-    """Goes through one sequence, position after position; `before`: the tokens in front of the first.
+    """Goes through one sequence, position after position. context: what prompt_context() returns of the tokens in
+    front of the first, with the same skip_special_tokens.
 
-    A token alone that is whole characters has its own text anywhere. Of one that is not, the characters are shown that
-    it completes together with the tokens before it, without what it leaves unfinished: perhaps nothing. U+FFFD is
-    shown only for the character of that name, and by vocabularies that are neither bytes nor fall back to them.
+    The texts of the tokens that stand there are, one after the other, the text of the sequence, but for U+FFFD. A
+    token that is a part of a character shows the characters that it completes together with the tokens before it,
+    without what it leaves unfinished: perhaps nothing. U+FFFD is shown only for the character of that name, and by
+    vocabularies that are neither bytes nor fall back to them. Special tokens that the text skips show their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._table = tokenizer.token_table(skip_special_tokens)
+        self._before: list[int] = []  # the last token that added something to the text; at most one
         self._pending = b""  # at most 3 bytes: the beginning of a character
-        for token_id in before[-_CONTEXT_TOKENS:]:
+        for token_id in context[-_UNFINISHED_TOKENS:]:
             self.take([token_id])
 
     def take(self, ids: Sequence[int]) -> list[str]:
         """Texts of the tokens at the next position: the one that stands there first, then others that might have."""
-        alone = self._tokenizer.decode_each(ids)
         texts, pending = [], b""
-        for index, (token_id, text) in enumerate(zip(ids, alone, strict=True)):
-            data = self._tokenizer.bytes_of(token_id) if "\ufffd" in text else None
+        for index, (token_id, text) in enumerate(zip(ids, self._decode_each(ids), strict=True)):
+            data = self._tokenizer.bytes_of(token_id) if self._pending or "\ufffd" in text else None
             rest = b""
             if data is not None:
                 whole = self._pending + data
@@ -37,5 +41,13 @@ class TokenTexts:
             texts.append(text)
             if index == 0:
                 pending = rest
-        self._pending = pending
+        if self._table[ids[0]]:
+            self._pending, self._before = pending, [ids[0]]
         return texts
+
+    def _decode_each(self, ids: Sequence[int]) -> list[str]:
+        """Text that each id adds to the token before; bytes that are no whole character are U+FFFD."""
+        if self._tokenizer.is_byte_level or not self._before:
+            return self._tokenizer.decode_batch([[token_id] for token_id in ids])
+        before, *texts = self._tokenizer.decode_batch([self._before, *([*self._before, token_id] for token_id in ids)])
+        return [text_behind(before, text) for text in texts]

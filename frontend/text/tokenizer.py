@@ -15,8 +15,6 @@ from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.files.gguf import GgufValue, parse_gguf_metadata
 from ipc.files.model_files import GGUF_HEADER
 
-#: Parameters of generation_config.json that SamplingParams has too.
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 #: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
 _GGUF_TEMPLATE = "tokenizer.chat_template."
 
@@ -47,8 +45,7 @@ class Tokenizer:
 
     `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none;
     `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default"
-    for plain chats, "tool_use" for those with tools. `default_sampling` holds those of temperature, top_p, top_k,
-    min_p and repetition_penalty that generation_config.json gives.
+    for plain chats, "tool_use" for those with tools.
     """
 
     def __init__(
@@ -58,7 +55,6 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_templates: Mapping[str, str] | None = None,
-        default_sampling: Mapping[str, float | int] | None = None,
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training.
         hf.no_truncation()
@@ -71,7 +67,6 @@ class Tokenizer:
         self.bos_token = None if bos_token_id is None else hf.id_to_token(bos_token_id)
         self.eos_token = None if self.eos_token_id is None else hf.id_to_token(self.eos_token_id)
         self.chat_templates = dict(chat_templates or {})
-        self.default_sampling = dict(default_sampling or {})
         added = hf.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(hf.decoder, decoders.ByteLevel)
@@ -127,9 +122,9 @@ class Tokenizer:
             return self.chat_templates.get(given, given)
         return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """Text of each id alone, special ones included; bytes that are no whole character become U+FFFD."""
-        return self.hf.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each sequence of ids, special ones included; bytes that are no whole character become U+FFFD."""
+        return self.hf.decode_batch(sequences, skip_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """The bytes a token stands for; None for a text, and for an id the vocabulary does not have."""
@@ -179,7 +174,6 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
         bos_token_id=next(iter(token_ids("bos")), None),
         eos_token_ids=token_ids("eos"),
         chat_templates=_chat_templates(files, config),
-        default_sampling=_default_sampling(generation),
     )
 
 
@@ -229,18 +223,6 @@ def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
         except UnicodeDecodeError as error:
             raise ModelFileError(f"chat_template.jinja is not UTF-8: {error}") from error
     return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _default_sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    sampling: dict[str, float | int] = {}
-    for name in _SAMPLING_KEYS:
-        value = generation.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelFileError(f"generation_config.json: {name} must be a number, got {value!r}")
-        sampling[name] = value
-    return sampling
 
 
 def _check_text(text: object) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.mapped_file import map_file
+from ipc.rounding import round_up
 
 GgufScalar: TypeAlias = bool | int | float | str
 GgufValue: TypeAlias = GgufScalar | list[GgufScalar]
@@ -127,7 +128,7 @@ def _read_header(path: Path, state: tuple[int, ...]) -> GgufHeader:
         alignment = _alignment(cursor, metadata)
         cursor.check_count(num_tensors, _MIN_TENSOR_BYTES, "tensors")
         relative = [_read_tensor(cursor, alignment) for _ in range(num_tensors)]
-        data_offset = cursor.position + -cursor.position % alignment
+        data_offset = round_up(cursor.position, alignment)
         tensors = _place_tensors(relative, data_offset, len(data), str(path))
         return GgufHeader(version, metadata, tensors, metadata_bytes, data_offset, len(data))
 

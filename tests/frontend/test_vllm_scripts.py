@@ -14,7 +14,6 @@ from ipc.errors import (
     InvalidRequestError,
     UnsupportedParameterError,
 )
-from ipc.sampling_params import SamplingParams
 from tests.frontend.conftest import greedy
 
 ROOT = Path(engine_core.__file__).parent
@@ -93,10 +92,3 @@ def test_a_lower_numerics_level_is_told_once(played_engine, monkeypatch, caplog)
         found = [record.getMessage() for record in caplog.records if record.name == "engine_core"]
         assert len(found) == count
         assert all("runs at numerics level L0, not L2" in message for message in found)
-
-
-def test_recommended_sampling(text_side, played_connection):
-    (text_side / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3, "logprobs": 1}')
-    with LLM(connect="ipc:///played", tokenizer=text_side) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3)
-    (text_side / "generation_config.json").unlink()

@@ -15,7 +15,7 @@ FIELDS = EngineConfig.__struct_fields__
 
 def test_every_option_is_checked_by_some_rule() -> None:
     switches = {"enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "reserve_full_length"}
-    others = {"model", "capture", "client_weights", "gpu_memory_utilization"}
+    others = {"model", "capture", "client_weights", "gpu_memory_utilization", "generation_config"}
     assert set(FIELDS) == {*_CHOICES, *_RANGES, *_FRACTIONS, *switches, "enforce_eager", *others}
 
 
@@ -69,6 +69,15 @@ def test_ranges(name: str) -> None:
 def test_none_lets_the_engine_decide() -> None:
     for name in _OPTIONAL:
         assert getattr(config_from_options(**{name: None}), name) is None
+
+
+def test_generation_config() -> None:
+    for value in ("auto", "vllm", "/a/folder"):
+        assert config_from_options(generation_config=value).generation_config == value
+    assert config_from_options(generation_config=None).generation_config == "auto"
+    for wrong in ("", 3, True):
+        with pytest.raises(ConfigError, match="generation_config must be 'auto', 'vllm' or the path of a folder; got"):
+            config_from_options(generation_config=wrong)
 
 
 def test_a_path_may_be_a_path_object() -> None:

@@ -103,6 +103,7 @@ EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCK
 SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 0, "0.1.0", "id", 3, bytes(16), "model", "ab", "cd", "L2", 49_152, Limits(8192, 32, 2**23)),
     Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),
+    Welcome(1, 3, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), {"temperature": 0.5, "top_k": 3}),
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc.paged_rows import PagedRows
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from tests.columns import num_used_pages
 
 

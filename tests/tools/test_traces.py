@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core.batch.request import Request
+from core.scheduling.admission import Admission
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest
@@ -185,12 +187,25 @@ def test_a_run_repeats_to_the_last_digit(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[0]["preemption_mode"] == "swap"
 
 
-def test_requests_that_do_not_finish_are_counted_and_make_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without chunks a prompt must fit the budget; the longest does not, and is refused."""
-    options = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2000", "--scheduling-policy", "fcfs"]
-    assert main(["traces", str(AZURE), *options]) == 1
+def test_requests_that_do_not_finish_are_counted_and_make_the_exit_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler is made to refuse the longest."""
+
+    def never_fits(_: Admission, request: Request) -> str | None:
+        return "too long" if request.max_total_tokens > 2000 else None
+
+    monkeypatch.setattr(Admission, "never_fits", never_fits)
+    assert main(["traces", str(AZURE), "--scheduling-policy", "fcfs"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert 0 < record["finished"] < record["requests"]
+
+
+def test_whole_prompts_have_a_budget_for_the_longest(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--no-enable-chunked-prefill", "--scheduling-policy", "fcfs", "--rows", "20"]
+    assert main(["traces", str(AZURE), *options]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["finished"] == record["requests"] == 20
 
 
 def test_report_replaces_what_stands_between_its_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

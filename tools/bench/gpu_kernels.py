@@ -16,7 +16,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from core.device import cuda_device
 from ipc.config import EngineConfig
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from tools.version import DISTRIBUTION, version
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from core.device import num_threads, start_cpu_kernels
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.rounding import ceil_div
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.gemm import PackedMatrix
@@ -25,7 +26,6 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
-from kernels.rounding import ceil_div
 from kernels.torch.rope import rotary_frequencies, rotary_tables, rotate
 from tools.version import DISTRIBUTION, version
 

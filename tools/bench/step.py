@@ -26,7 +26,7 @@ from core.models.unchanged import unchanged
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest, encode
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 from tools.bench.runs import request_params
 from tools.bench.workloads import ID_LOW
 from tools.version import DISTRIBUTION, version

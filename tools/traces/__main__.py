@@ -81,7 +81,10 @@ def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig
     """Resolved. The costs of preemption are the step time's, unless they are given."""
     costs = {"recompute_ns_per_token": max(1, round(parsed.token_us * 1e3)), "swap_ns_per_block": 80_000}
     fixed = {"executor": "fake", "max_model_len": parsed.max_tokens, "fake_max_model_len": parsed.max_tokens}
-    config = config_from_options(**{**_OPTIONS, **costs, **options, **fixed})
+    defaults = dict(_OPTIONS)
+    if options.get("enable_chunked_prefill") is False:
+        del defaults["max_num_batched_tokens"]  # the engine's own default has room for every whole prompt
+    config = config_from_options(**{**defaults, **costs, **options, **fixed})
     executor = create(config)
     config = resolve(
         config,

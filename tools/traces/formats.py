@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ipc.errors import ConfigError
-from kernels.rounding import ceil_div
+from ipc.rounding import ceil_div
 
 HASH_BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
 _MAX_LENGTH = 2**31

@@ -16,8 +16,8 @@ from core.executors.fake import mix
 from ipc.arrays import Int32s
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest
+from ipc.rounding import ceil_div
 from ipc.sampling_params import SamplingParams
-from kernels.rounding import ceil_div
 from tools.traces.formats import HASH_BLOCK, Row, Trace
 
 _FIRST_ID = 3  # below it are the special tokens of the fake executor

@@ -10,8 +10,8 @@ from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes
 from core.models.llama import Llama
 from ipc.errors import ModelFileError
+from ipc.rounding import ceil_div
 from kernels.cpu.library import load_cpu_library
-from kernels.rounding import ceil_div
 
 BLOCK_SIZE = 16
 DTYPES = [torch.float32, torch.bfloat16]

@@ -61,6 +61,30 @@ def test_a_resolved_config_resolves_to_itself() -> None:
     assert resolve(config, INFO, blocks_in, total_memory_bytes=GIB, num_cpus=1) == config
 
 
+def test_the_budget_of_a_step_is_512_and_for_whole_prompts_at_least_the_longest() -> None:
+    assert resolved().max_num_batched_tokens == 512
+    assert resolved(max_num_batched_tokens=64).max_num_batched_tokens == 64
+    whole = {"enable_chunked_prefill": False}
+    assert resolved(**whole).max_num_batched_tokens == INFO.max_model_len == 2048
+    assert resolved(**whole, max_model_len=1000).max_num_batched_tokens == 1000
+    assert resolved(**whole, max_model_len=100).max_num_batched_tokens == 512
+    assert resolved(**whole, num_blocks_override=51).max_num_batched_tokens == 50 * 16  # what the cache has room for
+
+
+def test_a_given_budget_that_no_longest_whole_prompt_fits_is_refused_with_the_numbers() -> None:
+    whole = {"enable_chunked_prefill": False, "max_model_len": 1000}
+    assert resolved(**whole, max_num_batched_tokens=1000).max_num_batched_tokens == 1000
+    with pytest.raises(ConfigError) as caught:
+        resolved(**whole, max_num_batched_tokens=512)
+    assert str(caught.value) == (
+        "max_num_batched_tokens=512 is less than max_model_len=1000, and with enable_chunked_prefill=false a whole "
+        "prompt must fit one step: leave max_num_batched_tokens out, set it to at least 1000, or set max_model_len to "
+        "at most 512"
+    )
+    with pytest.raises(ConfigError, match=r"max_model_len=2048, .* set max_model_len to at most 999"):
+        resolved(enable_chunked_prefill=False, max_num_batched_tokens=999)
+
+
 def test_what_is_given_stays() -> None:
     config = resolved(threads=3, max_model_len=100, kv_cache_memory_bytes=GIB)
     assert (config.threads, config.max_model_len, config.kv_cache_memory_bytes) == (3, 100, GIB)

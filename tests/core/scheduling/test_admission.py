@@ -5,7 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.executors.fake import create
+from core.process.resolve import resolve, resolve_costs
 from core.scheduling.decisions import Verdict
+from ipc.config import EngineConfig
 from tests.core.driving import ByHand, Received, add_message, small_config
 
 MS = 1_000_000  # ns
@@ -102,6 +105,16 @@ def test_without_chunks_what_is_longer_than_a_step_is_refused_with_the_numbers()
     assert entry.failed is not None
     assert "may come to 18 tokens, and max_num_batched_tokens is 16" in entry.failed.message
     assert add(hand, 2, 14, 3).failed is None
+
+
+def test_without_chunks_the_default_budget_has_room_for_the_longest_prompt() -> None:
+    config = EngineConfig(executor="fake", enable_chunked_prefill=False, fake_max_model_len=2000)
+    executor = create(config)
+    blocks_in = executor.determine_num_available_blocks
+    config = resolve(config, executor.info, blocks_in, total_memory_bytes=1 << 30, num_cpus=1)
+    hand = ByHand(resolve_costs(config, executor.measure_costs))
+    add(hand, 1, 1990, 10)
+    assert hand.step() == {1: 1990}
 
 
 def test_prompts_gather_for_the_delay_and_no_longer() -> None:

@@ -12,7 +12,7 @@ import zmq
 from frontend.client import transport as transports
 from frontend.client.transport import ZmqTransport
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Peer:
@@ -21,6 +21,7 @@ class Peer:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.set_hwm(0)  # else a ROUTER drops what a slow machine has not read yet
         self.socket.bind(address)
         self.socket.rcvtimeo = int(PATIENCE_S * 1000)
         self.received: SimpleQueue[bytes] = SimpleQueue()

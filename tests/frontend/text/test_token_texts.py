@@ -1,5 +1,7 @@
 """The text of each token where it stands, for vocabularies of bytes and those that fall back to bytes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -52,22 +54,15 @@ def settled_text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("text", PLAIN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_a_character_shows_what_it_completes(kind: str, text: str) -> None:
+def test_texts_are_what_each_token_adds(kind: str, text: str) -> None:
     """Reference: how much longer each token makes the settled text of all before it."""
     tokenizer = KINDS[kind]
     ids = encode(kind, text)
     settled = [settled_text(tokenizer, ids[:end]) for end in range(len(ids) + 1)]
-    texts = TokenTexts(tokenizer)
-    num_parts = 0
-    for index, token in enumerate(ids):
-        (shown,) = texts.take([token])
-        (alone,) = tokenizer.decode_each([token])
-        if "\ufffd" in alone:
-            num_parts += 1
-            assert shown == settled[index + 1][len(settled[index]) :]
-        else:
-            assert shown == alone
-    assert num_parts or text == PLAIN[0] or kind in ("demo", "gemma")
+    texts = TokenTexts(tokenizer, skip_special_tokens=False)
+    shown = [texts.take([token])[0] for token in ids]
+    assert shown == [after[len(before) :] for before, after in pairwise(settled)]
+    assert "" in shown or text == PLAIN[0] or kind in ("demo", "gemma")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +78,7 @@ def test_others_are_shown_as_they_would_follow_and_change_nothing(kind: str) -> 
     first, second, third, last = (byte(kind, value) for value in "👋".encode())
     (other,) = (byte(kind, value) for value in (0x8C,))
     (word,) = encode(kind, "a")[-1:]
-    texts = TokenTexts(KINDS[kind], [word, first, second, third])
+    texts = TokenTexts(KINDS[kind], True, [word, first, second, third])
     assert texts.take([first, last, other, word, first]) == ["", "👋", "\U0001f44c", "a", ""]
     assert texts.take([second, last]) == ["", ""]  # the last completes nothing: two bytes are missing
     assert texts.take([third, last]) == ["", ""]
@@ -95,7 +90,7 @@ def test_a_token_of_several_bytes_shows_its_whole_characters() -> None:
     tokenizer = KINDS["demo"]
     parts = [token for token in range(tokenizer.vocab_size) if (tokenizer.bytes_of(token) or b"") == b" \xf0\x9f"]
     (token,) = parts
-    assert tokenizer.decode_each([token]) == [" \ufffd"]
+    assert tokenizer.decode_batch([[token]]) == [" \ufffd"]
     texts = TokenTexts(tokenizer)
     assert texts.take([token]) == [" "]
     assert texts.take(encode("demo", "a")) == ["a"]
@@ -105,7 +100,8 @@ def test_other_vocabularies_keep_their_own() -> None:
     tokenizer = _words(None)
     token = tokenizer.hf.token_to_id("\ufffd")
     assert tokenizer.bytes_of(token) is tokenizer.bytes_of(10**6) is None
-    assert TokenTexts(tokenizer, [token, token]).take([token, 2]) == ["\ufffd", "hello"]
+    assert TokenTexts(tokenizer).take([token, 2]) == ["\ufffd", "hello"]
+    assert TokenTexts(tokenizer, True, [token, token]).take([token, 2]) == [" \ufffd", " hello"]
 
 
 def one(*ids: int) -> PositionLogprobs:

@@ -1,0 +1,105 @@
+"""The start-up check of a model of transformers: two requests of this engine's against the model's own attention."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from core.models.interface import Model
+from ipc.arrays import Ints
+from kernels.memory.kv_cache import KVCache
+
+#: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+_BLOCK_SIZE = 16
+_LENGTHS = 7, 5  # tokens of the two prompts
+_LATE = 1, 2  # those of them that a second step computes
+_MOST_TOKENS = 64  # of a prompt that is longer than a sliding window
+
+Prompt = Ints
+
+_ZERO = np.zeros(1, np.int64)
+
+
+def find_difference(
+    model: Model,
+    dtype: torch.dtype,
+    smallest_window: int | None,
+    max_model_len: int,
+    own_logits: Callable[[Prompt], torch.Tensor],
+) -> str | None:
+    """What is wrong, or None when two prompts of different length, computed in two steps as one batch, have the logits
+    of the model's own attention. The second step is a decode step for one of them, and beyond the sliding window where
+    there is a small one; beside them it has a token at the last position that there may be.
+
+    own_logits: of a prompt's last token [1, vocab], by the model's code alone."""
+    longest, other = _LENGTHS
+    if smallest_window is not None and smallest_window + 2 <= min(_MOST_TOKENS, max_model_len):
+        longest = max(longest, smallest_window + 2)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.vocab_size, length) for length in (longest, other)]
+    expected = torch.cat([own_logits(prompt) for prompt in prompts])
+    scale = float(expected.abs().amax()) or 1.0
+
+    def error_of(logits: torch.Tensor) -> float:
+        return float((logits - expected).abs().amax()) / scale
+
+    together = error_of(_in_steps(model, prompts, _LATE, far=max_model_len - 1))
+    if together < _TOLERANCE[dtype]:
+        return None
+    at_once = error_of(torch.cat([_in_steps(model, [prompt], ()) for prompt in prompts]))
+    if not at_once < _TOLERANCE[dtype]:
+        return (
+            f"with this engine's attention its logits are off by {at_once:.2%} of the largest (at most "
+            f"{_TOLERANCE[dtype]:.1%} is rounding): its own attention does something that this engine does not know"
+        )
+    pairs = zip(prompts, _LATE, strict=True)
+    decoded = error_of(torch.cat([_in_steps(model, [prompt], (late,)) for prompt, late in pairs]))
+    if not decoded < _TOLERANCE[dtype]:
+        return (
+            f"after a second step its logits are off by {decoded:.2%} of the largest: its code keeps something from "
+            "token to token beside keys and values"
+        )
+    return (
+        f"two requests in one batch change each other's logits by {together:.1%}: its code does not keep packed "
+        "sequences apart by position_ids"
+    )
+
+
+def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: int | None = None) -> torch.Tensor:
+    """Logits of the last token of each prompt [n, vocab], in a cache of their own.
+
+    late: tokens of each prompt that are left to a second step; none: there is one step. far: position of a token beside
+    them in the last step."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    width = -(-int(lengths.max()) // _BLOCK_SIZE)
+    tables = 1 + np.arange((len(prompts) + 1) * width).reshape(-1, width)  # the last row is the far token's
+    cache = model.allocate_cache(int(tables[-1, -1]) + 1, _BLOCK_SIZE)
+    starts = np.zeros_like(lengths)
+    if late:
+        first_ends = lengths - np.array(late)
+        _step(model, cache, tables, prompts, starts, first_ends, None)
+        starts = first_ends
+    counts, hidden = _step(model, cache, tables, prompts, starts, lengths, far)
+    return model.compute_logits(hidden, torch.from_numpy(np.cumsum(counts)[: len(prompts)] - 1))
+
+
+def _step(
+    model: Model, cache: KVCache, tables: Prompt, prompts: list[Prompt], starts: Prompt, ends: Prompt, far: int | None
+) -> tuple[Prompt, torch.Tensor]:
+    """Compute the prompts' tokens from starts to ends: their numbers [n], the far token's among them, and the last
+    layer's output."""
+    positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    tokens = [prompt[chosen] for prompt, chosen in zip(prompts, positions, strict=True)]
+    places = positions  # in a request's blocks
+    if far is not None:
+        positions, tokens, places = [*positions, np.array([far])], [*tokens, _ZERO], [*places, _ZERO]
+        starts, ends = np.append(starts, 0), np.append(ends, 1)
+    rows = zip(tables, places, strict=False)  # no request has the last table where there is no far token
+    slots = [table[chosen // _BLOCK_SIZE] * _BLOCK_SIZE + chosen % _BLOCK_SIZE for table, chosen in rows]
+    columns = (torch.from_numpy(np.concatenate(column)) for column in (tokens, positions, slots))
+    token_column, position_column, slot_column = columns
+    counts = ends - starts
+    metadata = model.attention_metadata(counts, ends, tables[: len(counts)], cache)
+    return counts, model.hidden_states(token_column, position_column, slot_column, metadata, cache)

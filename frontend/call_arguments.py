@@ -1,0 +1,65 @@
+"""Arguments of generate() and chat() beside prompts and sampling parameters: read, or refused with what is allowed."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
+
+_MAX_PRIORITY = 2**31 - 1
+_MAX_DEADLINE_S = 1e9  # AddRequest counts milliseconds up to 2**40
+#: What chat_template_kwargs may not replace; add_generation_prompt and tools they may, as in vLLM.
+_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token")
+#: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
+_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "lora_request": (None,),
+    "tokenization_kwargs": (None, {}),
+    "chat_template_content_format": ("auto",),
+    "continue_final_message": (False,),
+}
+
+
+def check_neutral(**arguments: object) -> None:
+    """Errors: UnsupportedParameterError for an argument of vLLM's that asks for what this version does not do."""
+    for name, value in arguments.items():
+        if value not in _NEUTRAL_ARGUMENTS[name]:
+            allowed = _NEUTRAL_ARGUMENTS[name][0]
+            raise UnsupportedParameterError(
+                f"{name}={value!r:.80} is not supported by this version; leave it at its default ({allowed!r})"
+            )
+
+
+def read_template_kwargs(kwargs: object) -> dict[str, Any]:
+    """Return chat_template_kwargs as a template's variables. Errors: InvalidRequestError."""
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise InvalidRequestError(f"chat_template_kwargs must be a dict with str keys; got {kwargs!r:.80}")
+    if taken := [name for name in _RESERVED_KWARGS if name in kwargs]:
+        raise InvalidRequestError(f"chat_template_kwargs must not name {', '.join(taken)}: these are given otherwise")
+    if "continue_final_message" in kwargs:
+        check_neutral(continue_final_message=kwargs["continue_final_message"])
+    return {name: value for name, value in kwargs.items() if name != "continue_final_message"}
+
+
+def read_deadline(seconds: object) -> float | None:
+    """Return the moment on the monotonic clock that is so many seconds from now. Errors: InvalidRequestError."""
+    if seconds is None:
+        return None
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds <= _MAX_DEADLINE_S:  # type: ignore[operator]
+        raise InvalidRequestError(
+            f"deadline must be a number of seconds above 0 and up to {_MAX_DEADLINE_S:g}; got {seconds!r:.80}"
+        )
+    return time.monotonic() + seconds  # type: ignore[operator]
+
+
+def read_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    """Return a priority for each of `count` prompts; None = 0. Errors: InvalidRequestError."""
+    priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
+    if len(priorities) != count:
+        raise InvalidRequestError(f"{count} prompts need as many priorities; got {len(priorities)}")
+    for one in priorities:
+        if isinstance(one, bool) or not isinstance(one, int) or abs(one) > _MAX_PRIORITY:
+            raise InvalidRequestError(f"a priority must be an integer within +-{_MAX_PRIORITY}, got {one!r}")
+    return priorities

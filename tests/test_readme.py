@@ -1,0 +1,53 @@
+"""Every snippet of README.md runs as it stands, on the demo model: blocks marked `sh` and `python`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def snippets() -> list[tuple[str, str]]:
+    """Return (language, text) of each block that is to run."""
+    return re.findall(r"(?ms)^```(sh|python)\n(.*?)^```", (ROOT / "README.md").read_text())
+
+
+def run(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command with the environment's programs on its path -> (exit code, stdout, stderr). Nothing outlives it."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=280)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return process.returncode, output, errors
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("index", range(5))
+def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
+    language, text = snippets()[index]
+    text = text.replace("/tmp/", f"{tmp_path}/")
+    command = ["bash", "-eu", "-c", text] if language == "sh" else [sys.executable, "-c", text]
+    code, output, errors = run(command, tmp_path)
+    assert code == 0, errors[-2000:]
+    assert output.strip(), errors[-2000:]
+
+
+def test_there_are_as_many_as_are_run() -> None:
+    assert [language for language, _ in snippets()] == ["sh", "python", "python", "sh", "sh"]
