@@ -1,6 +1,7 @@
 """Batch: the running requests. Who has a row, in which order, on which blocks; rows begin and end here."""
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Batch:
         self.rows: Ints = np.zeros(0, np.int64)
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.carried = Carried()
+        self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -39,8 +41,8 @@ class Batch:
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
     def num_blocks_at_most(self, rows: Rows) -> Ints:
-        """Blocks that the rows can ever need: a request's last token is never computed."""
-        return self.num_blocks_of(self.table.max_total_tokens[rows] - 1)
+        """Blocks that the rows can ever need."""
+        return self.num_blocks_of(self.table.max_computed_tokens[rows])
 
     def num_promised_blocks(self) -> int:
         """Blocks that the rows still need for tokens they have: whoever starts must not take them."""
@@ -83,7 +85,11 @@ class Batch:
             gone[rows] = True
             self.rows = self.rows[~gone[self.rows]]
         self.carried.removed_rows.extend(rows.tolist())
-        return table.remove(rows)
+        removed = table.remove(rows)
+        for listener in self.on_release:
+            for request in removed:
+                listener(request)
+        return removed
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that goes on later: it gets its tokens back."""

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from core.kv.block_names import root_content
 from ipc.arrays import Int32s
+from ipc.block_roots import root_of_salt
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
 
@@ -30,10 +30,11 @@ class Request(msgspec.Struct, eq=False):
     token_ids: Int32s  # prompt, then output so far
     num_prompt_tokens: int
     max_total_tokens: int  # prompt and output together, max_model_len included
+    max_computed_tokens: int  # of those: what the request can come to compute, and hold in the KV cache
     params: SamplingParams
     seed: int
     priority: int
-    root: int  # content that its first block follows, by its cache salt; see core/kv/block_names.py
+    root: int  # content that its first block follows, by its cache salt; see ipc/block_roots.py
     choice: int = 0
     row: int = NO_ROW
     rank: int = 0  # of the scheduling policy: smaller goes first, then the smaller serial
@@ -72,17 +73,21 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     prompt = np.frombuffer(message.prompt_token_ids, "<i4")
     delivered = np.frombuffer(message.delivered[choice] if choice < len(message.delivered) else b"", "<i4")
+    # What is asked for is tokens to generate: the last of them ends the request, so nothing is computed from it. A
+    # request for something else than tokens has other numbers here, and the scheduler asks for no reason.
     wanted = max_model_len if message.params.max_tokens is None else len(prompt) + message.params.max_tokens
+    max_total_tokens = min(wanted, max_model_len)
     return Request(
         serial=serial,
         client=client,
         number=message.number,
         token_ids=np.concatenate([prompt, delivered]).astype(np.int32, copy=False),
         num_prompt_tokens=len(prompt),
-        max_total_tokens=min(wanted, max_model_len),
+        max_total_tokens=max_total_tokens,
+        max_computed_tokens=max_total_tokens - 1,
         params=params,
         seed=message.seed,
         priority=message.priority,
-        root=root_content(message.cache_salt),
+        root=root_of_salt(message.cache_salt),
         choice=choice,
     )

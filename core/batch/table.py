@@ -46,7 +46,8 @@ class BatchTable:
         where that is positive
     num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
     num_computed_before [rows]: how far it was when it was last preempted
-    max_total_tokens [rows]: a request with so many tokens is finished
+    max_total_tokens, max_computed_tokens [rows]: a request with so many tokens is finished; how many of them it can
+      come to compute
     min_total_tokens [rows]: below it nothing but the length ends a request
     num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
     content [rows]: number of the content of the named blocks; see core/kv/block_names.py
@@ -56,7 +57,7 @@ class BatchTable:
 
     def __init__(self, num_rows: int) -> None:
         self.tenancy = np.full(num_rows, FREE_ROW, np.int64)
-        self._columns = np.zeros((18, num_rows), np.int64)  # what _entries() gives, one below the other
+        self._columns = np.zeros((19, num_rows), np.int64)  # what _entries() gives, one below the other
         (
             self.client,
             self.number,
@@ -67,6 +68,7 @@ class BatchTable:
             self.num_computed_tokens,
             self.num_computed_before,
             self.max_total_tokens,
+            self.max_computed_tokens,
             self.min_total_tokens,
             self.num_blocks,
             self.num_named_blocks,
@@ -115,6 +117,7 @@ class BatchTable:
             start.num_computed_tokens,
             request.num_computed_before,
             request.max_total_tokens,
+            request.max_computed_tokens,
             num_prompt_tokens + params.min_tokens,
             start.num_given,
             start.num_named_blocks,

@@ -23,6 +23,8 @@ class Inbox:
         self._bytes_put = 0
         self._requests_put = 0
         self._tokens_put = 0
+        self._requests_preparing = 0
+        self._tokens_preparing = 0
         # Written by the consumer only:
         self._bytes_taken = 0
         self._requests_taken = 0
@@ -33,11 +35,11 @@ class Inbox:
 
     @property
     def num_queued_requests(self) -> int:
-        return self._requests_put - self._requests_settled
+        return self._requests_preparing + self._requests_put - self._requests_settled
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._tokens_put - self._tokens_settled
+        return self._tokens_preparing + self._tokens_put - self._tokens_settled
 
     @property
     def is_overfull(self) -> bool:
@@ -54,6 +56,16 @@ class Inbox:
             self._requests_put += message.params.n
             self._tokens_put += num_tokens(message)
         self._queue.put((client, message))
+
+    def begin_preparation(self, message: AddRequest) -> None:
+        """Count a request as queued that is put in later; for the producer."""
+        self._requests_preparing += message.params.n
+        self._tokens_preparing += num_tokens(message)
+
+    def end_preparation(self, message: AddRequest) -> None:
+        """The request is put in now, or never."""
+        self._requests_preparing -= message.params.n
+        self._tokens_preparing -= num_tokens(message)
 
     def put_end(self) -> None:
         """No request comes after this."""

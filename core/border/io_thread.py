@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from core import log
 from core.border.inbox import Inbox
 from core.border.lease_clock import LeaseClock
+from core.border.preparation import Preparation, Preparer
 from core.border.reception import Reception, Served
 from core.border.sessions import Sessions
 from core.inputs import EndPause, EngineInput
@@ -48,7 +49,8 @@ _NOBODY = 0  # client of an input that is no client's
 class IOThread:
     """Made and bound by the main thread, then run on its own. Takes ownership of the socket and of its context."""
 
-    def __init__(self, context: Context, router: BoundRouter, served: Served) -> None:
+    def __init__(self, context: Context, router: BoundRouter, served: Served, preparer: Preparer | None = None) -> None:
+        """preparer: None = no request has anything to prepare."""
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self.inbox = Inbox()
         self.sessions = Sessions(router.socket, self.inbox, served.client_weights)
@@ -75,11 +77,16 @@ class IOThread:
             self._engine_sources.register(fd, select.POLLIN)
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, time.monotonic())
+        self._preparation: Preparation | None = None
+        if preparer is not None:
+            self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, self._wake_up)
+            self.sessions.on_close = self._preparation.forget
         self.reception = Reception(
             served,
             self.sessions,
             self.inbox,
             self._clock,
+            self._preparation,
             on_connect=self._close_disconnected,
             on_drain=self.drain,
             on_shutdown=self._shut_down,
@@ -87,6 +94,7 @@ class IOThread:
         self._next_look = 0.0  # for silent clients, on the lease clock
         self._retry_s = _MIN_RETRY_S
         self._drain_asked = False
+        self._has_ended_inbox = False
         self._shutdown_asked = False
 
     # --- called by other threads ---
@@ -216,15 +224,24 @@ class IOThread:
         may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
         has_read = may_receive and self._receive(now)
         self._end_silent(now, has_read=has_read)
-        if self._drain_asked and not self.reception.is_draining:
-            self.reception.is_draining = True
-            self.inbox.put(_NOBODY, EndPause())
-            self.inbox.put_end()
+        if self._preparation is not None:
+            self._send(self._preparation.take_done(), now)
+        if self._drain_asked and not self._has_ended_inbox:
+            self._end_inbox()
         self._send_outbox(now)
         progress = self.sessions.flush(now)
         self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
         has_unread = self._has_unread  # asked in any case: else the file descriptor may stay readable
         return 0 if may_receive and has_unread else self._due_s(may_receive=may_receive)
+
+    def _end_inbox(self) -> None:
+        """Refuse new requests at once; end the inbox when what is in preparation has gone into it."""
+        if not self.reception.is_draining:
+            self.reception.is_draining = True
+            self.inbox.put(_NOBODY, EndPause())
+        if not self._preparation:
+            self._has_ended_inbox = True
+            self.inbox.put_end()
 
     def _due_s(self, *, may_receive: bool) -> float | None:
         if not may_receive:
@@ -268,6 +285,8 @@ class IOThread:
                 self.sessions.send(session, message, now)
 
     def _stop(self, stopping: EngineStopping) -> None:
+        if self._preparation is not None:
+            self._preparation.close()
         now = time.monotonic()
         for session in list(self.sessions.all):
             self.sessions.send(session, stopping, now)

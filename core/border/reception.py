@@ -12,6 +12,7 @@ import zmq
 from core.border.inbox import Inbox, num_tokens
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
+from core.border.preparation import Preparation
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
@@ -76,6 +77,7 @@ class Reception:
         sessions: Sessions,
         inbox: Inbox,
         clock: LeaseClock,
+        preparation: Preparation | None = None,
         *,
         on_connect: Callable[[], None],
         on_drain: Callable[[], None],
@@ -88,6 +90,7 @@ class Reception:
         self._sessions = sessions
         self._inbox = inbox
         self._clock = clock
+        self._preparation = preparation  # None: no request has anything to prepare
         self._on_connect = on_connect
         self._on_drain = on_drain
         self._on_shutdown = on_shutdown
@@ -219,7 +222,12 @@ class Reception:
             text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
             self._reject(session.identity, session, b"", text, now)
         elif (abort := session.requests.live_among(message)) is not None:
-            self._inbox.put(session.client, abort)
+            rest, last = (abort, None) if self._preparation is None else self._preparation.abort(session.client, abort)
+            if rest is not None:
+                self._inbox.put(session.client, rest)
+            if last is not None:
+                session.requests.note(last)
+                self._sessions.send(session, last, now)
 
     def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
         """Put a request into the inbox, or say why not. One that is running already is not begun again."""
@@ -245,6 +253,14 @@ class Reception:
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
+        preparation = self._preparation
+        if preparation is not None and preparation.needs(message):
+            if preparation.is_full:
+                text = f"{len(preparation)} requests are being prepared; send again later"
+                return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
+            session.requests.add(number, frame.buffer, message.params.n)
+            preparation.begin(session.client, message)
+            return None
         session.requests.add(number, frame.buffer, message.params.n)
         self._inbox.put(session.client, message)
         return None

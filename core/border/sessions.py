@@ -7,7 +7,7 @@ HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session end
 import contextlib
 import os
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import zmq
@@ -59,6 +59,7 @@ class Sessions:
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
+        self.on_close: Callable[[int], None] | None = None  # called with each client whose session closes
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
@@ -106,6 +107,8 @@ class Sessions:
             return
         del self._by_identity[session.identity]
         self._backlogged.pop(session.client, None)
+        if self.on_close is not None:
+            self.on_close(session.client)
         self._inbox.put(session.client, Goodbye())
 
     def lose(self, session: Session) -> None:

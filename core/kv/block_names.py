@@ -7,7 +7,6 @@ few column operations, whatever the number of rows.
 """
 
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from core.kv.event_log import KVEventLog
 from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
 
-#: Content number of a block that has no name. Numbers of blocks are positive, those of roots negative.
+#: Content number of a block that has no name. Numbers of blocks are positive, roots (ipc/block_roots.py) negative.
 UNNAMED = 0
 
 _MASK = 2**64 - 1
@@ -23,13 +22,6 @@ _ONE = np.uint64(1)
 _ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
 _Number = TypeVar("_Number", int, UInt64s)
-
-
-def root_content(cache_salt: str) -> int:
-    """Number of the empty content under this salt: what a request's first block follows."""
-    if not cache_salt:
-        return -1
-    return -2 - (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "little") >> 2)
 
 
 @lru_cache(maxsize=8)

@@ -1,50 +1,52 @@
-"""BadWords: sequences of tokens that a row must not produce; the last token of one is forbidden when the others are
-the end of the row's output."""
+"""BadWords: the option bad_words, sequences of tokens that a row must not produce.
+
+The last token of a word is forbidden while the word's other tokens are the end of the row's output.
+"""
 
 import numpy as np
 
-from core.execution.runner_table import RunnerTable
+from core.execution.plan import NewRow
+from core.sampling.edit_group import EditGroup, Forbidden, SampledRows
 from core.sampling.row_group import RowGroup
-from core.sampling.sample_index import SampleIndex
-from ipc.arrays import NO_INTS, Ints, Positions
 
 
-class BadWords:
-    """The index group of rows with bad words: one entry for each token of each word.
+class BadWords(EditGroup):
+    """One entry for each token of each word.
 
     token; back: how many tokens before the end of its word it stands (0 = the last); word: number of the word.
     """
+
+    options = ("bad_words_token_ids",)
 
     def __init__(self) -> None:
         self._parts = RowGroup(token=np.int64, back=np.int64, word=np.int64)
         self._num_words = 0  # ever added: tells neighbouring words apart
 
-    def add(self, row: int, words: list[list[int]]) -> None:
-        """words: token ids of each; none is empty."""
+    def add(self, new: NewRow) -> bool:
+        words = new.params.bad_words_token_ids
         if not words:
-            return
+            return False
         lengths = np.array([len(word) for word in words])
         ends = np.repeat(np.cumsum(lengths), lengths)
         self._parts.add(
-            row,
+            new.row,
             token=[token for word in words for token in word],
             back=ends - 1 - np.arange(int(lengths.sum())),
             word=self._num_words + np.repeat(np.arange(len(words)), lengths),
         )
         self._num_words += len(words)
+        return True
 
     def remove(self, row: int) -> None:
         self._parts.remove(row)
 
-    def forbidden(self, index: SampleIndex, positions: Positions, table: RunnerTable) -> tuple[Ints, Ints]:
-        """(sample, token) pairs: tokens that would complete a bad word there.
-
-        positions [S]: of each sample in its row's output. Drafts before a sample are read from the table.
-        """
-        entries, sample = index.spread(self._parts["row"])
+    def edit(self, sampled: SampledRows) -> Forbidden | None:
+        """Forbid the tokens that would complete a bad word now."""
+        entries, sample = sampled.samples.spread(self._parts["row"])
         if not len(sample):
-            return NO_INTS, NO_INTS
-        is_several = index.offsets is not None
+            return None
+        positions, table = sampled.positions, sampled.table
+        is_several = sampled.samples.offsets is not None
         if is_several:  # the parts of a word stand together for each sample
             order = np.lexsort((sample, self._parts["word"][entries]))
             entries, sample = entries[order], sample[order]
@@ -59,4 +61,4 @@ class BadWords:
             begins |= np.diff(sample, prepend=-1)
         starts = np.flatnonzero(begins)
         complete = np.logical_and.reduceat(matches, starts)
-        return sample[is_last][complete], token[is_last][complete]
+        return Forbidden(sample[is_last][complete], token[is_last][complete])

@@ -1,15 +1,15 @@
 """SamplingColumns: what the sampler must know of each row, as columns of the runner's table."""
 
+from operator import attrgetter
+
 import numpy as np
 
 from core.execution.plan import NewRow
 from core.execution.runner_table import RunnerTable
-from core.sampling.bad_words import BadWords
-from core.sampling.logit_edits import NO_EDITS, LogitEdits
-from core.sampling.row_group import RowGroup
+from core.sampling.edit_group import Edit, EditGroup, SampledRows
+from core.sampling.logit_edits import edit_groups
 from core.sampling.sample_index import SampleIndex
-from core.sampling.sampler import SamplingInputs
-from core.sampling.token_counts import TokenCounts, add_drafts
+from core.sampling.sampler import NO_EDITS, SamplingInputs
 from ipc.arrays import NO_INTS, Ints, Positions, Rows, TokenIds
 from ipc.sampling_params import SamplingParams
 
@@ -18,34 +18,28 @@ _ALL_LOGPROBS = 2**31 - 1
 
 
 class SamplingColumns:
-    """temperature, top_k, top_p, min_p, seed, choice, min_tokens and the penalties [rows]; num_logprobs and
-    num_prompt_logprobs [rows], negative = none; index groups of the rows that have min_tokens, allowed_token_ids,
-    logit_bias, bad words or penalties."""
+    """temperature, top_k, top_p, min_p, seed and choice [rows]; num_logprobs and num_prompt_logprobs [rows], negative =
+    none; and the groups of the rows that use an option which changes logits (core/sampling/logit_edits.py)."""
 
-    def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, num_rows: int, eos_token_ids: tuple[int, ...], groups: tuple[EditGroup, ...] | None = None
+    ) -> None:
+        """groups: None = those of every option."""
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int64)
         self.top_p = np.ones(num_rows, np.float32)
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
         self.choice = np.zeros(num_rows, np.int64)
-        self.min_tokens = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self.num_reporting = 0  # rows with log probabilities of either kind
         self._num_drawing = 0  # rows whose tokens are drawn
-        self._eos_token_ids = eos_token_ids
-        self._repetition = np.ones(num_rows, np.float32)
-        self._frequency = np.zeros(num_rows, np.float32)
-        self._presence = np.zeros(num_rows, np.float32)
         self._has_edits = np.zeros(num_rows, np.bool_)
-        self._is_penalized = np.zeros(num_rows, np.bool_)
         self._num_edited = 0
-        self._early = RowGroup(token=np.int64)  # tokens forbidden below min_tokens
-        self._allowed = RowGroup(token=np.int64)
-        self._bias = RowGroup(token=np.int64, bias=np.float32)
-        self._bad_words = BadWords()
-        self._counts = TokenCounts()
+        self._groups = edit_groups(num_rows, eos_token_ids) if groups is None else groups
+        self._options = attrgetter(*(option for group in self._groups for option in group.options))
+        self._unused = self._options(SamplingParams())
 
     @property
     def has_edits(self) -> bool:
@@ -64,11 +58,9 @@ class SamplingColumns:
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NO_LOGPROBS
         if not self._has_edits[row]:
             return
-        for group in (self._early, self._allowed, self._bias, self._bad_words):
+        for group in self._groups:
             group.remove(row)
-        if self._is_penalized[row]:
-            self._counts.remove(row)
-        self._has_edits[row] = self._is_penalized[row] = False
+        self._has_edits[row] = False
         self._num_edited -= 1
 
     def add(self, new: NewRow) -> None:
@@ -83,10 +75,10 @@ class SamplingColumns:
         self.num_logprobs[row] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
         self.num_reporting += self._reports(row)
-        if _has_edits(params):
-            self._has_edits[row] = True
-            self._num_edited += 1
-            self._add_edits(new)
+        if self._options(params) != self._unused:
+            uses = [group.add(new) for group in self._groups]
+            self._has_edits[row] = any(uses)
+            self._num_edited += any(uses)
 
     def reporting(self, rows: Rows) -> Ints:
         """Which of these rows want their tokens' log probabilities: indices into them."""
@@ -95,32 +87,12 @@ class SamplingColumns:
     def _reports(self, row: int) -> bool:
         return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)
 
-    def _add_edits(self, new: NewRow) -> None:
-        row, params = new.row, new.params
-        self.min_tokens[row] = params.min_tokens
-        early = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
-        if params.min_tokens:
-            self._early.add(row, token=early)
-        if params.allowed_token_ids:
-            self._allowed.add(row, token=params.allowed_token_ids)
-        if params.logit_bias:
-            self._bias.add(row, token=list(params.logit_bias), bias=list(params.logit_bias.values()))
-        self._bad_words.add(row, params.bad_words_token_ids or [])
-        if _is_penalized(params):
-            self._is_penalized[row] = True
-            self._repetition[row] = params.repetition_penalty
-            self._frequency[row] = params.frequency_penalty
-            self._presence[row] = params.presence_penalty
-            repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count outputs
-            self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
-
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
         """One sampled token for each of these rows; or counts[i] of them, row after row."""
         if self._num_edited:
             owners = rows if counts is None else rows.repeat(counts)
-            counted = self._is_penalized[owners]
-            if counted.any():
-                self._counts.append(owners[counted], token_ids[counted], is_distinct=counts is None)
+            for group in self._groups:
+                group.append(owners, token_ids, is_distinct=counts is None)
 
     def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
         """The columns of these rows [S], in their order, for the token that each is about to get.
@@ -142,56 +114,12 @@ class SamplingColumns:
             edits=self._edits(rows, offsets, positions, table) if self._num_edited else NO_EDITS,
         )
 
-    def _edits(self, rows: Rows, offsets: Ints | None, positions: Positions, table: RunnerTable) -> LogitEdits:
-        index = SampleIndex(rows, len(self.seed), offsets)
-        allowed, bias, early = self._allowed, self._bias, self._early
-        allowed_entries, allowed_row = index.spread(allowed["row"])
-        bias_entries, bias_row = index.spread(bias["row"])
-        early_entries, early_row = index.spread(early["row"])
-        is_early = positions[early_row] < self.min_tokens[rows[early_row]]
-        bad_row, bad_token = self._bad_words.forbidden(index, positions, table)
-        counted_row, counted_token, occurrences = self._counted(index, table)
-        counted = rows[counted_row]
-        return LogitEdits(
-            limited=np.unique(allowed_row),
-            allowed_row=allowed_row,
-            allowed_token=allowed["token"][allowed_entries],
-            forbidden_row=np.append(bad_row, early_row[is_early]),
-            forbidden_token=np.append(bad_token, early["token"][early_entries][is_early]),
-            bias_row=bias_row,
-            bias_token=bias["token"][bias_entries],
-            bias=bias["bias"][bias_entries],
-            counted_row=counted_row,
-            counted_token=counted_token,
-            occurrences=occurrences,
-            repetition=self._repetition[counted],
-            frequency=self._frequency[counted],
-            presence=self._presence[counted],
-        )
-
-    def _counted(self, index: SampleIndex, table: RunnerTable) -> tuple[Ints, Ints, Ints]:
-        """(sample, token, occurrences in the output before it), of the rows with penalties."""
-        counts = self._counts
-        entries, samples = index.spread(counts.rows)
-        columns = samples, counts.tokens[entries], counts.counts[entries]
-        if index.offsets is None:
-            return columns
-        drafted, places = index.drafts(self._is_penalized)
-        owners = index.rows[drafted]
-        return add_drafts(*columns, (drafted, table.tokens.get(owners, table.num_tokens[owners] + places)))
-
-
-def _has_edits(params: SamplingParams) -> bool:
-    options = (params.min_tokens, params.allowed_token_ids, params.logit_bias, params.bad_words_token_ids)
-    return any(options) or _is_penalized(params)
+    def _edits(self, rows: Rows, offsets: Ints | None, positions: Positions, table: RunnerTable) -> tuple[Edit, ...]:
+        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table)
+        return tuple([edit for group in self._groups if (edit := group.edit(sampled)) is not None])
 
 
 def _num_logprobs(wanted: int | None) -> int:
     if wanted is None:
         return _NO_LOGPROBS
     return _ALL_LOGPROBS if wanted == -1 else wanted
-
-
-def _is_penalized(params: SamplingParams) -> bool:
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return penalties != (1.0, 0.0, 0.0)

@@ -12,10 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from core.sampling.logit_edits import NO_EDITS, LogitEdits, apply_edits
+from core.sampling.edit_group import Edit
+from core.sampling.logit_edits import apply_edits
 from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
 from kernels.philox import uniform
+
+#: Of a batch without options that change logits.
+NO_EDITS: tuple[Edit, ...] = ()
 
 #: What stands for a token in a row whose logits are not numbers.
 NOT_A_TOKEN = -1
@@ -31,7 +35,7 @@ _SUM_BLOCK = 4096
 
 
 class SamplingInputs(NamedTuple):
-    """Parameters of S rows, as columns [S]; and the index groups of what uncommon options change."""
+    """Parameters of S rows, as columns [S]; and what uncommon options change in their logits."""
 
     temperature: Floats  # 0 = greedy
     top_k: Ints  # 0 = all
@@ -40,7 +44,7 @@ class SamplingInputs(NamedTuple):
     seed: UInt64s
     position: Ints  # index of the token to draw in its request's output
     choice: Ints  # of its request
-    edits: LogitEdits = NO_EDITS
+    edits: tuple[Edit, ...] = NO_EDITS
 
 
 def sample(
@@ -51,13 +55,13 @@ def sample(
     sample_greedily() is of the logits before any edit, where that is known."""
     if len(logits) == 0:
         return NO_INT32S
-    if inputs.edits is not NO_EDITS:
+    if inputs.edits:
         apply_edits(logits, inputs.edits)
     if kernel is None:
         return _draw_tokens(logits, inputs)
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
     columns = (*filters, inputs.seed, inputs.position, inputs.choice)
-    return kernel(logits, columns, largest if inputs.edits is NO_EDITS else None)
+    return kernel(logits, columns, None if inputs.edits else largest)
 
 
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:

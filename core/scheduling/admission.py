@@ -10,6 +10,7 @@ from core.batch.table import RequestStart
 from core.scheduling.decisions import Cause, Examined, Verdict
 from core.scheduling.delay import Delay
 from core.scheduling.draft import Draft
+from core.scheduling.limits import Limit, PartialPrefills
 from core.scheduling.policies import Policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.waiting_queue import WaitingQueue
@@ -55,11 +56,18 @@ class Admission:
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._is_chunked = config.enable_chunked_prefill
-        self._max_partial = config.max_num_partial_prefills or config.max_num_seqs
+        max_partial = config.max_num_partial_prefills or config.max_num_seqs
+        self._partial_prefills = PartialPrefills(batch.table, policy, max_partial)  # asked where a prompt is cut
+        self._limits: list[Limit] = []  # asked for every request
+
+    def add_limit(self, limit: Limit) -> None:
+        """Ask this limit, too, before a request starts. Called before the first step."""
+        self._limits.append(limit)
+        self._batch.on_release.append(limit.give_back)
 
     def never_fits(self, request: Request) -> str | None:
         """Why the request could not run even alone, with the numbers; None when it could."""
-        length = request.max_total_tokens - 1  # its last token is never computed
+        length = request.max_computed_tokens
         needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
@@ -127,8 +135,8 @@ class Admission:
         lack = start.num_blocks - start.num_hits - self._blocks_left(start, room)
         refusal: Examined | None = None
         if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
-            if start.num_tokens < start.num_missing_tokens:
-                refusal = self._cut(start, draft.budget, draft, room)
+            if start.num_tokens < start.num_missing_tokens or self._limits:
+                refusal = self._cut(start, draft.budget, draft)
         else:
             refusal = self._preempt_for(start, lack, draft, room)
         if refusal is None:
@@ -146,7 +154,7 @@ class Admission:
             return Examined(request, Verdict.NO_BLOCKS, needed, needed - lack)
         if num_victims + room.rows < 1:
             return Examined(request, Verdict.NO_ROW, 1, 0)
-        if refusal := self._cut(start, draft.budget + draft.tokens_of(yields), draft, room):
+        if refusal := self._cut(start, draft.budget + draft.tokens_of(yields), draft):
             return refusal
         if num_victims:
             for row in yields[:num_victims].tolist():
@@ -159,25 +167,21 @@ class Admission:
             draft.take_budget(yields[num_victims:], start.num_tokens - draft.budget)
         return None
 
-    def _cut(self, start: RequestStart, budget: int, draft: Draft, room: "_Room") -> Examined | None:
-        """Give the request of its tokens what the budget allows, or say why that is not enough."""
+    def _cut(self, start: RequestStart, budget: int, draft: Draft) -> Examined | None:
+        """Give the request what the budget allows of its tokens, or return what it lacks: tokens, or what a limit
+        says."""
         missing = start.num_missing_tokens
-        if start.num_tokens > budget:
-            start.num_tokens = budget
-        elif start.num_tokens == missing:
-            return None
-        least = 1 if self._is_chunked else missing
-        if start.num_tokens < least:
-            return Examined(start.request, Verdict.NO_BUDGET, least, budget)
-        if room.partial + self._num_partial(start.request, draft) >= self._max_partial:
-            return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
+        start.num_tokens = min(start.num_tokens, budget)
+        if start.num_tokens < missing:
+            least = 1 if self._is_chunked else missing
+            if start.num_tokens < least:
+                return Examined(start.request, Verdict.NO_BUDGET, least, budget)
+            if refusal := self._partial_prefills.lacks(start, draft):
+                return refusal
+        for limit in self._limits:
+            if refusal := limit.lacks(start, draft):
+                return refusal
         return None
-
-    def _num_partial(self, request: Request, draft: Draft) -> int:
-        """Running prompts that take more steps, and need not yield to this request."""
-        table, rows = self._batch.table, draft.rows
-        is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
-        return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))
 
     def _start_of(self, request: Request, room: "_Room") -> RequestStart:
         """What the request would start with."""
@@ -191,7 +195,7 @@ class Admission:
             num_tokens = self._chunk
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
         if is_reserved:
-            length = request.max_total_tokens - 1
+            length = request.max_computed_tokens
         num_blocks = ceil_div(length, self._block_size)
         return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
 
@@ -205,7 +209,7 @@ class Admission:
         if room.rows < room.row_limit:
             left -= self._watermark
             if request.num_preemptions:
-                most = ceil_div(request.max_total_tokens - 1, self._block_size) - start.num_blocks
+                most = ceil_div(request.max_computed_tokens, self._block_size) - start.num_blocks
                 left -= min((1 << request.num_preemptions) - 1, most)
         return left
 
@@ -237,7 +241,10 @@ class Admission:
         draft.budget -= count
         room.rows -= 1
         room.promised += start.num_blocks - num_given
-        room.partial += count < start.num_missing_tokens
+        if count < start.num_missing_tokens:
+            self._partial_prefills.take(start, draft)
+        for limit in self._limits:
+            limit.take(start, draft)
         self._policy.start(start)
 
     def _settle(self, draft: Draft, room: "_Room") -> None:
@@ -269,7 +276,6 @@ class _Room:
         self.settling: list[RequestStart] = []  # they start in this step and have not got their blocks yet
         self.unsettled = 0  # blocks that those will get
         self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
-        self.partial = 0  # prompts that start in this step and take more
 
     def make(self, promised: int) -> None:
         """A row goes that had so many blocks promised."""

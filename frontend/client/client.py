@@ -18,7 +18,7 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
-from frontend.client.errors import fresh, refusal, request_error
+from frontend.client.errors import fresh, refusal, request_error, why_not_again
 from frontend.client.journal import Journal, Progress
 from frontend.client.kv_event_stream import KVEventStream
 from frontend.client.transport import Transport
@@ -72,8 +72,8 @@ class EngineClient(TypedCalls):
 
     hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: of the engine's
     owner, who alone may pause, resume, drain and shut down.
-    A transport that connects again after a loss finds the session going on: what had not finished is submitted again
-    with the tokens that were delivered, so no token is lost, doubled or different.
+    A transport that connects again after a loss, to this engine or to another with the same model at level L2, finds
+    the session going on: unfinished requests are submitted again with their tokens, so none is lost or different.
     Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
     EngineDeadError once the engine or the session has ended, and EngineCoreError in a forked child.
     """
@@ -339,8 +339,8 @@ class EngineClient(TypedCalls):
             self._end(refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
             return False
         is_first = not self._welcome.done()
-        if not is_first and welcome.engine_id != self.welcome.engine_id:
-            self._end(EngineDeadError("the engine was restarted while the connection was lost; requests are lost"))
+        if not is_first and (reason := why_not_again(self.welcome, welcome)):
+            self._end(EngineDeadError(f"the engine was restarted while the connection was lost, and {reason}"))
             return False
         self.welcome = welcome
         self._is_connected = True

@@ -1,7 +1,9 @@
 """What the engine's refusals become in a client."""
 
 from ipc.errors import DeadlineExceededError, EngineCoreError, HandshakeError, InvalidRequestError, RequestFailedError
-from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Refused, RequestFailed
+from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Refused, RequestFailed, Welcome
+
+_SAME_TOKENS = "L2"  # the level at which equal fingerprints mean equal tokens
 
 
 def fresh(error: EngineCoreError) -> EngineCoreError:
@@ -21,3 +23,18 @@ def refusal(refused: Refused) -> HandshakeError:
         f"the engine refused this client: {refused.message} ({ErrorCode(refused.code).name}; it speaks protocol "
         f"{refused.major}.{refused.minor}, this client {PROTOCOL_MAJOR}.{PROTOCOL_MINOR})"
     )
+
+
+def why_not_again(before: Welcome, now: Welcome) -> str:
+    """Return why requests of the engine `before` cannot go on at the engine that answers `now`; "" where they can."""
+    if now.engine_id == before.engine_id:
+        return ""
+    if now.model_fingerprint != before.model_fingerprint:
+        return (
+            f"another model answers: {now.model_name} ({now.model_fingerprint}), not {before.model_name} "
+            f"({before.model_fingerprint}); requests are lost"
+        )
+    if before.numerics != _SAME_TOKENS or now.numerics != _SAME_TOKENS:
+        levels = f"{before.numerics} before and {now.numerics} now"
+        return f"its tokens may differ at numerics level {levels} ({_SAME_TOKENS} is needed); requests are lost"
+    return ""

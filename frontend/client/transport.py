@@ -27,6 +27,7 @@ from ipc.sockets import Context, check_listening, connect_dealer, pending_events
 OnFrames = Callable[[list[bytes]], None]
 OnDead = Callable[[str], None]
 OnLost = Callable[[], bytes]
+Locate = Callable[[], str | None]
 
 
 class _End(Enum):
@@ -35,7 +36,9 @@ class _End(Enum):
     CLOSED = "from this side"
     PROCESS = "the engine's has ended"
     CONNECTION = "it was cut"
+    MOVED = "it was cut, and the engine is at another address"
     GRACE_OVER = "it was cut, and could not be made again"
+    GONE = "it was cut, and there is no engine any more"
 
 
 #: Frames handed over at once; a reader that falls behind still comes to its other file descriptors.
@@ -46,6 +49,8 @@ MAX_QUEUED_BYTES = 64 << 20
 _LAST_FRAMES_S = 0.2
 #: Seconds between two attempts to make a lost connection again.
 _RETRY_S = 0.02
+#: Seconds between two questions where the engine is now, while it does not answer.
+_LOCATE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +75,8 @@ class Transport(Protocol):
     """Carries frames. The callbacks are called by one thread at a time; on_dead at most once, then nothing.
 
     on_lost: the connection was cut and is made again; what was not received is lost. Returns the first frame for the
-    new one. A transport that does not connect again calls on_dead instead.
+    new one. It may lead to another engine, at another address: the client decides by its Welcome whether to go on. A
+    transport that does not connect again calls on_dead instead.
     """
 
     def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None: ...
@@ -91,9 +97,11 @@ class Transport(Protocol):
 class ZmqTransport:
     """A DEALER socket to one engine.
 
-    address: of the engine. grace: seconds in which a tcp connection that was cut may be made again (an engine on ipc
-    or of this process that closes the connection is gone). pidfd: readable once the engine process is dead (not closed
-    here), None for an engine of another owner. describe_exit: how that process ended, in words.
+    address: of the engine. grace: seconds in which a connection that was cut may be made again: one over tcp, or any
+    where `locate` is given (else an engine on ipc, or of this process, that closes the connection is gone). pidfd:
+    readable once the engine process is dead (not closed here), None for an engine of another owner. describe_exit: how
+    that process ended, in words. locate: return the engine's present address, or None for an engine that does not come
+    back; called by the IO thread after a loss, again and again until an engine answers, and must not wait.
     """
 
     def __init__(
@@ -103,9 +111,13 @@ class ZmqTransport:
         pidfd: int | None = None,
         describe_exit: Callable[[], str] | None = None,
         grace: float = 2.0,
+        locate: Locate | None = None,
     ) -> None:
         self._address = address
-        self._grace = grace if pidfd is None and address.startswith("tcp://") else 0.0
+        may_return = pidfd is None and (locate is not None or address.startswith("tcp://"))
+        self._grace = grace if may_return else 0.0
+        self._locate = locate
+        self._asked_at = 0.0  # monotonic; when the engine's address was asked for last
         self._lost_at: float | None = None  # monotonic; None while connected
         self._heartbeat = b""
         self._heartbeat_s = 0.0  # 0 = none
@@ -194,6 +206,7 @@ class ZmqTransport:
                 connection.close(linger_s=0.0)
                 if self._lost_at is not None:
                     time.sleep(_RETRY_S)  # whoever accepts connections in the engine's place has closed this one too
+                self._look_for_engine(time.monotonic())
                 connection = _connect(context, self._address)
                 self._begin_again(on_lost())
         except Exception as error:  # the thread's entry: its silent death would leave every caller waiting
@@ -204,6 +217,17 @@ class ZmqTransport:
         context.term()
         if reason and not asked:
             on_dead(reason)
+
+    def _look_for_engine(self, now: float) -> _End | None:
+        """Ask where the engine is now; return how this ends the connection to where it was."""
+        if self._locate is None:
+            return None
+        self._asked_at = now
+        address = self._locate()
+        if address is None:
+            return _End.GONE
+        has_moved, self._address = address != self._address, address
+        return _End.MOVED if has_moved else None
 
     def _begin_again(self, hello: bytes) -> None:
         """What was queued is the old connection's: all of it that still matters follows the answer to this Hello."""
@@ -252,8 +276,12 @@ class ZmqTransport:
             if not self._flush(socket) and socket.poll(int(_LAST_FRAMES_S * 1000), zmq.POLLOUT):
                 self._flush(socket)
             return ""
+        if end is _End.MOVED:
+            return None
         if end is _End.GRACE_OVER:
             return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
+        if end is _End.GONE:
+            return f"{self._describe_disconnect()} and does not come back"
         self._receive_last(socket, monitor, on_frames, _LAST_FRAMES_S if end is _End.PROCESS else 0.0)
         if end is _End.PROCESS:
             return self._describe_exit() if self._describe_exit is not None else "the engine process has ended"
@@ -267,8 +295,12 @@ class ZmqTransport:
         if signal_fd(monitor) in ready and monitor.poll(0):
             recv_monitor_message(monitor)
             return _End.CONNECTION
-        is_over = self._lost_at is not None and time.monotonic() - self._lost_at > self._grace
-        return _End.GRACE_OVER if is_over else None
+        if self._lost_at is None:
+            return None
+        now = time.monotonic()
+        if now - self._lost_at > self._grace:
+            return _End.GRACE_OVER
+        return self._look_for_engine(now) if now - self._asked_at >= _LOCATE_S else None
 
     def _poll_ms(self) -> int | None:
         """Until the next heartbeat is due or the grace is over; None = until something happens."""
@@ -277,6 +309,8 @@ class ZmqTransport:
             due.append(self._sent_at + self._heartbeat_s - now)
         if self._lost_at is not None:
             due.append(self._lost_at + self._grace - now)
+            if self._locate is not None:
+                due.append(self._asked_at + _LOCATE_S - now)
         return max(0, int(min(due) * 1000) + 1) if due else None
 
     def _send_heartbeat(self, socket: zmq.Socket[bytes]) -> None:

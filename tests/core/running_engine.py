@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from core.border.io_thread import IOThread
+from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.zap import start_zap
 from core.engine import EngineCore
@@ -47,7 +48,7 @@ LEASE_MS = 300
 class Running:
     """A whole engine in this process: its IO thread, and its loop in a thread of its own."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, preparer: Preparer | None = None) -> None:
         self.address = private_ipc_address()
         context: Context = zmq.Context()
         start_zap(context)
@@ -56,7 +57,7 @@ class Running:
             0, "m", "00", "L2", "fake", "float32", VOCAB, [2], 15_000, NUM_ROWS, 512, 8000, 16, True
         )
         served = Served(welcome, TokenizerFiles(0, "", {}), model, OWNER_TOKEN)
-        self.io = IOThread(context, bind_router(context, self.address), served)
+        self.io = IOThread(context, bind_router(context, self.address), served, preparer)
         executor = create(CONFIG)
         executor.initialize_cache(CONFIG)
         self.engine = EngineCore(CONFIG, executor)
@@ -91,8 +92,8 @@ def limits(**changes: int) -> Limits:
 def start_engine() -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
-    def start(**changes: int) -> Running:
-        running.append(Running(limits(**changes)))
+    def start(preparer: Preparer | None = None, **changes: int) -> Running:
+        running.append(Running(limits(**changes), preparer))
         return running[-1]
 
     yield start

@@ -7,14 +7,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from core.kv.block_names import UNNAMED, BlockNames, block_key, hash_blocks, root_content
+from core.kv.block_names import UNNAMED, BlockNames, block_key, hash_blocks
 from core.kv.event_log import KVEventLog
 from ipc.arrays import Int32s
+from ipc.block_roots import root_of_salt
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from tests.placed import PREFIX
 
 SIZE = 4
-ROOT = root_content("")
+ROOT = root_of_salt("")
 
 
 def ids(*blocks: int) -> Int32s:
@@ -121,9 +122,9 @@ def test_a_collision_of_a_later_block_ends_the_run_before_it() -> None:
 
 def test_salts_are_roots_of_their_own() -> None:
     names = BlockNames(9, SIZE)
-    roots = [root_content(salt) for salt in ("", "a", "b", "ab", "a\0", "cache_salt")]
+    roots = [root_of_salt(salt) for salt in ("", "a", "b", "ab", "a\0", "cache_salt")]
     assert len(set(roots)) == 6
-    assert max(roots) == root_content("") == -1  # below every content number
+    assert max(roots) == root_of_salt("") == -1  # below every content number
     assert min(roots) >= -(2**63)
     enter_run(names, ids(1), blocks_of(10), roots[1])
     assert [find(names, root, blocks_of(10)) for root in roots[:3]] == [[], [1], []]
@@ -135,7 +136,6 @@ def test_names_are_the_same_in_every_process() -> None:
         17523550852751985378,
         6248336257039152728,
     ]
-    assert root_content("s") == -4006994114047447675
 
 
 def test_hashes_depend_on_each_token_and_its_place() -> None:
@@ -181,7 +181,7 @@ def test_a_router_can_follow_the_events() -> None:
 
 def test_a_column_of_keys_is_those_of_its_blocks() -> None:
     """Contents of roots are negative: as numbers and as columns they wrap alike."""
-    parents, tokens = np.array([ROOT, root_content("salt"), 1, 2**40]), blocks_of(5, 5, 5, 2**31 - 9)
+    parents, tokens = np.array([ROOT, root_of_salt("salt"), 1, 2**40]), blocks_of(5, 5, 5, 2**31 - 9)
     hashes = hash_blocks(tokens)
     keys = block_key(parents.view(np.uint64), hashes)
     assert keys.tolist() == list(map(block_key, parents.tolist(), hashes.tolist()))

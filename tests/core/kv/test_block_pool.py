@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from core.kv.block_names import hash_blocks, root_content
+from core.kv.block_names import hash_blocks
 from core.kv.block_pool import NULL_BLOCK, BlockPool
 from ipc.arrays import Int32s
+from ipc.block_roots import PLAIN_ROOT
 
 
 def ids(*blocks: int) -> Int32s:
@@ -19,7 +20,7 @@ def ids(*blocks: int) -> Int32s:
 
 def name(pool: BlockPool, block: int, content: int) -> None:
     """Blocks are of one token here: its content."""
-    pool.names.name(ids(block), np.array([root_content("")]), ids(content)[:, None])
+    pool.names.name(ids(block), np.array([PLAIN_ROOT]), ids(content)[:, None])
 
 
 def find(pool: BlockPool, contents: list[int]) -> Int32s:
@@ -27,7 +28,7 @@ def find(pool: BlockPool, contents: list[int]) -> Int32s:
     blocks: list[int] = []
     for content in contents:
         tokens = ids(content)[:, None]
-        found, _ = pool.names.find(root_content(""), tokens, hash_blocks(tokens).tolist())
+        found, _ = pool.names.find(PLAIN_ROOT, tokens, hash_blocks(tokens).tolist())
         if not len(found):
             break
         blocks += found.tolist()

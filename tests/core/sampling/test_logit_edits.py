@@ -224,9 +224,10 @@ def test_only_rows_with_options_pay() -> None:
                 rows.start(row, SamplingParams(temperature=0.0, max_tokens=None, **options), [1, 2, 3])
             costs[num_edited, num_rows] = count_calls(rows, list(range(num_rows)))
             edits = rows.columns.inputs(np.arange(num_rows), rows.table).edits
-            assert max(len(column) for column in edits) <= 5 * num_edited
-            for rows_of_option in (edits.limited, edits.bias_row, edits.counted_row):
-                assert set(rows_of_option.tolist()) == set(range(num_edited))
+            assert len(edits) == (5 if num_edited else 0)
+            assert max([len(column) for edit in edits for column in edit], default=0) <= 5 * num_edited
+            for edit in edits:
+                assert set(edit.row.tolist()) == set(range(num_edited))
     assert costs[0, 16] == costs[0, 64]
     assert costs[1, 16] == costs[1, 64] == costs[8, 64]
     assert 0 < costs[1, 64] - costs[0, 64] < 200

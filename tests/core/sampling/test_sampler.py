@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.sampling import sampler
-from core.sampling.logit_edits import LogitEdits
+from core.sampling.edit_group import Forbidden
 from core.sampling.sampler import NOT_A_TOKEN, SamplingInputs
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.sampling import CpuSampler
@@ -40,7 +40,7 @@ def inputs(
     num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None, choice=0, forbidden=()
 ):
     rows, tokens = zip(*forbidden, strict=True) if forbidden else ((), ())
-    edits = LogitEdits(forbidden_row=np.array(rows, np.int64), forbidden_token=np.array(tokens, np.int64))
+    edits = (Forbidden(np.array(rows, np.int64), np.array(tokens, np.int64)),)
     return SamplingInputs(
         temperature=np.broadcast_to(np.float32(temperature), num_rows).copy(),
         top_k=np.broadcast_to(np.int64(top_k), num_rows).copy(),
@@ -70,7 +70,7 @@ def reference(logits, columns, row):
 
 def edited(logits, columns, row):
     logits = logits[row].astype(np.float32)
-    for forbidden_row, token in zip(columns.edits.forbidden_row, columns.edits.forbidden_token, strict=True):
+    for forbidden_row, token in zip(*columns.edits[0], strict=True):
         if forbidden_row == row and token < len(logits):
             logits[token] = -np.inf
     return logits

@@ -10,8 +10,9 @@ import torch
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns
-from core.sampling.logit_edits import NO_EDITS, apply_edits
-from core.sampling.sampler import SamplingInputs, processed_logits, sample
+from core.sampling.edit_group import Forbidden
+from core.sampling.logit_edits import apply_edits
+from core.sampling.sampler import NO_EDITS, SamplingInputs, processed_logits, sample
 from ipc.sampling_params import SamplingParams
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.sampling import CpuSampler
@@ -72,7 +73,7 @@ def test_logits_and_tokens_are_those_of_single_steps(seed: int, kernel: CpuSampl
         apply_edits(alone, one.edits)
         assert torch.equal(together[place], alone[0]), (row, offset)
         assert torch.equal(processed[place], processed_logits(alone, np.zeros(1, np.int64), one)[0])
-        num_forbidden += len(one.edits.forbidden_row)
+        num_forbidden += sum(len(edit.row) for edit in one.edits if isinstance(edit, Forbidden))
     assert len(tokens) > 100
     assert num_forbidden > 30
 

@@ -267,13 +267,3 @@ def test_choices_that_stop_strings_have_ended_are_not_computed_again(played_engi
     assert (again.number, last.number) == (number, other)
     assert abort == Abort(np.array([number], "<u4").tobytes(), np.array([2], "<u2").tobytes())
     client.close()
-
-
-def test_a_restarted_engine_is_not_given_the_old_requests(played_engine: PlayedEngine) -> None:
-    client = EngineClient(played_engine)
-    number = client.submit([1], PARAMS, seed=0)
-    played_engine.welcome = msgspec.structs.replace(played_engine.welcome, engine_id="another")
-    played_engine.cut()
-    with pytest.raises(EngineDeadError, match="the engine was restarted while the connection was lost"):
-        client.wait(np.array([number]))
-    client.close()

@@ -1,0 +1,184 @@
+"""Preparation: work that a request needs before the engine thread sees it, done by a thread of its own.
+
+Between its admission and the inbox such a request counts as queued. The engine's step stays a pure function of its
+inbox, and a capture holds only requests that were ready. Requests of one client keep their order among those without
+preparation, and among those with; between the two there is none.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from core import log
+from core.border.inbox import Inbox
+from ipc.errors import InvalidRequestError
+from ipc.messages import (
+    Abort,
+    AddRequest,
+    ErrorCode,
+    FinishReason,
+    Outputs,
+    RequestFailed,
+    ServerMessage,
+    unpack_choices,
+    unpack_numbers,
+)
+
+#: Requests in preparation, of all clients together.
+MAX_PREPARING = 1024
+_JOIN_S = 1.0  # for a preparation that is under way when the engine stops; then its thread is left behind
+
+
+class Preparer(Protocol):
+    """What requests need to have prepared."""
+
+    def needs(self, message: AddRequest) -> bool:
+        """Return whether the valid request has something to prepare. Called under the socket's lock: must not wait."""
+        ...
+
+    def prepare(self, message: AddRequest) -> None:
+        """Prepare the request. Called by the preparation thread. Errors: InvalidRequestError, whose text the request's
+        client gets."""
+        ...
+
+
+class _Job(msgspec.Struct, eq=False):
+    client: int
+    message: AddRequest
+    aborts: list[Abort] = msgspec.field(default_factory=list)  # of some of its choices
+    is_dropped: bool = False
+    error: str = ""
+
+
+class Preparation:
+    """Used by the thread that holds the socket's lock; only _run() is the preparation thread's.
+
+    wake: called by the preparation thread when take_done() has something.
+    """
+
+    def __init__(self, preparer: Preparer, inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
+        self.needs = preparer.needs
+        self._preparer = preparer
+        self._inbox = inbox
+        self._epoch = epoch
+        self._wake = wake
+        self._jobs: dict[tuple[int, int], _Job] = {}  # by client and request number
+        self._waiting: SimpleQueue[_Job | None] = SimpleQueue()
+        self._done: SimpleQueue[_Job] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Requests in preparation."""
+        return len(self._jobs)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._jobs) >= MAX_PREPARING
+
+    def begin(self, client: int, message: AddRequest) -> None:
+        """Prepare the request, which then goes into the inbox."""
+        job = self._jobs[client, message.number] = _Job(client, message)
+        self._inbox.begin_preparation(message)
+        self._waiting.put(job)
+
+    def abort(self, client: int, abort: Abort) -> tuple[Abort | None, Outputs | None]:
+        """Abort what is in preparation; return what is left for the engine, and the last rows of what has ended."""
+        numbers = unpack_numbers(abort.numbers)
+        if not any((client, number) in self._jobs for number in numbers):
+            return abort, None
+        choices = unpack_choices(abort.choices) if abort.choices else [None] * len(numbers)
+        left: list[tuple[int, int]] = []
+        ended: dict[int, _Job] = {}
+        for number, choice in zip(numbers, choices, strict=True):
+            job = self._jobs.get((client, number))
+            if job is None:
+                if number not in ended:
+                    left.append((number, 0 if choice is None else choice))
+            elif choice is None or job.message.params.n == 1:
+                ended[number] = job
+                self._drop(job)
+            else:
+                job.aborts.append(_pack([(number, choice)], has_choices=True))
+        rest = _pack(left, has_choices=bool(abort.choices)) if left else None
+        return rest, self._last_rows(list(ended.values())) if ended else None
+
+    def forget(self, client: int) -> None:
+        """Drop all of a client that is gone."""
+        for job in [job for job in self._jobs.values() if job.client == client]:
+            self._drop(job)
+
+    def take_done(self) -> list[tuple[int, ServerMessage]]:
+        """Put what is prepared into the inbox; return (client, message) of what could not be prepared."""
+        failed: list[tuple[int, ServerMessage]] = []
+        for _ in range(self._done.qsize()):
+            job = self._done.get_nowait()
+            if job.is_dropped:
+                continue
+            self._drop(job)
+            if job.error:
+                failed.append((job.client, RequestFailed(job.message.number, ErrorCode.INVALID_ARGUMENT, job.error)))
+            else:
+                self._inbox.put(job.client, job.message)
+                for abort in job.aborts:
+                    self._inbox.put(job.client, abort)
+        return failed
+
+    def close(self) -> None:
+        """End the thread, after the preparation that is under way; the others are dropped."""
+        for job in list(self._jobs.values()):
+            self._drop(job)
+        self._waiting.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _drop(self, job: _Job) -> None:
+        """It is in preparation no more."""
+        job.is_dropped = True
+        del self._jobs[job.client, job.message.number]
+        self._inbox.end_preparation(job.message)
+
+    def _last_rows(self, jobs: list[_Job]) -> Outputs:
+        """A row with finish code ABORT for each choice of these requests."""
+        rows = []
+        for job in jobs:
+            delivered = [len(tokens) // 4 for tokens in job.message.delivered]
+            delivered += [0] * (job.message.params.n - len(delivered))
+            rows += [(job.message.number, position, choice) for choice, position in enumerate(delivered)]
+        numbers, positions, choices = zip(*rows, strict=True)
+        return Outputs(
+            epoch=self._epoch,
+            step=0,
+            numbers=np.array(numbers, "<u4").tobytes(),
+            positions=np.array(positions, "<u4").tobytes(),
+            counts=bytes(2 * len(rows)),
+            tokens=b"",
+            choices=np.array(choices, "<u2").tobytes() if any(choices) else b"",
+            finish=bytes([FinishReason.ABORT]) * len(rows),
+        )
+
+    # --- the preparation thread ---
+
+    def _run(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            if job.is_dropped:
+                continue
+            try:
+                self._preparer.prepare(job.message)
+            except InvalidRequestError as error:
+                job.error = str(error)
+            except Exception as error:  # one request fails, not the engine
+                log.say(traceback.format_exc())
+                job.error = f"the request could not be prepared: {type(error).__name__}: {error}"
+            self._done.put(job)
+            self._wake()
+
+
+def _pack(pairs: list[tuple[int, int]], *, has_choices: bool) -> Abort:
+    """pairs: (number, choice)."""
+    numbers, choices = np.array(pairs).T
+    return Abort(numbers.astype("<u4").tobytes(), choices.astype("<u2").tobytes() if has_choices else b"")

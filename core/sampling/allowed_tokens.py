@@ -1,0 +1,47 @@
+"""AllowedTokens: the option allowed_token_ids, which forbids every other token."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.execution.plan import NewRow
+from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.row_group import RowGroup
+from ipc.arrays import Ints
+
+
+class AllowedTokens(EditGroup):
+    """One entry for each allowed token of each row."""
+
+    options = ("allowed_token_ids",)
+
+    def __init__(self) -> None:
+        self._allowed = RowGroup(token=np.int64)
+
+    def add(self, new: NewRow) -> bool:
+        if not new.params.allowed_token_ids:
+            return False
+        self._allowed.add(new.row, token=new.params.allowed_token_ids)
+        return True
+
+    def remove(self, row: int) -> None:
+        self._allowed.remove(row)
+
+    def edit(self, sampled: SampledRows) -> "OnlyThese | None":
+        entries, samples = sampled.samples.spread(self._allowed["row"])
+        return OnlyThese(samples, self._allowed["token"][entries]) if len(samples) else None
+
+
+class OnlyThese(NamedTuple):
+    """An edit that sets the logits of its rows to -inf, those of the named tokens excepted. Every token id is in the
+    vocabulary."""
+
+    row: Ints  # [n] index of the sample
+    token: Ints  # [n]
+
+    def apply(self, logits: torch.Tensor) -> None:
+        rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
+        kept = logits[rows, tokens]
+        logits[torch.from_numpy(np.unique(self.row))] = -torch.inf
+        logits[rows, tokens] = kept

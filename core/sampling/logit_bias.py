@@ -1,0 +1,48 @@
+"""LogitBias: the option logit_bias, which adds a number to the logits of some tokens."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.execution.plan import NewRow
+from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.row_group import RowGroup
+from ipc.arrays import Floats, Ints
+
+
+class LogitBias(EditGroup):
+    """One entry for each biased token of each row."""
+
+    options = ("logit_bias",)
+
+    def __init__(self) -> None:
+        self._bias = RowGroup(token=np.int64, bias=np.float32)
+
+    def add(self, new: NewRow) -> bool:
+        bias = new.params.logit_bias
+        if not bias:
+            return False
+        self._bias.add(new.row, token=list(bias), bias=list(bias.values()))
+        return True
+
+    def remove(self, row: int) -> None:
+        self._bias.remove(row)
+
+    def edit(self, sampled: SampledRows) -> "Biased | None":
+        entries, samples = sampled.samples.spread(self._bias["row"])
+        if not len(samples):
+            return None
+        return Biased(samples, self._bias["token"][entries], self._bias["bias"][entries])
+
+
+class Biased(NamedTuple):
+    """An edit that adds to logits. No (row, token) is twice in it; every token id is in the vocabulary."""
+
+    row: Ints  # [n] index of the sample
+    token: Ints  # [n]
+    bias: Floats  # [n]
+
+    def apply(self, logits: torch.Tensor) -> None:
+        rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
+        logits[rows, tokens] += torch.from_numpy(self.bias).to(logits.device)

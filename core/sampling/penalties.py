@@ -1,0 +1,94 @@
+"""Penalties: the options repetition_penalty, frequency_penalty and presence_penalty."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.execution.plan import NewRow
+from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.token_counts import TokenCounts, add_drafts
+from ipc.arrays import Floats, Ints, Rows, TokenIds
+
+_NEUTRAL = (1.0, 0.0, 0.0)
+
+
+class Penalties(EditGroup):
+    """Three penalties [rows of the table], and how often each token occurs in the rows that have any."""
+
+    options = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+    def __init__(self, num_rows: int) -> None:
+        self._repetition = np.ones(num_rows, np.float32)
+        self._frequency = np.zeros(num_rows, np.float32)
+        self._presence = np.zeros(num_rows, np.float32)
+        self._is_penalized = np.zeros(num_rows, np.bool_)
+        self._counts = TokenCounts()
+
+    def add(self, new: NewRow) -> bool:
+        row, params = new.row, new.params
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        if penalties == _NEUTRAL:
+            return False
+        self._is_penalized[row] = True
+        self._repetition[row], self._frequency[row], self._presence[row] = penalties
+        repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count outputs
+        self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
+        return True
+
+    def remove(self, row: int) -> None:
+        if self._is_penalized[row]:
+            self._is_penalized[row] = False
+            self._counts.remove(row)
+
+    def append(self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True) -> None:
+        counted = self._is_penalized[rows]
+        if counted.any():
+            self._counts.append(rows[counted], token_ids[counted], is_distinct=is_distinct)
+
+    def edit(self, sampled: SampledRows) -> "Penalized | None":
+        samples, tokens, occurrences = self._counted(sampled)
+        if not len(samples):
+            return None
+        rows = sampled.samples.rows[samples]
+        return Penalized(
+            row=samples,
+            token=tokens,
+            occurrences=occurrences,
+            repetition=self._repetition[rows],
+            frequency=self._frequency[rows],
+            presence=self._presence[rows],
+        )
+
+    def _counted(self, sampled: SampledRows) -> tuple[Ints, Ints, Ints]:
+        """Return (sample, token, occurrences in the output before it), of the rows with penalties."""
+        index, table, counts = sampled.samples, sampled.table, self._counts
+        entries, samples = index.spread(counts.rows)
+        columns = samples, counts.tokens[entries], counts.counts[entries]
+        if index.offsets is None:
+            return columns
+        drafted, places = index.drafts(self._is_penalized)
+        owners = index.rows[drafted]
+        return add_drafts(*columns, (drafted, table.tokens.get(owners, table.num_tokens[owners] + places)))
+
+
+class Penalized(NamedTuple):
+    """An edit by how often tokens occur: columns [n]. No (row, token) is twice in it; every token id is in the
+    vocabulary."""
+
+    row: Ints  # index of the sample
+    token: Ints
+    occurrences: Ints  # in the output; 0 = in the prompt only
+    repetition: Floats  # the row's penalty, beside each of its tokens
+    frequency: Floats
+    presence: Floats
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Repetition: positive logits are divided by it, others multiplied (Keskar et al. 2019, arXiv 1909.05858);
+        frequency and presence as in the OpenAI API."""
+        rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
+        values = logits[rows, tokens].cpu().numpy()
+        values = np.where(values > 0, values / self.repetition, values * self.repetition)
+        values -= self.frequency * self.occurrences.astype(np.float32)
+        values -= self.presence * (self.occurrences > 0)
+        logits[rows, tokens] = torch.from_numpy(values).to(logits.device)

@@ -1,0 +1,65 @@
+"""Limit: the interface of a resource that waiting requests need to start and running ones may hold."""
+
+from typing import Protocol
+
+import numpy as np
+
+from core.batch.request import Request
+from core.batch.table import BatchTable, RequestStart
+from core.scheduling.decisions import Examined, Verdict
+from core.scheduling.draft import Draft
+from core.scheduling.policies import Policy
+
+
+class Limit(Protocol):
+    """Admission asks every limit before it preempts anybody for a request, and starts the request if none lacks.
+
+    Rows, blocks and the token budget are no Limits: admission makes room for them by preemption. A limit must not lack
+    anything for a request while nothing runs, or the engine would look at its queue for ever.
+    """
+
+    def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
+        """Return what the request lacks to start in this step; None for nothing. A verdict above HOLDS_THE_REST lets
+        requests behind it pass, `admission_lookahead` of them at most."""
+        ...
+
+    def take(self, start: RequestStart, draft: Draft) -> None:
+        """Count the request: it starts in this step."""
+        ...
+
+    def give_back(self, request: Request) -> None:
+        """Discount the request, which has lost its row: it has ended, was preempted, or its client is on hold."""
+        ...
+
+
+class PartialPrefills:
+    """At most max_num_partial_prefills prompts that take more steps. Those that run are counted in the batch table, and
+    only for requests that they need not yield to."""
+
+    def __init__(self, table: BatchTable, policy: Policy, max_partial: int) -> None:
+        self._table = table
+        self._policy = policy
+        self._max = max_partial
+        self._draft: Draft | None = None  # the step that is being planned ...
+        self._num_starting = 0  # ... and the partial prompts that start in it
+
+    def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
+        if start.num_tokens == start.num_missing_tokens:
+            return None
+        starting = self._num_starting if self._draft is draft else 0
+        if starting + self._num_running(start.request, draft) < self._max:
+            return None
+        return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
+
+    def take(self, start: RequestStart, draft: Draft) -> None:
+        if self._draft is not draft:
+            self._draft, self._num_starting = draft, 0
+        self._num_starting += start.num_tokens < start.num_missing_tokens
+
+    def give_back(self, request: Request) -> None:
+        """Nothing is held: what runs is counted in the table."""
+
+    def _num_running(self, request: Request, draft: Draft) -> int:
+        table, rows = self._table, draft.rows
+        is_partial = table.num_tokens[rows] - table.num_computed_tokens[rows] - draft.counts > 1
+        return int(np.count_nonzero(is_partial & ~self._policy.must_yield(request, rows)))

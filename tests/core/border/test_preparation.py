@@ -1,0 +1,204 @@
+"""Requests that need preparation: they wait outside the engine, and end in each way that a request can end there."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from core.border import preparation
+from ipc.errors import InvalidRequestError
+from ipc.messages import (
+    Abort,
+    AddRequest,
+    ErrorCode,
+    FinishReason,
+    Goodbye,
+    Outputs,
+    RequestFailed,
+    decode_server_message,
+    encode,
+)
+from ipc.sampling_params import SamplingParams
+from tests.columns import pack_numbers
+from tests.core.running_engine import LONG, Running, expected, is_free, start_engine, wait_for
+from tests.raw_client import PATIENCE_S, RawClient, request
+
+__all__ = ["start_engine"]
+
+Start = Callable[..., Running]
+PATIENT = {"heartbeat_ms": 20_000, "lease_ms": 60_000}  # a RawClient sends no heartbeats
+
+
+class Gate:
+    """A test-only preparer: prompts that begin with 7 wait until the gate opens, those with 8 fail, with 9 crash."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.begun: list[int] = []  # request numbers
+
+    def needs(self, message: AddRequest) -> bool:
+        return message.prompt_token_ids[0] in (7, 8, 9)
+
+    def prepare(self, message: AddRequest) -> None:
+        self.begun.append(message.number)
+        kind = message.prompt_token_ids[0]
+        if kind == 8:
+            raise InvalidRequestError("8 is no grammar: write one that is")
+        if kind == 9:
+            raise KeyError("nine")
+        assert self.opened.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_a_prepared_request_runs_and_others_pass_it_meanwhile(start: Start, gate: Gate) -> None:
+    with RawClient(start(gate, **PATIENT).address) as client:
+        client.add(1, [7, 1])
+        client.add(2, [1, 2])
+        assert client.finish(2) == [expected([1, 2], 8)]
+        assert 1 not in client.tokens
+        gate.opened.set()
+        assert client.finish(1) == [expected([7, 1], 8)]
+
+
+def test_prepared_requests_of_a_client_keep_their_order(start: Start, gate: Gate) -> None:
+    gate.opened.set()
+    with RawClient(start(gate, **PATIENT).address) as client:
+        for number in range(30):
+            client.add(number, [7, number])
+        assert client.finish(*range(30)) == [expected([7, number], 8) for number in range(30)]
+    assert gate.begun == list(range(30))
+
+
+@pytest.mark.parametrize(("kind", "text"), [(8, "8 is no grammar: write one that is"), (9, "KeyError: 'nine'")])
+def test_a_failure_is_its_client_s_alone(start: Start, gate: Gate, kind: int, text: str) -> None:
+    with RawClient(start(gate, **PATIENT).address) as client:
+        client.add(1, [kind])
+        failed = client.receive(RequestFailed)
+        assert (failed.number, failed.code) == (1, ErrorCode.INVALID_ARGUMENT)
+        assert text in failed.message
+        client.add(2, [1])
+        assert client.finish(2) == [expected([1], 8)]
+        client.add(1, [1])  # the number was used
+        assert client.receive(RequestFailed).code is ErrorCode.ALREADY_EXISTS
+
+
+def test_an_abort_finds_it(start: Start, gate: Gate) -> None:
+    """One under way, one behind it in the queue, and one in the engine, in one Abort; all get their last rows."""
+    with RawClient(start(gate, **PATIENT).address) as client:
+        client.add(1, [7])
+        client.add(2, [7])
+        client.add(3, [1], LONG)
+        wait_until(lambda: gate.begun == [1])
+        client.send(Abort(pack_numbers([1, 2, 3])))
+        assert client.finish(1, 2)[:2] == [[], []]
+        client.finish(3)
+        assert {client.finished[number] for number in (1, 2, 3)} == {FinishReason.ABORT}
+        gate.opened.set()
+        client.add(4, [7, 7])
+        assert client.finish(4) == [expected([7, 7], 8)]
+        assert gate.begun == [1, 4]  # what was aborted in the queue is not prepared
+        wait_for(client, is_free)
+
+
+def test_of_several_choices_one_is_aborted(start: Start, gate: Gate) -> None:
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=8, ignore_eos=True)
+    message = AddRequest(1, np.array([7], "<i4").tobytes(), params, 0)
+    finish: dict[int, int] = {}
+    with RawClient(start(gate, **PATIENT).address) as client:
+        client.send(message, Abort(pack_numbers([1]), np.array([1], "<u2").tobytes()))
+        client.statistics()  # both have arrived
+        gate.opened.set()
+        while len(finish) < 2:
+            client.socket.poll(int(PATIENCE_S * 1000))
+            outputs = decode_outputs(client.socket.recv())
+            choices = np.frombuffer(outputs.choices, "<u2").tolist() or [0] * len(outputs.finish)
+            finish |= {choice: code for choice, code in zip(choices, outputs.finish, strict=False) if code}
+    assert finish == {0: FinishReason.LENGTH, 1: FinishReason.ABORT}
+
+
+def decode_outputs(frame: bytes) -> Outputs:
+    message = decode_server_message(frame)
+    assert isinstance(message, Outputs), message
+    return message
+
+
+def test_it_counts_as_queued(start: Start, gate: Gate) -> None:
+    with RawClient(start(gate, max_num_queued_requests=2, **PATIENT).address) as client:
+        for number in range(3):
+            client.add(number, [7])
+        failed = client.receive(RequestFailed)
+        assert (failed.number, failed.code) == (2, ErrorCode.RESOURCE_EXHAUSTED)
+        assert "2 requests wait to begin" in failed.message
+        client.send(encode(request(0, [7])))  # sent twice: it is one request
+        gate.opened.set()
+        assert client.finish(0, 1) == [expected([7], 8)] * 2
+        client.add(3, [7])
+        assert client.finish(3) == [expected([7], 8)]
+
+
+def test_the_queue_is_bounded(start: Start, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_PREPARING", 2)
+    with RawClient(start(gate, **PATIENT).address) as client:
+        for number in range(3):
+            client.add(number, [7])
+        failed = client.receive(RequestFailed)
+        assert (failed.number, failed.code, failed.retry_after_ms > 0) == (2, ErrorCode.RESOURCE_EXHAUSTED, True)
+        gate.opened.set()
+        assert client.finish(0, 1) == [expected([7], 8)] * 2
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_a_client_that_is_gone_is_dropped(start: Start, gate: Gate, says_goodbye: bool) -> None:
+    running = start(gate, **PATIENT)
+    with RawClient(running.address) as other:
+        with RawClient(running.address) as client:
+            for number in range(3):
+                client.add(number, [7], LONG)
+            wait_until(lambda: gate.begun == [0])
+            client.statistics()
+            assert running.io.inbox.num_queued_requests == 3
+            if says_goodbye:
+                client.send(Goodbye())
+                wait_until(lambda: running.io.inbox.num_queued_requests == 0)
+        wait_until(lambda: running.io.inbox.num_queued_requests == 0)
+        gate.opened.set()
+        other.add(5, [7, 5])
+        assert other.finish(5) == [expected([7, 5], 8)]
+        assert gate.begun == [0, 5]
+        wait_for(other, is_free)
+
+
+def test_a_drain_waits_for_what_is_in_preparation(start: Start, gate: Gate) -> None:
+    running = start(gate, **PATIENT)
+    with RawClient(running.address) as client:
+        client.add(1, [7])
+        wait_until(lambda: gate.begun == [1])
+        running.io.drain()
+        wait_until(lambda: running.io.reception.is_draining)
+        client.add(2, [1])
+        assert client.receive(RequestFailed).code is ErrorCode.UNAVAILABLE
+        gate.opened.set()
+        assert client.finish(1) == [expected([7], 8)]
+
+
+def test_a_stop_joins_the_thread(start: Start, gate: Gate) -> None:
+    gate.opened.set()
+    running = start(gate, **PATIENT)
+    assert any(thread.name == "preparation" for thread in threading.enumerate())
+    running.close()
+    assert not any(thread.name == "preparation" for thread in threading.enumerate())
