@@ -15,6 +15,7 @@ from core.execution.plan import (
 from core.execution.runner_table import RunnerTable
 from core.models.interface import Model
 from core.models.step import ModelInputs, StepResult
+from core.runner.accepted import accepted
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.columns import SamplingColumns
@@ -63,6 +64,10 @@ class ModelRunner:
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, result)
+        if inputs.sample_rows is not None and inputs.sample_offsets is not None:
+            samples = inputs.sample_rows, inputs.sample_offsets
+            token_ids, counts = self._append_several(inputs, *samples, result.logits, logprobs)
+            return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
 
@@ -92,6 +97,37 @@ class ModelRunner:
             self.table.append_tokens(rows, sampled)
         self.sampling.append_tokens(rows, sampled)
         return token_ids
+
+    def _append_several(
+        self,
+        inputs: StepInputs,
+        in_plan: Ints,
+        offsets: Ints,
+        logits: torch.Tensor,
+        logprobs: list[LogprobColumns],
+    ) -> tuple[Int32s, Int32s]:
+        """As _append_sampled() where rows have several samples: (token_ids, counts [R]). in_plan, offsets [S]: as
+        StepInputs has them. Log probabilities of samples that are not accepted are left to the scheduler to drop."""
+        rows, table = inputs.rows[in_plan], self.table
+        reporting = self.sampling.reporting(rows)
+        reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        columns = self.sampling.inputs(rows, table, offsets)
+        sampled = sample(logits, columns, self.model.sampler)
+        if len(reporting):
+            if self._tells_processed:
+                reported = processed_logits(logits, reporting, columns)
+            positions = (table.num_tokens[rows] + offsets)[reporting]
+            entries = np.maximum(sampled[reporting], 0), self.sampling.num_logprobs[rows[reporting]], in_plan[reporting]
+            logprobs.append(gather_logprobs(reported, *entries, positions, normalized=not self._tells_logits))
+        kept = accepted(rows, offsets, sampled, table)
+        tokens, owners = sampled[kept], in_plan[kept]
+        counts = np.bincount(owners, minlength=len(inputs.rows))
+        finite = tokens >= 0
+        known = np.bincount(owners[finite], minlength=len(inputs.rows))
+        going = known > 0
+        table.append_tokens(inputs.rows[going], tokens[finite], known[going])
+        self.sampling.append_tokens(inputs.rows[going], tokens[finite], known[going])
+        return np.where(finite, tokens, FAILED_TOKEN).astype(np.int32), counts.astype(np.int32)
 
     def measure_costs(self) -> Costs:
         """Of preemption. Before the first step: it writes into free blocks, whose bits nobody reads before writing."""

@@ -39,8 +39,12 @@ class StepInputs(NamedTuple):
     block_tables: Int32s  # [R, P], P at least the blocks of the longest row
     samples: Bools  # [R]
     num_samples: int  # S
-    logits_rows: torch.Tensor  # [S] int64 index of each sampling row's last token
+    #: [S] int64 index of each sampling row's last token; of each sample's, where there are several of a row: these
+    #: stand together, behind the row's known tokens and behind each of its drafts.
+    logits_rows: torch.Tensor
     generation: int = ONCE  # of the arrays, as ModelInputs has it
+    sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one of each row of samples
+    sample_offsets: Ints | None = None  # [S] drafts before each sample, 0, 1, ... of a row; None with sample_rows
 
 
 @dataclass(slots=True)

@@ -150,8 +150,9 @@ def take_logprobs(reply: Outputs, found: Found) -> None:
     positions = np.frombuffer(reply.logprobs.positions, "<u4").tolist()
     ends = [0, *np.frombuffer(reply.logprobs.counts, "<u4").cumsum().tolist()]
     for at, key in enumerate(numbers_and_choices(reply.logprobs)):
-        entries = found.setdefault((*key, "logprobs"), [])
-        entries.append((positions[at], reply.logprobs.token_ids[4 * ends[at] : 4 * ends[at + 1]]))
+        part = slice(4 * ends[at], 4 * ends[at + 1])
+        entry = positions[at], reply.logprobs.token_ids[part], reply.logprobs.values[part]
+        found.setdefault((*key, "logprobs"), []).append(entry)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
