@@ -9,7 +9,8 @@ from core.sampling.logit_edits import NO_EDITS, LogitEdits
 from core.sampling.row_group import RowGroup
 from core.sampling.sampler import SamplingInputs
 from core.sampling.token_counts import TokenCounts
-from ipc.arrays import NO_INTS, Ints, Positions, Rows, TokenIds
+from ipc.arrays import NO_INTS, Bools, Floats, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.columns import Columns, column
 from ipc.sampling_params import SamplingParams
 
 _NOT_SAMPLED = -1
@@ -17,29 +18,30 @@ _NO_LOGPROBS = -1
 _ALL_LOGPROBS = 2**31 - 1
 
 
-class SamplingColumns:
-    """temperature, top_k, top_p, min_p, seed, choice, min_tokens and the penalties [rows]; num_logprobs and
-    num_prompt_logprobs [rows], negative = none; index groups of the rows that have min_tokens, allowed_token_ids,
-    logit_bias, bad words or penalties."""
+class SamplingColumns(Columns):
+    """The columns below, and index groups of the rows that have min_tokens, allowed_token_ids, logit_bias, bad words or
+    penalties."""
+
+    temperature: Floats = column()
+    top_k: Ints = column()
+    top_p: Floats = column(1)
+    min_p: Floats = column()
+    seed: UInt64s = column()
+    choice: Ints = column()
+    min_tokens: Ints = column()
+    num_logprobs: Ints = column(_NO_LOGPROBS)
+    num_prompt_logprobs: Ints = column(_NO_LOGPROBS)
+    _repetition: Floats = column(1)
+    _frequency: Floats = column()
+    _presence: Floats = column()
+    _has_edits: Bools = column()
+    _is_penalized: Bools = column()
 
     def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...]) -> None:
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.choice = np.zeros(num_rows, np.int64)
-        self.min_tokens = np.zeros(num_rows, np.int64)
-        self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
-        self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
+        super().__init__(num_rows)
         self.num_reporting = 0  # rows with log probabilities of either kind
         self._num_drawing = 0  # rows whose tokens are drawn
         self._eos_token_ids = eos_token_ids
-        self._repetition = np.ones(num_rows, np.float32)
-        self._frequency = np.zeros(num_rows, np.float32)
-        self._presence = np.zeros(num_rows, np.float32)
-        self._has_edits = np.zeros(num_rows, np.bool_)
-        self._is_penalized = np.zeros(num_rows, np.bool_)
         self._num_edited = 0
         self._early = RowGroup(token=np.int64)  # tokens forbidden below min_tokens
         self._allowed = RowGroup(token=np.int64)
