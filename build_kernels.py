@@ -15,7 +15,7 @@ class KernelsHook(BuildHookInterface[Any]):
         """version: "standard" or "editable"; the latter runs from the sources, and builds when it first needs to."""
         if version == "editable":
             return
-        cpu_build = _load(Path(self.root, "kernels", "cpu_build.py"))
+        cpu_build = _load(Path(self.root, "kernels", "cpu", "build.py"))
         self._folder = tempfile.TemporaryDirectory(prefix="engine-core-kernels-")
         folder = Path(self._folder.name)
         try:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE_FOLDER = Path(__file__).resolve().parent / "cpu"
+SOURCE_FOLDER = Path(__file__).resolve().parent
 BUILD_S = 120.0  # that a build may take; two free cores need 2.8
 BUILD_FOLDER_PREFIX = "build-"
 

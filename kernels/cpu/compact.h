@@ -6,10 +6,11 @@
  * length is unpacked while memory is waited for.) So each panel has 16 upper bytes that it may use, and each weight a
  * code of four bits for one of them, beside its lower byte.
  *
- * A panel is a head and its pairs of steps. A pair is 192 bytes: 64 lower bytes of the first step, 64 of the second,
- and * 64 of codes, those of the first step in the lower halves. Their order is that in which the two halves of
- vpunpckbw * make vectors of a step. A pair with a weight that the panel's table does not have stands whole, as it was
- packed, in a * row of such pairs behind all panels; in its 192 bytes is nothing. */
+ * A panel is a head and its pairs of steps. A pair is 192 bytes: 64 lower bytes of the first step, 64 of the second, and
+ * 64 of codes, those of the first step in the lower halves. Their order is that in which the two halves of vpunpckbw
+ * make vectors of a step. A pair with a weight that the panel's table does not have stands whole, as it was packed, in a
+ * row of such pairs behind all panels; in its 192 bytes is nothing.
+ */
 #ifndef COMPACT_H
 #define COMPACT_H
 

@@ -1,8 +1,9 @@
 /* A decoder's whole step as one job of the pool: embedding, all layers, final norm and head.
  *
  * Each phase is the xxx_part() of a kernel, so that bits are those of the kernels called one after the other. Between
- * phases there is a barrier, but where a thread goes on with rows of its own: kernels that work row by row share out
- the * rows alike, and products of many rows do too. Then only attention has its barriers, before and after. */
+ * phases there is a barrier, but where a thread goes on with rows of its own: kernels that work row by row share out the
+ * rows alike, and products of many rows do too. Then only attention has its barriers, before and after.
+ */
 #ifndef DECODER_H
 #define DECODER_H
 

@@ -1,7 +1,7 @@
 /* Blocks of GGUF files (kernels/torch/dequantize.py has their layouts) to float32 or bfloat16.
  *
- * Products and sums are rounded one by one in float32, then once to bfloat16: the bits are those of
- kernels/torch/dequantize.py. */
+ * Products and sums are rounded one by one in float32, then once to bfloat16: the bits are those of kernels/torch/dequantize.py.
+ */
 #ifndef DEQUANTIZE_H
 #define DEQUANTIZE_H
 

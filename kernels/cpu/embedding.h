@@ -1,5 +1,4 @@
-/* Rows of an embedding table, times a factor, as float32. A model whose head has the same weights keeps them once,
-packed
+/* Rows of an embedding table, times a factor, as float32. A model whose head has the same weights keeps them once, packed
  * for the head: what lies side by side in a row of the table is then a step of a panel apart.
  */
 #ifndef EMBEDDING_H

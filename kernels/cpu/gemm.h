@@ -11,8 +11,9 @@
  * is one (the odd one first, subnormals as zero), else the even one first. With bias: y = sum + bias, rounded once.
  *
  * With a gate (gate.h) the first half of the columns are gates, and the second half what they let through: a panel has
- * PANEL_COLUMNS / 2 of each, so that the thread that has their sums writes f(gate) * up at once. The sums are rounded
- to * y's dtype before it, as if they were stored between. */
+ * PANEL_COLUMNS / 2 of each, so that the thread that has their sums writes f(gate) * up at once. The sums are rounded to
+ * y's dtype before it, as if they were stored between.
+ */
 #ifndef GEMM_H
 #define GEMM_H
 
@@ -24,12 +25,15 @@ typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
     const float *bias;   /* [num_columns] or NULL; none with a gate */
-    void *y;             /* [num_rows, num_columns, with a gate half as many] of y_dtype, rows y_stride elements apart
-    */ int64_t num_rows, num_columns, depth, x_stride, y_stride; int32_t dtype;   /* BFLOAT16 or FLOAT32 */ int32_t
-    y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */ int32_t gate;    /* NO_GATE or a function of gate.h */
-    int32_t streams; /* no cache keeps the weights until they are wanted again */ int32_t is_compact; /* the weights:
-    see compact.h */ int32_t reserved; const struct Gemm *next; /* the product to come, whose weights are asked for
-    ahead; or NULL */
+    void *y;             /* [num_rows, num_columns, with a gate half as many] of y_dtype, rows y_stride elements apart */
+    int64_t num_rows, num_columns, depth, x_stride, y_stride;
+    int32_t dtype;   /* BFLOAT16 or FLOAT32 */
+    int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
+    int32_t gate;    /* NO_GATE or a function of gate.h */
+    int32_t streams; /* no cache keeps the weights until they are wanted again */
+    int32_t is_compact; /* the weights: see compact.h */
+    int32_t reserved;
+    const struct Gemm *next; /* the product to come, whose weights are asked for ahead; or NULL */
 } Gemm;
 
 typedef struct {
@@ -45,8 +49,8 @@ typedef struct {
 
 void gemm_part(const Gemm *args, int thread, int num_threads);
 
-/* Whether gemm_part() gives each thread rows [num_rows * thread / num_threads, num_rows * (thread + 1) / num_threads).
-*/ int gemm_splits_rows(int64_t num_rows, int num_threads);
+/* Whether gemm_part() gives each thread rows [num_rows * thread / num_threads, num_rows * (thread + 1) / num_threads). */
+int gemm_splits_rows(int64_t num_rows, int num_threads);
 
 void gemm(const Gemm *args);
 

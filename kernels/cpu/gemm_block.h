@@ -1,5 +1,4 @@
-/* Some rows of x times a panel of weights, with all sums in registers: gemm.c, which alone includes this, cuts a
-product
+/* Some rows of x times a panel of weights, with all sums in registers: gemm.c, which alone includes this, cuts a product
  * into such blocks.
  */
 #ifndef GEMM_BLOCK_H
@@ -53,8 +52,7 @@ typedef struct {
     float *out; /* [rows][PANEL_COLUMNS], of which it writes `vectors` vectors */
 } Work;
 
-/* Cache lines that cover `bytes`. What is read once leaves what the caches have: memory gives it sooner, and the
-program
+/* Cache lines that cover `bytes`. What is read once leaves what the caches have: memory gives it sooner, and the program
  * finds its own again. */
 INLINE void ask_for(const Work *work, const int bytes) {
 #pragma GCC unroll 4

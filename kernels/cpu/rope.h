@@ -1,9 +1,10 @@
 /* Rotary position embedding, half-split ("neox") layout (Su et al. 2021, arXiv 2104.09864), and the KV cache write.
  *
- * The heads of Q and K are normalised if the model says so, and rotated: pairs (x[i], x[i + head_dim / 2]) are turned
- by * their angle, two products and a sum, each rounded to float32. Q goes to `q`, K and V to the cache, rounded once. *
- Where K or V is not finite, K's first number becomes NaN, so that what is wrong shows to all who see the token: with *
- an infinity in it a score might be minus infinity, as if the token were hidden. */
+ * The heads of Q and K are normalised if the model says so, and rotated: pairs (x[i], x[i + head_dim / 2]) are turned by
+ * their angle, two products and a sum, each rounded to float32. Q goes to `q`, K and V to the cache, rounded once.
+ * Where K or V is not finite, K's first number becomes NaN, so that what is wrong shows to all who see the token: with
+ * an infinity in it a score might be minus infinity, as if the token were hidden.
+ */
 #ifndef ROPE_H
 #define ROPE_H
 

@@ -6,8 +6,8 @@
 
 #include "vector_math.h"
 
-/* Sum of the squares of a row: four sums side by side, of every fourth vector; the incomplete last one joins the first.
-*/ INLINE float sum_of_squares(const void *x, int64_t width, const int dtype) {
+/* Sum of the squares of a row: four sums side by side, of every fourth vector; the incomplete last one joins the first. */
+INLINE float sum_of_squares(const void *x, int64_t width, const int dtype) {
     Floats sums[4] = {0};
     int64_t i = 0;
     for (; i + 4 * LANES <= width; i += 4 * LANES)

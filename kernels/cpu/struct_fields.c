@@ -17,8 +17,8 @@ typedef struct {
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
 #define KIND(value) _Generic((value), int32_t: 'i', int64_t: 'i', float: 'f', default: 'o')
-#define FIELD(name) {TEXT(STRUCT), #name, offsetof(STRUCT, name), sizeof(((STRUCT *)0)->name), KIND(((STRUCT
-*)0)->name)}, #define WHOLE {TEXT(STRUCT), "", 0, sizeof(STRUCT), 'o'},
+#define FIELD(name) {TEXT(STRUCT), #name, offsetof(STRUCT, name), sizeof(((STRUCT *)0)->name), KIND(((STRUCT *)0)->name)},
+#define WHOLE {TEXT(STRUCT), "", 0, sizeof(STRUCT), 'o'},
 
 EXPORT const StructField struct_fields[] = {
 #define STRUCT CacheShape
@@ -47,11 +47,11 @@ EXPORT const StructField struct_fields[] = {
     FIELD(max_item_tokens) FIELD(window) FIELD(scale)
 #undef STRUCT
 #define STRUCT AttentionPlan
-    WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users)
-    FIELD(places) FIELD(wanted_items) FIELD(wanted_merges) FIELD(tables) FIELD(num_requests) FIELD(max_items)
-    FIELD(num_kv_heads) FIELD(group) FIELD(window) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members)
-    FIELD(num_items) FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows)
-    FIELD(longest) FIELD(num_wanted_items) FIELD(num_wanted_merges)
+    WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users) FIELD(places)
+    FIELD(wanted_items) FIELD(wanted_merges) FIELD(tables) FIELD(num_requests) FIELD(max_items) FIELD(num_kv_heads)
+    FIELD(group) FIELD(window) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members) FIELD(num_items)
+    FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows) FIELD(longest)
+    FIELD(num_wanted_items) FIELD(num_wanted_merges)
 #undef STRUCT
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)

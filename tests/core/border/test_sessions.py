@@ -39,7 +39,7 @@ from tests.core.running_engine import (
 )
 from tests.raw_client import PATIENCE_S, RawClient
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 __all__ = ["start_engine"]  # a fixture
 
 

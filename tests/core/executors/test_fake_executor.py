@@ -149,7 +149,7 @@ def test_it_is_found_by_name_and_needs_no_torch() -> None:
         "bad = {'torch', 'transformers', 'zmq'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[3])
 
 
 def test_fingerprint_tells_configs_apart() -> None:

@@ -23,7 +23,7 @@ from ipc.files.model_files import resolve_model
 from ipc.messages import AddRequest, Outputs
 from ipc.sampling_params import SamplingParams
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 GOLDEN: list[dict[str, Any]] = json.loads((DATA / "golden_smollm2.json").read_text())["prompts"]
 
 

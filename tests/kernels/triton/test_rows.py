@@ -25,7 +25,7 @@ from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
 pytestmark = ANYWHERE
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Of one rounding, relative.
