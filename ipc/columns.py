@@ -1,7 +1,6 @@
 """Columns: a table's NumPy columns, each declared once: name, dtype and the value of an empty row."""
 
 import struct
-from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -58,16 +57,12 @@ class Columns:
         for dtype, block in self._blocks.items():
             block[:, rows] = self._empty[dtype]
 
-    def set_columns(self, rows: Rows, entries: list[dict[str, int]]) -> None:
-        """Write entries[i] into rows[i], for a table of int64 columns only: in one assignment.
-
-        Every entry names all columns in the order of their declaration; AssertionError where the first one does not.
-        """
-        ((dtype, block),) = self._blocks.items()
-        assert [*entries[0]] == self._names[dtype], f"{[*entries[0]]} are not the columns {self._names[dtype]}"
-        values = [*chain.from_iterable(map(dict.values, entries))]
-        packed = struct.pack(f"={len(values)}q", *values)
-        block[:, rows] = np.frombuffer(packed, np.int64).reshape(len(entries), -1).T
+    def set_columns(self, rows: Rows, entries: list[int]) -> None:
+        """Write one row after another, in one assignment, for a table of int64 columns only: each row has an entry for
+        every column, in the order of their declaration. ValueError where there are too many or too few."""
+        (block,) = self._blocks.values()
+        packed = struct.pack(f"={len(entries)}q", *entries)
+        block[:, rows] = np.frombuffer(packed, np.int64).reshape(len(rows), len(block)).T
 
     def check_columns(self) -> None:
         """AssertionError naming a column that was rebound, so that it no longer is a part of its block."""

@@ -40,7 +40,10 @@ class RunnerTable(Columns):
 
     def _add(self, added: list[NewRow]) -> None:
         rows = np.array([new.row for new in added])
-        self.set_columns(rows, [_entry(new) for new in added])
+        entries = list[int]()
+        for new in added:  # in the order of the columns
+            entries += (len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids))
+        self.set_columns(rows, entries)
         self.tokens.fill(rows, [new.token_ids for new in added])
         self.blocks.fill(rows, [new.block_ids for new in added])
 
@@ -79,13 +82,3 @@ class RunnerTable(Columns):
         self.tokens.ensure(rows, lengths + 1)
         self.tokens.set(rows, lengths, token_ids)
         self.num_tokens[rows] += 1
-
-
-def _entry(new: NewRow) -> dict[str, int]:
-    """The values of a new row, in the order of the table's columns."""
-    return {
-        "num_tokens": len(new.token_ids),
-        "num_prompt_tokens": new.num_prompt_tokens,
-        "num_computed_tokens": new.num_computed_tokens,
-        "num_blocks": len(new.block_ids),
-    }
