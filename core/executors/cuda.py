@@ -94,7 +94,15 @@ class CudaExecutor(LocalExecutor):
         hidden = model.hidden_states(zeros, work.positions, zeros - 1, metadata, cache)
         logits = model.compute_logits(hidden, zeros[:num_requests])
         none, one = np.zeros(num_requests), np.ones(num_requests)
-        words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
+        words = pack_columns(
+            temperature=one,
+            top_k=none,
+            top_p=one,
+            min_p=none,
+            seed=none.astype(np.uint64),
+            position=none,
+            choice=none,
+        )
         reported = logits.clone()  # what a step keeps of them for log probabilities
         sample_tokens(reported, torch.from_numpy(words).to(self._device))
 

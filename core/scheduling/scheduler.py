@@ -276,17 +276,17 @@ class Scheduler:
 
     def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
         return Decision(
-            draft.step,
-            draft.now_ns,
-            rows,
-            counts,
-            len(draft.starts),
-            draft.num_skipped,
-            draft.preempted,
-            draft.examined,
-            len(self.waiting),
-            draft.budget,
-            self.pool.num_free,
+            step=draft.step,
+            now_ns=draft.now_ns,
+            rows=rows,
+            counts=counts,
+            num_started=len(draft.starts),
+            num_skipped=draft.num_skipped,
+            preempted=draft.preempted,
+            examined=draft.examined,
+            num_waiting=len(self.waiting),
+            budget=draft.budget,
+            num_free_blocks=self.pool.num_free,
         )
 
     # --- ends ----------------------------------------------------------------------------------------------------
