@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from core.executors.fake import fake_tokens
 from kernels.cpu.build import usable_variants
+from tests.fake_tokens import fake_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 

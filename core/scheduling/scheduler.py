@@ -23,7 +23,7 @@ from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
-from core.scheduling.stats import SchedulerStats
+from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
@@ -42,7 +42,7 @@ class Scheduler:
         self.block_size = config.block_size
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
-        self.stats = SchedulerStats()
+        self.stats = new_stats()
         self.outputs = OutputCollector(epoch)
         self.batch = Batch(config, eos_token_ids)
         self.table, self.pool = self.batch.table, self.batch.pool

@@ -83,10 +83,6 @@ class AttentionPlan:
     def max_item_tokens(self) -> int:
         return self.arguments.max_item_tokens
 
-    def first_seen(self, position: int) -> int:
-        """The first position that the row at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
     def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts) -> None:
         """Point to these. Arrays that are given again, with other numbers in them, are not looked at again."""
         if (

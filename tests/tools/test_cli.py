@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from core.executors.fake import fake_tokens
 from frontend.llm import LLM
 from ipc.errors import EngineDeadError
 from ipc.sampling_params import SamplingParams
+from tests.fake_tokens import fake_tokens
 from tools.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
