@@ -103,6 +103,7 @@ class BatchTable(Columns):
         return self.tokens.read(row, 0, int(self.num_tokens[row]))
 
     def block_ids(self, row: int) -> Int32s:
+        """The row's KV blocks [num_blocks], in the order of its tokens."""
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
 
     def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:

@@ -33,6 +33,7 @@ class FinishedStep(NamedTuple):
     output: ModelRunnerOutput
 
     def result(self) -> ModelRunnerOutput:
+        """Return the step's output at once."""
         return self.output
 
 
@@ -67,4 +68,5 @@ class Executor(Protocol):
     def prepare_ahead(self) -> bool:
         """There is nothing to run: use some milliseconds for steps to come. Whether more could be of use."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what the executor holds; it is not used afterwards."""
