@@ -53,6 +53,7 @@ check: $(DEV_STAMP)
 
 map: $(DEV_STAMP)
 	$(BIN)/python -m tests.make_map
+	$(BIN)/python -m tests.make_options
 
 venv: $(STAMP)
 

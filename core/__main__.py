@@ -65,6 +65,7 @@ def describe_failure(error: BaseException) -> StartFailed:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the engine process until it ends; return its exit code. arguments: LEASE_FD REPORT_FD."""
     if len(arguments) != 2 or not all(argument.isdigit() for argument in arguments):
         print(f"usage: {__doc__}", file=sys.stderr)
         return EXIT_START_FAILED

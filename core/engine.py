@@ -1,6 +1,7 @@
 """EngineCore: the step. A pure function of its state, the messages drained before it and the clock value handed in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,7 @@ from core.inputs import EndPause, EngineInput, EngineReply, HoldClient, ReleaseC
 from core.kv.event_feed import KVFeed
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
+from ipc.call import Call
 from ipc.config import EngineConfig
 from ipc.messages import (
     Abort,
@@ -39,8 +41,8 @@ class EngineCore:
         self._max_model_len = config.max_model_len
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
-        self._policy = config.scheduling_policy
-        self._kv_feed = KVFeed(self.scheduler.pool.names, epoch)
+        self.scheduling_policy = config.scheduling_policy
+        self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
         self.pipeline = Pipeline(executor, depth=2 if config.async_scheduling else 1)
 
     @property
@@ -63,7 +65,7 @@ class EngineCore:
         plan = self.scheduler.schedule(now_ns)
         done = self.pipeline.execute(plan)
         outputs = self.scheduler.update_from_output(*done) if done else self.scheduler.take_outputs()
-        return [*replies, *outputs, *self._kv_feed.drain(plan.step)]
+        return [*replies, *outputs, *self.kv_feed.drain(plan.step)]
 
     def _receive(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         replies: list[tuple[int, EngineReply]] = []
@@ -76,43 +78,24 @@ class EngineCore:
                     self.scheduler.finish_requests(client, unpack_numbers(message.numbers), choices)
                 case Goodbye():
                     self.scheduler.finish_client(client)
-                    self._kv_feed.unfollow(client)
-                case Pause():
-                    self.scheduler.pause(message.mode)
-                    replies.append((client, CallDone(message.call)))
-                case Resume():
-                    self.scheduler.resume()
-                    replies.append((client, CallDone(message.call)))
+                    self.kv_feed.unfollow(client)
                 case HoldClient():
                     self.scheduler.hold_client(client, now_ns)
                 case ReleaseClient():
                     self._num_requests += self.scheduler.release_client(client, self._num_requests, now_ns)
                 case EndPause():
                     self.scheduler.resume()
-                case GetStatistics():
-                    replies.append((client, self.statistics(message.call, now_ns)))
-                case ResetPrefixCache():
-                    self.scheduler.reset_prefix_cache()
-                    replies.append((client, CallDone(message.call)))
                 case SetClientWeight(weight):
                     self.scheduler.set_weight(client, weight)
                 case RenewKVEvents():
-                    self._kv_feed.renew(client)
-                case Explain() | FollowKVEvents() | UnfollowKVEvents():
-                    replies.append((client, self._scheduling_call(client, message, now_ns)))
+                    self.kv_feed.renew(client)
+                case Call():
+                    replies.append((client, self._answer(client, message, now_ns)))
         return replies
 
-    def _scheduling_call(
-        self, client: int, message: Explain | FollowKVEvents | UnfollowKVEvents, now_ns: int
-    ) -> EngineReply:
-        match message:
-            case Explain():
-                return explain(self.scheduler, self._policy, client, message, now_ns)
-            case FollowKVEvents():
-                self._kv_feed.follow(client)
-            case UnfollowKVEvents():
-                self._kv_feed.unfollow(client)
-        return CallDone(message.call)
+    def _answer(self, client: int, message: Call, now_ns: int) -> EngineReply:
+        answer = HANDLERS[type(message)](self, client, message, now_ns)
+        return CallDone(message.call) if answer is None else answer
 
     def _add_request(self, client: int, message: AddRequest, now_ns: int) -> None:
         serial, length = self._num_requests, self._max_model_len
@@ -125,18 +108,32 @@ class EngineCore:
         """now_ns: the clock of the step."""
         scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
         num_running, num_waiting = scheduler.get_request_counts()
-        return Statistics(
-            call=call,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_blocks=scheduler.pool.num_blocks,
-            num_free_blocks=scheduler.pool.num_free,
-            block_size=scheduler.block_size,
-            num_swapped=scheduler.preemption.num_swapped,
-            num_on_hold=scheduler.waiting.num_held,
-            num_unbegun=scheduler.waiting.num_unbegun,
-            num_swap_blocks=swap_space.num_slots,
-            num_free_swap_blocks=swap_space.num_free,
-            engine_ns=now_ns,
-            **msgspec.structs.asdict(scheduler.stats),
-        )
+        gauges = {
+            "call": call,
+            "num_running": num_running,
+            "num_waiting": num_waiting,
+            "num_blocks": scheduler.pool.num_blocks,
+            "num_free_blocks": scheduler.pool.num_free,
+            "block_size": scheduler.block_size,
+            "num_swapped": scheduler.preemption.num_swapped,
+            "num_on_hold": scheduler.waiting.num_held,
+            "num_unbegun": scheduler.waiting.num_unbegun,
+            "num_swap_blocks": swap_space.num_slots,
+            "num_free_swap_blocks": swap_space.num_free,
+            "engine_ns": now_ns,
+        }
+        return Statistics(**{**msgspec.structs.asdict(scheduler.stats), **gauges})
+
+
+#: What the engine core does for each call that the border lets through: its answer, or None for CallDone.
+HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | None]] = {
+    GetStatistics: lambda engine, client, message, now_ns: engine.statistics(message.call, now_ns),
+    ResetPrefixCache: lambda engine, client, message, now_ns: engine.scheduler.reset_prefix_cache(),
+    Pause: lambda engine, client, message, now_ns: engine.scheduler.pause(message.mode),
+    Resume: lambda engine, client, message, now_ns: engine.scheduler.resume(),
+    Explain: lambda engine, client, message, now_ns: explain(
+        engine.scheduler, engine.scheduling_policy, client, message, now_ns
+    ),
+    FollowKVEvents: lambda engine, client, message, now_ns: engine.kv_feed.follow(client),
+    UnfollowKVEvents: lambda engine, client, message, now_ns: engine.kv_feed.unfollow(client),
+}

@@ -12,16 +12,13 @@ from ipc.messages import (
     AddRequest,
     CallDone,
     CallFailed,
-    GetStatistics,
+    ClientCall,
     Goodbye,
     Outputs,
-    Pause,
     RequestFailed,
-    ResetPrefixCache,
-    Resume,
     Statistics,
 )
-from ipc.scheduling_messages import Explain, Explanation, FollowKVEvents, KVEvents, UnfollowKVEvents
+from ipc.scheduling_messages import Explanation, KVEvents
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
@@ -48,20 +45,6 @@ class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
 
 #: What the border lets through to the engine; requests have been validated by then.
 EngineInput: TypeAlias = (
-    AddRequest
-    | Abort
-    | Goodbye
-    | GetStatistics
-    | ResetPrefixCache
-    | Pause
-    | Resume
-    | HoldClient
-    | ReleaseClient
-    | SetClientWeight
-    | RenewKVEvents
-    | EndPause
-    | Explain
-    | FollowKVEvents
-    | UnfollowKVEvents
+    AddRequest | Abort | Goodbye | ClientCall | HoldClient | ReleaseClient | SetClientWeight | RenewKVEvents | EndPause
 )
 EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed

@@ -1,13 +1,14 @@
 """EngineConfig: everything the engine process is told. Frozen, validated once, and itself a message."""
 
 import difflib
-import math
 import os
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ipc.errors import ConfigError
+from ipc.neutral_options import check_neutral, is_neutral
+from ipc.option import DeclaredOption, Option, declared_options
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -25,65 +26,215 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Options of one engine. None means "the engine decides at its start"; a resolved config (core/process/resolve.py)
     has no None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
 
-    model: str | None = None  # folder (config.json, safetensors), .gguf file or org/name; None = the demo model
-    executor: ExecutorName = "local"  # "fake": tokens are a function of ids and positions; no model, no torch
-    load_format: LoadFormat = "auto"  # "dummy": random weights for this config; no weight is read
-    dtype: Dtype = "auto"  # auto = bfloat16 where the CPU has bf16 instructions, else float32
-    device: Device = "cpu"  # "cuda": an NVIDIA GPU, by Triton's kernels; numerics level L0
-    model_impl: ModelImpl = "auto"  # auto: our own code where there is some for the architecture, else transformers'
-    numerics: Numerics = "L2"  # L2: a request's tokens never depend on its neighbours; L0: torch's operations
-    threads: int | None = None  # compute threads; None = the CPUs this process may use
-    max_model_len: int | None = None  # tokens; None = the model's, clipped to the KV cache
-    max_num_seqs: int = 32  # requests running at once
-    max_num_batched_tokens: int | None = None  # token budget of a step; None = 512, or the longest whole prompt
-    block_size: int = 16  # tokens in a KV block; a power of two up to 128
-    kv_cache_memory_bytes: int | None = None  # None = a quarter of the memory, at most 4 GiB
-    num_blocks_override: int | None = None  # exact number of KV blocks, whatever the memory
-    enable_prefix_caching: bool = True
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    priority_aging_seconds: float = 0.0  # of policy priority: waiting so long weighs as one priority; 0 = no aging
-    fair_quantum: int = 4096  # of policy fair: tokens a client may be ahead before it makes room for another
-    client_weights: dict[str, float] = {}  # of policy fair: shares of clients by the name in their Hello; others have 1
-    preemption_mode: PreemptionMode = "recompute"  # auto: whichever is cheaper by the two costs below
-    swap_space_bytes: int = 2**30  # of host memory for the blocks of preempted requests; not with recompute
-    num_swap_blocks: int | None = None  # exact number of blocks in that memory
-    recompute_ns_per_token: int | None = None  # None = measured at start, where preemption_mode is auto
-    swap_ns_per_block: int | None = None  # one way; None = measured at start, where preemption_mode is auto
-    enable_chunked_prefill: bool = True  # no: whole prompts, in steps of their own
-    long_prefill_token_threshold: int = 0  # most prompt tokens of one request in a step while others live; 0 = no limit
-    max_num_partial_prefills: int = 0  # prompts that may be in the middle of several steps at once; 0 = no limit
-    scheduler_delay_factor: float = 0.0  # prompts gather for so many times the last prompt step's duration
-    admission_lookahead: int = 8  # requests that may start before an older one that does not fit, in its life
-    watermark: float = 0.01  # share of the KV blocks that a start leaves free while others run
-    reserve_full_length: bool = False  # start only with all the blocks that a request can ever need: no preemption
-    max_num_queued_requests: int = 65_536  # of all clients, that have not begun; more are refused with a hint
-    max_num_queued_tokens: int = 2**26  # of those requests; int32, so 256 MiB
-    max_client_bytes: int = 2**28  # of one client's unfinished requests, as sent
-    client_lease_ms: int = 30_000  # a client that is silent for so long is gone; its heartbeats come 3 times as often
-    async_scheduling: bool = False  # schedule step N+1 before the tokens of step N are known (depth 2)
-    capture: str | None = None  # file to log all inputs and decisions to, for `engine-core replay`; it must not exist
-    fake_vocab_size: int = 32_000  # of the fake executor
-    fake_eos_token_id: int = 2
-    fake_max_model_len: int = 131_072
-    fake_tokens_per_step: int = 1  # that a row yields at most in a step; above 1 how many hangs on its tokens
-    max_logprobs: int = 20  # that a request may ask for at each position; -1 = any number, up to the whole vocabulary
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # logarithms or logits; raw, or what the sampler draws from
-    cpu_kernels: CpuKernels = "auto"  # auto: the C kernels where a wheel or a compiler has them, else torch's
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that the engine may take in all; of device cuda
-    enforce_eager: bool = False  # no CUDA graphs; of device cuda
-    generation_config: str = "auto"  # default sampling parameters: the model's, "vllm" = neutral, or a folder's
+    model: Annotated[
+        str | None,
+        Option(
+            "model",
+            "folder with config.json and *.safetensors, .gguf file, or Hugging Face name; default: the demo model",
+            flags=("-m", "--model-path", "--model-id"),
+        ),
+    ] = None
+    executor: Annotated[ExecutorName, Option("machine", "'fake' answers with made-up tokens and needs no model")] = (
+        "local"
+    )
+    load_format: Annotated[
+        LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
+    ] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Option(
+            "model",
+            "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it, else float32",
+            spellings={"float": "float32"},
+        ),
+    ] = "auto"
+    device: Annotated[
+        Device, Option("machine", "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels")
+    ] = "cpu"
+    model_impl: Annotated[
+        ModelImpl,
+        Option("model", "whose model code; auto = ours where there is some for the architecture, else transformers'"),
+    ] = "auto"
+    numerics: Annotated[
+        Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
+    ] = "L2"
+    threads: Annotated[
+        int | None, Option("machine", "compute threads; default: the CPUs this process may use", 1, 1024, flags=("-t",))
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "model",
+            "tokens of prompt and output together; default: the model's",
+            2,
+            2**24,
+            flags=("-c", "--ctx-size", "--context-length"),
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int,
+        Option(
+            "scheduling", "requests running at once", 1, 65_536, flags=("-np", "--parallel", "--max-running-requests")
+        ),
+    ] = 32
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            "scheduling", "token budget of a step; default: 512, with whole prompts at least max_model_len", 1, 2**24
+        ),
+    ] = None
+    block_size: Annotated[
+        int, Option("KV cache", "tokens in a KV block, a power of two up to 128", 1, 128, flags=("--page-size",))
+    ] = 16
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Option("KV cache", "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G", 1, 2**44),
+    ] = None
+    num_blocks_override: Annotated[
+        int | None,
+        Option(
+            "KV cache", "exact number of KV blocks, whatever the memory", 2, 2**30, names=("num_gpu_blocks_override",)
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Option(
+            "scheduling",
+            "who goes first: by arrival, by priority, or clients by what they have been served",
+            flags=("--schedule-policy",),
+        ),
+    ] = "fcfs"
+    priority_aging_seconds: Annotated[
+        float,
+        Option(
+            "scheduling", "policy priority: waiting so long weighs as one priority; 0 = priorities are absolute", 0, 1e6
+        ),
+    ] = 0.0
+    fair_quantum: Annotated[
+        int,
+        Option(
+            "scheduling", "policy fair: tokens a client may be ahead of another before it makes room for it", 0, 2**40
+        ),
+    ] = 4096
+    client_weights: Annotated[
+        dict[str, float],
+        Option(
+            "scheduling",
+            "policy fair: share of the clients of this name; others have 1; may be given again",
+            flags=("--client-weight",),
+        ),
+    ] = {}
+    preemption_mode: Annotated[
+        PreemptionMode,
+        Option("preemption", "compute again what was preempted, copy it to the host and back, or the cheaper of both"),
+    ] = "recompute"
+    swap_space_bytes: Annotated[
+        int,
+        Option(
+            "preemption", "host memory for preempted requests, in bytes or as 512M, 2G; not with recompute", 0, 2**44
+        ),
+    ] = 2**30
+    num_swap_blocks: Annotated[
+        int | None, Option("preemption", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
+    ] = None
+    recompute_ns_per_token: Annotated[
+        int | None,
+        Option(
+            "preemption", "cost of computing a token again; default: measured at start where it is needed", 1, 10**12
+        ),
+    ] = None
+    swap_ns_per_block: Annotated[
+        int | None,
+        Option(
+            "preemption",
+            "cost of copying a block to the host; default: measured at start where it is needed",
+            1,
+            10**12,
+        ),
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool, Option("scheduling", "prompts share steps with decoding; no = whole prompts, in steps of their own")
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int,
+        Option("scheduling", "most tokens of a prompt in one step while other requests live; 0 = no limit", 0, 2**20),
+    ] = 0
+    max_num_partial_prefills: Annotated[
+        int, Option("scheduling", "prompts that may be in the middle of several steps at once; 0 = no limit", 0, 65_536)
+    ] = 0
+    scheduler_delay_factor: Annotated[
+        float,
+        Option("scheduling", "let prompts gather for so many times the duration of the last step with prompts", 0, 1e6),
+    ] = 0.0
+    admission_lookahead: Annotated[
+        int, Option("scheduling", "how many requests may start before an older one that does not fit", 0, 4096)
+    ] = 8
+    watermark: Annotated[
+        float, Option("scheduling", "share of the KV blocks that a start leaves free while others run", 0, 0.5)
+    ] = 0.01
+    reserve_full_length: Annotated[
+        bool, Option("scheduling", "start a request only with all the KV blocks that it can ever need")
+    ] = False
+    max_num_queued_requests: Annotated[
+        int, Option("clients", "requests of all clients that may wait to begin; more are refused", 1, 2**24)
+    ] = 65_536
+    max_num_queued_tokens: Annotated[int, Option("clients", "tokens of those requests", 1, 2**32)] = 2**26
+    max_client_bytes: Annotated[
+        int, Option("clients", "unfinished requests of one client, in bytes or as 512M, 2G", 1, 2**40)
+    ] = 2**28
+    client_lease_ms: Annotated[
+        int, Option("clients", "a client that is silent for so many milliseconds is gone", 100, 2**31)
+    ] = 30_000
+    async_scheduling: Annotated[
+        bool, Option("machine", "schedule a step before the tokens of the one before are known")
+    ] = False
+    capture: Annotated[
+        str | None,
+        Option(
+            "capture", "log every request and decision to this new file, for `engine-core replay`; it holds all prompts"
+        ),
+    ] = None
+    fake_vocab_size: Annotated[int, Option("fake executor", "vocabulary of the fake executor", 4, 2**24)] = 32_000
+    fake_eos_token_id: Annotated[int, Option("fake executor", "end token of the fake executor", 0, 2**24)] = 2
+    fake_max_model_len: Annotated[int, Option("fake executor", "max_model_len of the fake executor", 2, 2**24)] = (
+        131_072
+    )
+    fake_tokens_per_step: Annotated[
+        int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
+    ] = 1
+    generation_config: Annotated[
+        str,
+        Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),
+    ] = "auto"
+    max_logprobs: Annotated[
+        int,
+        Option(
+            "log probabilities",
+            "log probabilities that a request may ask for at each position; -1 = any number",
+            -1,
+            2**24,
+        ),
+    ] = 20
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Option(
+            "log probabilities",
+            "logarithms or logits; raw: as the model gave them, processed: what the sampler draws from",
+        ),
+    ] = "raw_logprobs"
+    cpu_kernels: Annotated[
+        CpuKernels,
+        Option("machine", "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's"),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)
+    ] = 0.9
+    enforce_eager: Annotated[bool, Option("machine", "no CUDA graphs on a GPU")] = False
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, (low, high) in _RANGES.items():
-            _check_integer(name, getattr(self, name), low, high, optional=name in _OPTIONAL)
-        for name, most in _FRACTIONS.items():
-            _check_number(name, getattr(self, name), most)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        for name, declared in OPTIONS.items():
+            declared.check(getattr(self, name))
         if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
             raise ConfigError(f"capture must be the path of a file to write; got {self.capture!r}")
         if not isinstance(self.generation_config, str) or not self.generation_config:
@@ -96,144 +247,47 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
-        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         if self.async_scheduling and self.executor == "local" and self.device == "cpu":
             raise ConfigError(
                 "async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not, device=cuda does"
             )
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "executor": get_args(ExecutorName),
-    "load_format": get_args(LoadFormat),
-    "dtype": get_args(Dtype),
-    "device": get_args(Device),
-    "model_impl": get_args(ModelImpl),
-    "cpu_kernels": get_args(CpuKernels),
-    "numerics": get_args(Numerics),
-    "scheduling_policy": get_args(SchedulingPolicy),
-    "logprobs_mode": get_args(LogprobsMode),
-    "preemption_mode": get_args(PreemptionMode),
-}
-_RANGES: dict[str, tuple[int, int]] = {
-    "threads": (1, 1024),
-    "max_model_len": (2, 2**24),
-    "max_num_seqs": (1, 65_536),
-    "max_num_batched_tokens": (1, 2**24),
-    "block_size": (1, 128),
-    "kv_cache_memory_bytes": (1, 2**44),
-    "num_blocks_override": (2, 2**30),
-    "fair_quantum": (0, 2**40),
-    "swap_space_bytes": (0, 2**44),
-    "num_swap_blocks": (0, 2**30),
-    "recompute_ns_per_token": (1, 10**12),
-    "swap_ns_per_block": (1, 10**12),
-    "long_prefill_token_threshold": (0, 2**20),
-    "max_num_partial_prefills": (0, 65_536),
-    "admission_lookahead": (0, 4096),
-    "max_num_queued_requests": (1, 2**24),
-    "max_num_queued_tokens": (1, 2**32),
-    "max_client_bytes": (1, 2**40),
-    "client_lease_ms": (100, 2**31),
-    "fake_vocab_size": (4, 2**24),
-    "fake_eos_token_id": (0, 2**24),
-    "fake_max_model_len": (2, 2**24),
-    "fake_tokens_per_step": (1, 256),
-    "max_logprobs": (-1, 2**24),
-}
-_SWITCHES = (
-    "enable_prefix_caching",
-    "async_scheduling",
-    "enable_chunked_prefill",
-    "reserve_full_length",
-    "enforce_eager",
-)
-#: Numbers from 0 up to this.
-_FRACTIONS = {"priority_aging_seconds": 1e6, "scheduler_delay_factor": 1e6, "watermark": 0.5}
+#: Every option by name, in the order of the fields.
+OPTIONS = declared_options(EngineConfig)
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
-_OPTIONAL = frozenset(
-    (
-        "threads",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "kv_cache_memory_bytes",
-        "num_blocks_override",
-        "num_swap_blocks",
-        "recompute_ns_per_token",
-        "swap_ns_per_block",
-    )
-)
-
-#: Options of vLLM's LLM() that mean nothing here; accepted at the values under which they change nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "trust_remote_code": (True, False),  # nothing remote is ever run
-    "quantization": (None,),
-    "disable_log_stats": (True, False),
-    "tokenizer_mode": ("auto",),
-    "revision": (None,),
-    "kv_cache_dtype": ("auto",),
-    "distributed_executor_backend": (None, "uni", "mp"),
-    "enable_lora": (False,),
-    "cpu_offload_gb": (0,),
-    "disable_custom_all_reduce": (True, False),
-    "hf_token": (None,),
-    "served_model_name": (None,),
-    "attention_backend": (None, "auto"),
-}
-#: The same for numbers: (above, up to).
-_NEUTRAL_NUMBERS: dict[str, tuple[float, float]] = {
-    "max_seq_len_to_capture": (0, 2**24),
-}
-#: vLLM's names of our options, and of our options' values.
-_ALIASES = {"num_gpu_blocks_override": "num_blocks_override"}
-_DTYPE_ALIASES = {"float": "float32"}
+#: vLLM's names of our options.
+_OTHER_NAMES = {other: name for name, declared in OPTIONS.items() for other in declared.option.names}
+#: vLLM's swap_space, in GiB, which here is swap_space_bytes.
+_SWAP_SPACE = DeclaredOption("swap_space", Option("preemption", "", 0, 2**14), float, is_optional=False, default=0)
 
 
 def config_from_options(**options: Any) -> EngineConfig:
     """The EngineConfig of these options. Errors: ConfigError for a bad value or an unknown option."""
-    fields = EngineConfig.__struct_fields__
     accepted: dict[str, Any] = {}
     for given, value in options.items():
-        name = _ALIASES.get(given, given)
+        name = _OTHER_NAMES.get(given, given)
         if name in accepted:
             raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
-        if name in fields or name == "swap_space":  # vLLM's, in GiB
+        if name in OPTIONS or name == _SWAP_SPACE.name:
             accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-        elif name in _NEUTRAL or name in _NEUTRAL_NUMBERS:
-            _check_neutral(name, value)
+        elif is_neutral(name):
+            check_neutral(name, value)
         else:
-            near = difflib.get_close_matches(name, fields, n=1)
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(fields)}")
+            raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
     for name in ("enable_chunked_prefill", "generation_config"):
         if accepted.get(name, True) is None:  # vLLM's "decide yourself"
             del accepted[name]
-    if (gibibytes := accepted.pop("swap_space", None)) is not None:
-        _check_number("swap_space", gibibytes, 2**14)
+    if (gibibytes := accepted.pop(_SWAP_SPACE.name, None)) is not None:
+        _SWAP_SPACE.check(gibibytes)
         accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))
-    if isinstance(dtype := accepted.get("dtype"), str):
-        accepted["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
+    for name, value in accepted.items():
+        if isinstance(value, str):
+            accepted[name] = OPTIONS[name].option.spellings.get(value, value)
     return EngineConfig(**accepted)
-
-
-def _check_neutral(name: str, value: object) -> None:
-    if name in _NEUTRAL:
-        if value not in _NEUTRAL[name]:
-            allowed = " or ".join(repr(choice) for choice in _NEUTRAL[name])
-            raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
-        return
-    low, high = _NEUTRAL_NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
-        raise ConfigError(f"{name} must be a number above {low} and up to {high}; got {value!r}")
-
-
-def _check_number(name: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise ConfigError(f"{name} must be a number from 0 to {most:g}; got {value!r}")
 
 
 def _check_weights(weights: object) -> None:
@@ -257,17 +311,3 @@ def _check_model(model: object) -> None:
         raise ConfigError(f"model must be valid UTF-8 without NUL; got {model!r:.80}")
     if (size := len(model.encode())) > _MAX_MODEL_BYTES:
         raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
-
-
-def _check_share(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ConfigError(f"{name} must be a number above 0 and up to 1; got {value!r}")
-
-
-def _check_integer(name: str, value: object, low: int, high: int, *, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        raise ConfigError(f"{name} must be an integer from {low} to {high}; got {value!r}, write {int(value)}")
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be an integer from {low} to {high}; got {value!r}")

@@ -6,13 +6,15 @@ Token ids are int32; request numbers and positions uint32. There is no untyped f
 """
 
 from enum import IntEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
 
+from ipc.call import Call, CallRule
 from ipc.errors import MalformedMessageError
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import (
+    SCHEDULING_MINOR,
     Explain,
     Explanation,
     FollowKVEvents,
@@ -101,68 +103,38 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Renews the session's lease, as every message does; for a client that has had nothing else to say."""
 
 
-class GetTokenizer(msgspec.Struct, frozen=True, array_like=True, tag=16):
+class GetTokenizer(Call, frozen=True, array_like=True, tag=16):
     """Answered by TokenizerFiles."""
 
-    call: int
 
-
-class GetStatistics(msgspec.Struct, frozen=True, array_like=True, tag=17):
+class GetStatistics(Call, frozen=True, array_like=True, tag=17):
     """Answered by Statistics, between two steps."""
 
-    call: int
 
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=18):
+class ResetPrefixCache(Call, frozen=True, array_like=True, tag=18):
     """Forget every cached block that no running request holds. Answered by CallDone, between two steps."""
 
-    call: int
 
-
-class GetModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=19):
+class GetModelInformation(Call, frozen=True, array_like=True, tag=19):
     """Answered by ModelInformation."""
 
-    call: int
 
-
-class Pause(msgspec.Struct, frozen=True, array_like=True, tag=20):
+class Pause(Call, frozen=True, array_like=True, tag=20):
     """The owner's. Takes effect before the next step, for all clients. Answered by CallDone."""
 
-    call: int
     mode: PauseMode
 
 
-class Resume(msgspec.Struct, frozen=True, array_like=True, tag=21):
+class Resume(Call, frozen=True, array_like=True, tag=21):
     """The owner's. Ends a pause; does nothing where there is none. Answered by CallDone."""
 
-    call: int
 
-
-class BeginDrain(msgspec.Struct, frozen=True, array_like=True, tag=22):
+class BeginDrain(Call, frozen=True, array_like=True, tag=22):
     """The owner's. No more requests; the engine ends when the running ones have. Answered by CallDone."""
 
-    call: int
 
-
-class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=23):
+class Shutdown(Call, frozen=True, array_like=True, tag=23):
     """The owner's. The engine ends at once. Answered by CallDone, then EngineStopping."""
-
-    call: int
-
-
-SchedulingCall: TypeAlias = Explain | FollowKVEvents | UnfollowKVEvents
-ClientCall: TypeAlias = (
-    GetTokenizer
-    | GetStatistics
-    | ResetPrefixCache
-    | GetModelInformation
-    | Pause
-    | Resume
-    | BeginDrain
-    | Shutdown
-    | SchedulingCall
-)
-ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
 
 
 # --- core to client ---------------------------------------------------------------------------------------------
@@ -258,8 +230,8 @@ class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
     files: dict[str, bytes]  # file name -> content; "gguf-header" = a GGUF file's metadata section
 
 
-class Statistics(msgspec.Struct, frozen=True, array_like=True, tag=81):
-    """Counters since the engine started, and gauges now."""
+class Statistics(msgspec.Struct, array_like=True, tag=81):
+    """Counters since the engine started, and gauges now. Not frozen: the scheduler counts in one."""
 
     call: int
     num_steps: int
@@ -337,22 +309,25 @@ CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explana
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 
-#: Every call there is, and what answers it unless CallFailed does.
-CALLS: dict[type[ClientCall], type[CallResult]] = {
-    GetTokenizer: TokenizerFiles,
-    GetStatistics: Statistics,
-    ResetPrefixCache: CallDone,
-    GetModelInformation: ModelInformation,
-    Pause: CallDone,
-    Resume: CallDone,
-    BeginDrain: CallDone,
-    Shutdown: CallDone,
-    Explain: Explanation,
-    FollowKVEvents: CallDone,
-    UnfollowKVEvents: CallDone,
+#: Every call there is. A new one is a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
+CALLS: dict[type[Call], CallRule] = {
+    GetTokenizer: CallRule(TokenizerFiles, is_at_border=True),
+    GetStatistics: CallRule(Statistics),
+    ResetPrefixCache: CallRule(CallDone),
+    GetModelInformation: CallRule(ModelInformation, is_at_border=True),
+    Pause: CallRule(CallDone, is_owners=True),
+    Resume: CallRule(CallDone, is_owners=True),
+    BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
+    Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
+    Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
+    FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
+    UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
 }
-#: Those that only the owner of the engine may make; others get PERMISSION_DENIED.
-OWNER_CALLS: tuple[type[ClientCall], ...] = (Pause, Resume, BeginDrain, Shutdown)
+if TYPE_CHECKING:
+    ClientCall: TypeAlias = Call
+else:
+    ClientCall = Union[tuple(CALLS)]  # what a decoder needs  # noqa: UP007
+ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
 
 
 def unpack_numbers(column: bytes) -> list[int]:

@@ -5,6 +5,7 @@ from enum import IntEnum
 
 import msgspec
 
+from ipc.call import Call
 from ipc.kv_events import KVEvent
 
 #: The first protocol minor that has the calls of this file.
@@ -98,26 +99,21 @@ class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
     waited_ns: int  # since it came
 
 
-class Explain(msgspec.Struct, frozen=True, array_like=True, tag=24):
+class Explain(Call, frozen=True, array_like=True, tag=24):
     """Why does a request not run? Answered by Explanation, between two steps."""
 
-    call: int
     number: int = EVERY_REQUEST
     session: int = OWN_SESSION
     limit: int = 100  # requests in the answer, at most
 
 
-class FollowKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=25):
+class FollowKVEvents(Call, frozen=True, array_like=True, tag=25):
     """Tell this session what the prefix cache holds, and from then on of every change. Answered by CallDone; KVEvents
     follow. Sent again it begins again."""
 
-    call: int
 
-
-class UnfollowKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=26):
+class UnfollowKVEvents(Call, frozen=True, array_like=True, tag=26):
     """Answered by CallDone; no KVEvents follow it."""
-
-    call: int
 
 
 class KVEvents(msgspec.Struct, frozen=True, array_like=True, tag=68):

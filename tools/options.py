@@ -1,77 +1,14 @@
-"""EngineConfig's fields as command line flags, with the names other engines' users know as silent aliases."""
+"""The engine's options as command line flags, made from their declarations in ipc/config.py."""
 
 import argparse
 import difflib
 import sys
-from types import UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn
 
 import msgspec
 
-from ipc.config import EngineConfig
-
-#: Every field of EngineConfig and what its flag's help says.
-HELP = {
-    "model": "folder with config.json and *.safetensors, .gguf file, or Hugging Face name; default: the demo model",
-    "executor": "'fake' answers with made-up tokens and needs no model",
-    "load_format": "format of the weights; 'dummy' makes them up, for benchmarks of a config",
-    "dtype": "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it, else float32",
-    "device": "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels",
-    "model_impl": "whose model code; auto = ours where there is some for the architecture, else transformers'",
-    "numerics": "L2: a request's tokens never depend on its neighbours; L0: torch's operations",
-    "threads": "compute threads; default: the CPUs this process may use",
-    "max_model_len": "tokens of prompt and output together; default: the model's",
-    "max_num_seqs": "requests running at once",
-    "max_num_batched_tokens": "token budget of a step; default: 512, with whole prompts at least max_model_len",
-    "block_size": "tokens in a KV block, a power of two up to 128",
-    "kv_cache_memory_bytes": "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G",
-    "num_blocks_override": "exact number of KV blocks, whatever the memory",
-    "enable_prefix_caching": "reuse the KV blocks of equal beginnings",
-    "scheduling_policy": "who goes first: by arrival, by priority, or clients by what they have been served",
-    "priority_aging_seconds": "policy priority: waiting so long weighs as one priority; 0 = priorities are absolute",
-    "fair_quantum": "policy fair: tokens a client may be ahead of another before it makes room for it",
-    "client_weights": "policy fair: share of the clients of this name; others have 1; may be given again",
-    "preemption_mode": "compute again what was preempted, copy it to the host and back, or the cheaper of both",
-    "swap_space_bytes": "host memory for preempted requests, in bytes or as 512M, 2G; not with recompute",
-    "num_swap_blocks": "exact number of KV blocks in that memory; default: what fits",
-    "recompute_ns_per_token": "cost of computing a token again; default: measured at start where it is needed",
-    "swap_ns_per_block": "cost of copying a block to the host; default: measured at start where it is needed",
-    "enable_chunked_prefill": "prompts share steps with decoding; no = whole prompts, in steps of their own",
-    "long_prefill_token_threshold": "most tokens of a prompt in one step while other requests live; 0 = no limit",
-    "max_num_partial_prefills": "prompts that may be in the middle of several steps at once; 0 = no limit",
-    "scheduler_delay_factor": "let prompts gather for so many times the duration of the last step with prompts",
-    "admission_lookahead": "how many requests may start before an older one that does not fit",
-    "watermark": "share of the KV blocks that a start leaves free while others run",
-    "reserve_full_length": "start a request only with all the KV blocks that it can ever need",
-    "max_num_queued_requests": "requests of all clients that may wait to begin; more are refused",
-    "max_num_queued_tokens": "tokens of those requests",
-    "max_client_bytes": "unfinished requests of one client, in bytes or as 512M, 2G",
-    "client_lease_ms": "a client that is silent for so many milliseconds is gone",
-    "async_scheduling": "schedule a step before the tokens of the one before are known",
-    "capture": "log every request and decision to this new file, for `engine-core replay`; it holds all prompts",
-    "fake_vocab_size": "vocabulary of the fake executor",
-    "fake_eos_token_id": "end token of the fake executor",
-    "fake_max_model_len": "max_model_len of the fake executor",
-    "fake_tokens_per_step": "most tokens of a request in one step of the fake executor",
-    "max_logprobs": "log probabilities that a request may ask for at each position; -1 = any number",
-    "logprobs_mode": "logarithms or logits; raw: as the model gave them, processed: what the sampler draws from",
-    "cpu_kernels": "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's",
-    "gpu_memory_utilization": "share of a GPU's memory that the engine may take",
-    "enforce_eager": "no CUDA graphs on a GPU",
-    "generation_config": "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's",
-}
-
-#: vLLM's, SGLang's and llama.cpp's names of our options; accepted, not shown.
-ALIASES = {
-    "model": ("-m", "--model-path", "--model-id"),
-    "threads": ("-t",),
-    "max_model_len": ("-c", "--ctx-size", "--context-length"),
-    "max_num_seqs": ("-np", "--parallel", "--max-running-requests"),
-    "block_size": ("--page-size",),
-    "num_blocks_override": ("--num-gpu-blocks-override",),
-    "scheduling_policy": ("--schedule-policy",),
-    "client_weights": ("--client-weight",),
-}
+from ipc.config import OPTIONS
+from ipc.option import DeclaredOption
 
 _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -96,26 +33,38 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of EngineConfig; options not given stay out of the namespace."""
-    group = parser.add_argument_group("engine options")
-    types = get_type_hints(EngineConfig)
-    for field in msgspec.structs.fields(EngineConfig):
-        text = HELP[field.name]
-        if "default:" not in text and field.default not in (None, msgspec.NODEFAULT):
-            text += f"; default: {_spell(field.default)}"
-        arguments = _argument(field.name, types[field.name])
-        flag = "--" + field.name.replace("_", "-")
-        group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=text, **arguments)
-        if aliases := ALIASES.get(field.name):
+    """Add one flag for each field of EngineConfig, in groups; options not given stay out of the namespace."""
+    groups = dict.fromkeys(declared.option.group for declared in OPTIONS.values())
+    sections = {group: parser.add_argument_group(f"engine options: {group}") for group in groups}
+    for name, declared in OPTIONS.items():
+        section, arguments = sections[declared.option.group], _argument(declared)
+        section.add_argument(flag_of(name), dest=name, default=argparse.SUPPRESS, help=help_of(declared), **arguments)
+        if aliases := aliases_of(declared):
             arguments.pop("metavar", None)
-            group.add_argument(
-                *aliases, dest=field.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **arguments
-            )
+            section.add_argument(*aliases, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **arguments)
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option: --max-num-seqs of max_num_seqs."""
+    return "--" + name.replace("_", "-")
+
+
+def aliases_of(declared: DeclaredOption) -> tuple[str, ...]:
+    """The flags under which users of other engines know the option; accepted, not shown."""
+    return (*declared.option.flags, *map(flag_of, declared.option.names))
+
+
+def help_of(declared: DeclaredOption) -> str:
+    """The option's help text with its default, unless the text says what that is."""
+    text = declared.option.help
+    if "default:" not in text and declared.default is not None and declared.default != {}:
+        text += f"; default: {_spell(declared.default)}"
+    return text
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, by their EngineConfig names."""
-    return {name: getattr(parsed, name) for name in EngineConfig.__struct_fields__ if hasattr(parsed, name)}
+    return {name: getattr(parsed, name) for name in OPTIONS if hasattr(parsed, name)}
 
 
 def parse_bytes(text: str) -> int:
@@ -127,19 +76,18 @@ def parse_bytes(text: str) -> int:
     return int(digits) * (unit or 1)
 
 
-def _argument(name: str, kind: Any) -> dict[str, Any]:
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if name == "client_weights":
+def _argument(declared: DeclaredOption) -> dict[str, Any]:
+    if declared.choices:
+        return {"choices": declared.choices}
+    if declared.name == "client_weights":
         return {"action": _Weights, "metavar": "NAME=W"}
-    if kind is bool:
+    if declared.plain is bool:
         return {"action": argparse.BooleanOptionalAction}
-    plain = [part for part in get_args(kind) if part is not type(None)] if isinstance(kind, UnionType) else [kind]
-    if name.endswith("_bytes"):
+    if declared.name.endswith("_bytes"):
         return {"type": parse_bytes, "metavar": "BYTES"}
-    if plain == [float]:
+    if declared.plain is float:
         return {"type": float, "metavar": "X"}
-    return {"type": int, "metavar": "N"} if plain == [int] else {"type": str, "metavar": "PATH"}
+    return {"type": int, "metavar": "N"} if declared.plain is int else {"type": str, "metavar": "PATH"}
 
 
 class _Weights(argparse.Action):

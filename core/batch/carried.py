@@ -21,6 +21,7 @@ class Copies(NamedTuple):
                 return
 
     def columns(self) -> tuple[Int32s, Int32s]:
+        """Return sources [n] and targets [n] of all copies, in the order in which they were noted."""
         if not self.sources:
             return NO_INT32S, NO_INT32S
         return np.concatenate(self.sources), np.concatenate(self.targets)

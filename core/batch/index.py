@@ -9,6 +9,8 @@ _MAX_SPARE = 64
 
 
 class RequestIndex:
+    """The live requests of all clients, found by (client, number) or by the next deadline."""
+
     def __init__(self) -> None:
         self._clients: dict[int, dict[int, list[Request]]] = {}
         self._deadlines: list[tuple[int, int, Request]] = []  # heap of (now_ns at which it fails, serial, request)

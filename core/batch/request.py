@@ -62,6 +62,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def num_output_tokens(self) -> int:
+        """Valid while the request waits: its tokens after the prompt."""
         return self.num_tokens - self.num_prompt_tokens
 
 

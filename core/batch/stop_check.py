@@ -17,6 +17,7 @@ class StopCheck:
         self._keys = np.zeros(0, np.int64)  # sorted row << 32 | token id of the rows with stop_token_ids
 
     def add(self, row: int, stop_token_ids: list[int]) -> None:
+        """Let each of these tokens end the request of the row."""
         keys = (np.int64(row) << 32) | np.array(stop_token_ids, np.int64)
         self._keys = np.union1d(self._keys, keys)
 

@@ -4,13 +4,12 @@ Row numbers are stable while a request runs and are reused after it; `tenancy` t
 Token ids and block tables lie in paged pools addressed by the row.
 """
 
-import struct
-
 import msgspec
 import numpy as np
 
 from core.batch.request import NO_ROW, Request
 from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, Rows, TokenIds
+from ipc.columns import Columns, column
 from ipc.paged_rows import PagedRows
 
 
@@ -36,49 +35,33 @@ BLOCKS_PER_PAGE = 64
 FREE_ROW = -1
 
 
-class BatchTable:
-    """Only the scheduler writes here. A column's entry is meaningful only for rows in use.
+class BatchTable(Columns):
+    """Only the scheduler writes here. A column's entry is meaningful only for rows in use."""
 
-    tenancy [rows] int64: number of the occupancy, never reused; FREE_ROW for a free row
-    client, number, choice [rows]: where the outputs go
-    num_tokens [rows]: prompt and known output tokens
-    num_placeholders [rows]: tokens that steps in flight will sample, one a step: num_computed_tokens + 1 - num_tokens
-        where that is positive
-    num_prompt_tokens, num_computed_tokens [rows]: the latter is advanced by schedule(), before the step runs
-    num_computed_before [rows]: how far it was when it was last preempted
-    max_total_tokens, max_computed_tokens [rows]: a request with so many tokens is finished; how many of them it can
-      come to compute
-    min_total_tokens [rows]: below it nothing but the length ends a request
-    num_blocks, num_named_blocks [rows]: blocks in the row's table; those whose content has been named
-    content [rows]: number of the content of the named blocks; see core/kv/block_names.py
-    rank, serial, level [rows]: the request's place in the order of the scheduling policy
-    ignore_eos, has_stop_ids [rows]: 0 or 1
-    """
+    tenancy: Ints = column(FREE_ROW)  # number of the occupancy, never reused
+    client: Ints = column()  # with number and choice: where the outputs go
+    number: Ints = column()
+    choice: Ints = column()
+    num_tokens: Ints = column()  # prompt and known output tokens
+    #: Tokens that steps in flight will sample, one a step: num_computed_tokens + 1 - num_tokens where that is positive.
+    num_placeholders: Ints = column()
+    num_prompt_tokens: Ints = column()
+    num_computed_tokens: Ints = column()  # advanced by schedule(), before the step runs
+    num_computed_before: Ints = column()  # how far it was when it was last preempted
+    max_total_tokens: Ints = column()  # a request with so many tokens is finished
+    max_computed_tokens: Ints = column()  # how many of them it can come to compute
+    min_total_tokens: Ints = column()  # below it nothing but the length ends a request
+    num_blocks: Ints = column()  # blocks in the row's table
+    num_named_blocks: Ints = column()  # of these, blocks whose content has been named
+    content: Ints = column()  # number of the content of the named blocks; see core/kv/block_names.py
+    rank: Ints = column()  # with serial and level: the request's place in the order of the scheduling policy
+    serial: Ints = column()
+    level: Ints = column()
+    ignore_eos: Ints = column()  # 0 or 1
+    has_stop_ids: Ints = column()  # 0 or 1
 
     def __init__(self, num_rows: int) -> None:
-        self.tenancy = np.full(num_rows, FREE_ROW, np.int64)
-        self._columns = np.zeros((19, num_rows), np.int64)  # what _entries() gives, one below the other
-        (
-            self.client,
-            self.number,
-            self.choice,
-            self.num_tokens,
-            self.num_placeholders,
-            self.num_prompt_tokens,
-            self.num_computed_tokens,
-            self.num_computed_before,
-            self.max_total_tokens,
-            self.max_computed_tokens,
-            self.min_total_tokens,
-            self.num_blocks,
-            self.num_named_blocks,
-            self.content,
-            self.rank,
-            self.serial,
-            self.level,
-            self.ignore_eos,
-            self.has_stop_ids,
-        ) = self._columns
+        super().__init__(num_rows)
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
         self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
         self.request: list[Request | None] = [None] * num_rows
@@ -87,47 +70,20 @@ class BatchTable:
 
     def add(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows; their tokens move into the table."""
-        free, entries = self._free_rows, list[int]()
+        free, entries, tenancy = self._free_rows, list[int](), self._num_tenancies
         numbers = free[: -len(starts) - 1 : -1]
         del free[-len(starts) :]
         for row, start in zip(numbers, starts, strict=True):
             start.request.row = row
             self.request[row] = start.request
-            entries += self._entries(start)
+            entries += _entries(start, tenancy)
+            tenancy += 1
         rows = np.array(numbers)
-        packed = struct.pack(f"={len(entries)}q", *entries)
-        self._columns[:, rows] = np.frombuffer(packed, np.int64).reshape(len(starts), -1).T
-        self.tenancy[rows] = np.arange(self._num_tenancies, self._num_tenancies + len(rows))
-        self._num_tenancies += len(rows)
+        self.set_columns(rows, entries)
+        self._num_tenancies = tenancy
         self.tokens.fill(rows, [start.request.token_ids for start in starts])
         self.blocks.fill(rows, [start.block_ids for start in starts])
         return rows
-
-    def _entries(self, start: RequestStart) -> tuple[int, ...]:
-        """In the order of the columns."""
-        request = start.request
-        params, num_prompt_tokens = request.params, request.num_prompt_tokens
-        return (
-            request.client,
-            request.number,
-            request.choice,
-            len(request.token_ids),
-            0,
-            num_prompt_tokens,
-            start.num_computed_tokens,
-            request.num_computed_before,
-            request.max_total_tokens,
-            request.max_computed_tokens,
-            num_prompt_tokens + params.min_tokens,
-            start.num_given,
-            start.num_named_blocks,
-            start.content,
-            request.rank,
-            request.serial,
-            request.level,
-            params.ignore_eos,
-            1 if params.stop_token_ids else 0,
-        )
 
     def remove(self, rows: Rows) -> list[Request]:
         """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
@@ -149,6 +105,7 @@ class BatchTable:
         return self.tokens.read(row, 0, int(self.num_tokens[row]))
 
     def block_ids(self, row: int) -> Int32s:
+        """The row's KV blocks [num_blocks], in the order of its tokens."""
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
 
     def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:
@@ -189,6 +146,7 @@ class BatchTable:
 
     def check_integrity(self, running: Ints) -> None:
         """AssertionError with the numbers when a column contradicts another or the list of running rows."""
+        self.check_columns()
         used = np.flatnonzero(self.tenancy != FREE_ROW)
         assert sorted(running.tolist()) == used.tolist(), f"running {running} but rows in use are {used}"
         assert len(used) + len(self._free_rows) == len(self.tenancy), f"{len(used)} used, {len(self._free_rows)} free"
@@ -203,3 +161,31 @@ class BatchTable:
         assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
         assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
         assert (self.num_named_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"
+
+
+def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
+    """The values of a starting request's row, in the order of the table's columns, which a test compares."""
+    request = start.request
+    params, num_prompt_tokens = request.params, request.num_prompt_tokens
+    return (
+        tenancy,
+        request.client,
+        request.number,
+        request.choice,
+        len(request.token_ids),
+        0,
+        num_prompt_tokens,
+        start.num_computed_tokens,
+        request.num_computed_before,
+        request.max_total_tokens,
+        request.max_computed_tokens,
+        num_prompt_tokens + params.min_tokens,
+        start.num_given,
+        start.num_named_blocks,
+        start.content,
+        request.rank,
+        request.serial,
+        request.level,
+        params.ignore_eos,
+        1 if params.stop_token_ids else 0,
+    )

@@ -102,10 +102,6 @@ class IOThread:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def take(self, timeout: float | None) -> list[tuple[int, EngineInput]]:
         """What has come for the engine thread, which calls this; waits up to `timeout` seconds, None = for ever."""
         if timeout != 0 and self.inbox.is_empty:

@@ -17,8 +17,8 @@ from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.messages import (
+    CALLS,
     MAX_ABORTED,
-    OWNER_CALLS,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
@@ -191,7 +191,7 @@ class Reception:
 
     def _call(self, session: Session, message: ClientCall) -> ServerMessage | None:
         """The answer, or None where the engine gives it."""
-        if isinstance(message, OWNER_CALLS) and not session.is_owner:
+        if CALLS[type(message)].is_owners and not session.is_owner:
             text = "only the owner of this engine, who started it, may ask for this"
             return CallFailed(message.call, ErrorCode.PERMISSION_DENIED, text)
         match message:

@@ -35,6 +35,7 @@ class FinishedStep(NamedTuple):
     output: ModelRunnerOutput
 
     def result(self) -> ModelRunnerOutput:
+        """Return the step's output at once."""
         return self.output
 
 
@@ -69,10 +70,11 @@ class Executor(Protocol):
     def prepare_ahead(self) -> bool:
         """There is nothing to run: use some milliseconds for steps to come. Whether more could be of use."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what the executor holds; it is not used afterwards."""
 
 
 def check_triton() -> None:
-    """Errors: ConfigError where device=cuda has no Triton to run its kernels with."""
+    """Raise a ConfigError where device=cuda has no Triton to run its kernels with."""
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")

@@ -17,6 +17,7 @@ class Pipeline:
 
     @property
     def num_in_flight(self) -> int:
+        """Steps that were begun and whose results were not taken yet."""
         return len(self._steps)
 
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:

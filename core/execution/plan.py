@@ -56,6 +56,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the whole batch computes in this step."""
         return int(self.num_scheduled_tokens.sum())
 
     @property
@@ -112,4 +113,5 @@ def _encode_array(value: Any) -> bytes:
 
 
 def encode_plan(plan: SchedulerOutput) -> bytes:
+    """Return the plan as msgpack; equal plans give equal bytes."""
     return msgspec.msgpack.encode(plan, enc_hook=_encode_array)

@@ -4,25 +4,27 @@ import numpy as np
 
 from core.execution.plan import NewRow, SchedulerOutput
 from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds
+from ipc.columns import Columns, column
 from ipc.paged_rows import PagedRows
 
 TOKENS_PER_PAGE = 256
 BLOCKS_PER_PAGE = 64
 
 
-class RunnerTable:
+class RunnerTable(Columns):
     """Rows have the scheduler's numbers; sampled tokens are appended here without waiting for the scheduler.
 
-    num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks [rows] int64: as in the batch table, of the steps
-    that this executor has begun.
+    The columns are those of the batch table, as of the steps that this executor has begun.
     """
 
+    num_tokens: Ints = column()
+    num_prompt_tokens: Ints = column()
+    num_computed_tokens: Ints = column()
+    num_blocks: Ints = column()
+
     def __init__(self, num_rows: int, block_size: int) -> None:
+        super().__init__(num_rows)
         self.block_size = block_size
-        self.num_tokens = np.zeros(num_rows, np.int64)
-        self.num_prompt_tokens = np.zeros(num_rows, np.int64)
-        self.num_computed_tokens = np.zeros(num_rows, np.int64)
-        self.num_blocks = np.zeros(num_rows, np.int64)
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
         self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
 
@@ -37,15 +39,11 @@ class RunnerTable:
             self._append_blocks(plan.block_rows.astype(np.int64), plan.block_ids)
 
     def _add(self, added: list[NewRow]) -> None:
-        columns = [
-            (new.row, len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids))
-            for new in added
-        ]
-        rows, num_tokens, num_prompt_tokens, num_computed_tokens, num_blocks = np.array(columns).T
-        self.num_tokens[rows] = num_tokens
-        self.num_prompt_tokens[rows] = num_prompt_tokens
-        self.num_computed_tokens[rows] = num_computed_tokens
-        self.num_blocks[rows] = num_blocks
+        rows = np.array([new.row for new in added])
+        entries = list[int]()
+        for new in added:  # in the order of the columns
+            entries += (len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids))
+        self.set_columns(rows, entries)
         self.tokens.fill(rows, [new.token_ids for new in added])
         self.blocks.fill(rows, [new.block_ids for new in added])
 

@@ -91,7 +91,15 @@ class CudaMemory:
         inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
         logits = model.forward(inputs).logits
         none, one = np.zeros(num_requests), np.ones(num_requests)
-        words = pack_columns((one, none, one, none, none.astype(np.uint64), none, none))
+        words = pack_columns(
+            temperature=one,
+            top_k=none,
+            top_p=one,
+            min_p=none,
+            seed=none.astype(np.uint64),
+            position=none,
+            choice=none,
+        )
         reported = logits.clone()  # what a step keeps of them for log probabilities
         sample_tokens(reported, torch.from_numpy(words).to(self._device))
 

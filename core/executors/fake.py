@@ -34,18 +34,8 @@ def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_siz
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """What fake_tokens takes as the seed of one choice of a request."""
+    """Seed of one choice of a request, from the request's."""
     return seed ^ (choice * int(_GOLDEN)) % 2**64
-
-
-def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
-    """What the fake executor answers, one request at a time: the oracle of tests."""
-    ids = list(prompt)
-    for _ in range(count):
-        total = np.array([checksum(np.array(ids, np.int64))])
-        token = next_token(total, np.array([len(ids)], np.uint64), np.array([seed], np.uint64), vocab_size)
-        ids.append(int(token[0]))
-    return ids[len(prompt) :]
 
 
 def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:

@@ -153,6 +153,7 @@ class BlockNames:
         self.content[blocks] = UNNAMED
 
     def forget_all(self) -> None:
+        """Make every block unnamed, so that none is found by its content."""
         if self.events is not None:
             self.events.cleared()
         self.block_of_key.clear()

@@ -36,6 +36,7 @@ class KVFeed:
             self.follow(client)
 
     def unfollow(self, client: int) -> None:
+        """End the client's events; a client without any is ignored."""
         if self._sequences.pop(client, None) is not None:
             self._beginners.pop(client, None)
             if not self._sequences:

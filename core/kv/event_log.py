@@ -27,10 +27,12 @@ class KVEventLog:
             self._events.append(KVBlocksStored(ids, before, tokens, self._block_size))
 
     def removed(self, contents: Ints) -> None:
+        """Note that blocks with these contents [n] can no longer be found."""
         if len(contents):
             self._events.append(KVBlocksRemoved(contents.astype("<i8").tobytes()))
 
     def cleared(self) -> None:
+        """Note that no block can be found any more."""
         self._events.append(KVBlocksCleared())
 
     def drain(self) -> list[KVEvent]:

@@ -16,6 +16,7 @@ class SwapSpace:
 
     @property
     def num_free(self) -> int:
+        """Slots that hold no copy of a block."""
         return self._num_free
 
     def take(self, count: int) -> Int32s:
@@ -34,6 +35,7 @@ class SwapSpace:
         self._read.append(slots)
 
     def end_plan(self) -> None:
+        """Free the slots that the plan reads; the next plan may write to them."""
         for slots in self._read:
             self.give_back(slots)
         self._read.clear()

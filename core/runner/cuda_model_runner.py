@@ -250,7 +250,15 @@ class CudaModelRunner(ModelRunner):
         return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
 
     def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Positions) -> torch.Tensor:
-        words = pack_columns(inputs[:7])
+        words = pack_columns(
+            temperature=inputs.temperature,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            min_p=inputs.min_p,
+            seed=inputs.seed,
+            position=inputs.position,
+            choice=inputs.choice,
+        )
         sent = self._tables.send(np.concatenate((words, rows[None], positions[None])).astype(np.int32))
         tokens = sample_tokens(logits, sent[:-2])
         self._tables.append(sent[-2], sent[-1], tokens)

@@ -10,32 +10,35 @@ from core.sampling.edit_group import Edit, EditGroup, SampledRows
 from core.sampling.logit_edits import edit_groups
 from core.sampling.sample_index import SampleIndex
 from core.sampling.sampler import NO_EDITS, SamplingInputs
-from ipc.arrays import NO_INTS, Ints, Positions, Rows, TokenIds
+from ipc.arrays import NO_INTS, Bools, Floats, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.columns import Columns, column
 from ipc.sampling_params import SamplingParams
 
 _NO_LOGPROBS = -1
 _ALL_LOGPROBS = 2**31 - 1
 
 
-class SamplingColumns:
-    """temperature, top_k, top_p, min_p, seed and choice [rows]; num_logprobs and num_prompt_logprobs [rows], negative =
-    none; and the groups of the rows that use an option which changes logits (core/sampling/logit_edits.py)."""
+class SamplingColumns(Columns):
+    """The columns below, and the groups of the rows that use an option which changes logits
+    (core/sampling/logit_edits.py)."""
+
+    temperature: Floats = column()
+    top_k: Ints = column()
+    top_p: Floats = column(1)
+    min_p: Floats = column()
+    seed: UInt64s = column()
+    choice: Ints = column()
+    num_logprobs: Ints = column(_NO_LOGPROBS)
+    num_prompt_logprobs: Ints = column(_NO_LOGPROBS)
+    _has_edits: Bools = column()
 
     def __init__(
         self, num_rows: int, eos_token_ids: tuple[int, ...], groups: tuple[EditGroup, ...] | None = None
     ) -> None:
         """groups: None = those of every option."""
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.choice = np.zeros(num_rows, np.int64)
-        self.num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
-        self.num_prompt_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
+        super().__init__(num_rows)
         self.num_reporting = 0  # rows with log probabilities of either kind
         self._num_drawing = 0  # rows whose tokens are drawn
-        self._has_edits = np.zeros(num_rows, np.bool_)
         self._num_edited = 0
         self._groups = edit_groups(num_rows, eos_token_ids) if groups is None else groups
         self._options = attrgetter(*(option for group in self._groups for option in group.options))

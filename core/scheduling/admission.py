@@ -197,7 +197,17 @@ class Admission:
         if is_reserved:
             length = request.max_computed_tokens
         num_blocks = ceil_div(length, self._block_size)
-        return RequestStart(request, hits, num_hits, content, computed, missing, num_tokens, num_blocks, is_reserved)
+        return RequestStart(
+            request=request,
+            hits=hits,
+            num_hits=num_hits,
+            content=content,
+            num_computed_tokens=computed,
+            num_missing_tokens=missing,
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            is_reserved=is_reserved,
+        )
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
         """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the

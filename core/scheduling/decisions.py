@@ -3,6 +3,8 @@
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from core.batch.request import Request
 from ipc.arrays import Ints, Rows
 
@@ -41,7 +43,7 @@ class Preempted(NamedTuple):
     num_swapped_blocks: int  # 0: its tokens are computed again
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Of one step. rows, counts: who runs, with how many tokens (the last `num_started` began or resumed in it)."""
 
     step: int

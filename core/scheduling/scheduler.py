@@ -23,7 +23,7 @@ from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
-from core.scheduling.stats import SchedulerStats
+from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
@@ -46,7 +46,7 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
-        self.stats = SchedulerStats()
+        self.stats = new_stats()
         self.outputs = OutputCollector(epoch)
         self.batch = Batch(config, eos_token_ids)
         self.table, self.pool = self.batch.table, self.batch.pool
@@ -310,17 +310,17 @@ class Scheduler:
 
     def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
         return Decision(
-            draft.step,
-            draft.now_ns,
-            rows,
-            counts,
-            len(draft.starts),
-            draft.num_skipped,
-            draft.preempted,
-            draft.examined,
-            len(self.waiting),
-            draft.budget,
-            self.pool.num_free,
+            step=draft.step,
+            now_ns=draft.now_ns,
+            rows=rows,
+            counts=counts,
+            num_started=len(draft.starts),
+            num_skipped=draft.num_skipped,
+            preempted=draft.preempted,
+            examined=draft.examined,
+            num_waiting=len(self.waiting),
+            budget=draft.budget,
+            num_free_blocks=self.pool.num_free,
         )
 
     # --- ends ----------------------------------------------------------------------------------------------------

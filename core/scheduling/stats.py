@@ -1,39 +1,19 @@
 """Counters of the scheduler since its start."""
 
-import msgspec
-
 from core.batch.table import RequestStart
 from core.kv.block_pool import BlockPool
 from core.scheduling.decisions import Decision, Verdict
 from ipc.arrays import Ints, Rows
+from ipc.messages import Statistics
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
     verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST
 }
 
 
-class SchedulerStats(msgspec.Struct):
-    num_steps: int = 0
-    num_finished: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_scheduled_tokens: int = 0
-    num_scheduled_rows: int = 0
-    max_scheduled_rows: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    max_used_blocks: int = 0
-    num_recomputed_tokens: int = 0  # computed before, and again after a preemption: the measure of thrash
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_skipped: int = 0  # times a running request wanted tokens and got none
-    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by what it lacked
-    num_head_no_budget: int = 0
-    num_head_preempted: int = 0
-    num_head_fenced: int = 0
-    num_head_no_blocks: int = 0
-    num_head_partial_prefills: int = 0
+class SchedulerStats(Statistics):
+    """The counters of the Statistics message while the scheduler counts. The message's gauges stay 0 here:
+    EngineCore.statistics() reads them when a client asks."""
 
     def count_starts(self, starts: list[RequestStart]) -> None:
         """Before has_started of their requests is set."""
@@ -60,3 +40,8 @@ class SchedulerStats(msgspec.Struct):
         self.num_scheduled_rows += len(rows)
         self.max_scheduled_rows = max(self.max_scheduled_rows, len(rows))
         self.max_used_blocks = max(self.max_used_blocks, pool.num_blocks - 1 - pool.num_free - pool.num_fenced)
+
+
+def new_stats() -> SchedulerStats:
+    """Return counters that are all 0."""
+    return SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))

@@ -24,6 +24,7 @@ from frontend.client.kv_event_stream import KVEventStream
 from frontend.client.transport import Transport
 from frontend.client.typed_calls import TypedCalls
 from ipc.arrays import Ints
+from ipc.call import Call
 from ipc.errors import (
     CallFailedError,
     EngineCoreError,
@@ -33,6 +34,7 @@ from ipc.errors import (
     RequestFailedError,
 )
 from ipc.messages import (
+    CALLS,
     MAX_ABORTED,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -41,7 +43,6 @@ from ipc.messages import (
     CallDone,
     CallFailed,
     CallResult,
-    ClientMessage,
     EngineStopping,
     ErrorCode,
     FinishReason,
@@ -60,10 +61,9 @@ from ipc.messages import (
     encode,
 )
 from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import SCHEDULING_MINOR, Explain, Explanation, FollowKVEvents, KVEvents, UnfollowKVEvents
+from ipc.scheduling_messages import Explanation, FollowKVEvents, KVEvents
 
 _MAX_NUMBER = 2**32 - 1
-_SCHEDULING_CALLS = (Explain, FollowKVEvents, UnfollowKVEvents)
 _LOST = "the connection to the engine was lost and is being made again; try again"
 
 
@@ -235,13 +235,13 @@ class EngineClient(TypedCalls):
         self._end(EngineDeadError("this client was closed"))
         self._transport.close()
 
-    def call(self, make: Callable[[int], ClientMessage], name: str, timeout: float | None) -> CallResult:
+    def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
         self._check()
         limit = self._call_timeout if timeout is None else timeout
         number, future = next(self._call_numbers), Future[CallResult]()
         message = make(number)
-        if isinstance(message, _SCHEDULING_CALLS) and self.welcome.minor < SCHEDULING_MINOR:
-            theirs, needed = f"{self.welcome.major}.{self.welcome.minor}", f"{PROTOCOL_MAJOR}.{SCHEDULING_MINOR}"
+        if self.welcome.minor < (minor := CALLS[type(message)].minor):
+            theirs, needed = f"{self.welcome.major}.{self.welcome.minor}", f"{PROTOCOL_MAJOR}.{minor}"
             raise CallFailedError(f"{name}: the engine speaks protocol {theirs}; this needs {needed}")
         try:
             with self._changed:

@@ -14,7 +14,8 @@ import numpy as np
 from frontend.client.output_columns import OutputColumns, columns_of
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.client.request_events import RequestEvent, read_events
-from ipc.arrays import AnyInts, Int32s, Ints
+from ipc.arrays import AnyInts, Bools, Doubles, Int32s, Ints, UInt8s
+from ipc.columns import Columns, column
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import Abort, AddRequest, FinishReason, Outputs
 from ipc.paged_rows import PagedRows
@@ -41,10 +42,27 @@ class Progress(NamedTuple):
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
 
 
-class Journal:
-    """One session's live requests in columns; see the module's text."""
+class Journal(Columns):
+    """One session's live requests in columns; see the module's text. Times: monotonic seconds, 0 = none."""
+
+    _num_choices: Ints = column()  # of first choices
+    _first: Ints = column()  # row of the first choice of the row's request
+    _number: Ints = column(-1)
+    _num_delivered: Ints = column()
+    _num_cached_tokens: Ints = column()
+    _finish: UInt8s = column()  # FinishReason
+    _stop_token: Ints = column(_NO_STOP_TOKEN)
+    _aborted: Bools = column()  # the engine was asked to abort it
+    _streaming: Bools = column()
+    _ready: Bools = column()  # has news its consumer waits for and has not taken
+    _arrival_time: Doubles = column()
+    _first_token_time: Doubles = column()
+    _last_token_time: Doubles = column()
+    _finished_time: Doubles = column()
+    _seat: Ints = column()  # scratch of apply
 
     def __init__(self) -> None:
+        super().__init__(_FIRST_ROWS)
         self.num_live = 0
         self._tokens = PagedRows(_FIRST_ROWS, _PAGE_SIZE)
         self._requests: list[AddRequest | None] = [None] * _FIRST_ROWS
@@ -53,21 +71,6 @@ class Journal:
         self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
         self._events: dict[int, list[RequestEvent]] = {}  # by row of the first choice
         self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # of a first choice with others: rows of all choices
-        self._num_choices = np.zeros(_FIRST_ROWS, np.int64)  # of first choices
-        self._first = np.zeros(_FIRST_ROWS, np.int64)  # row of the first choice of the row's request
-        self._number = np.full(_FIRST_ROWS, -1, np.int64)
-        self._num_delivered = np.zeros(_FIRST_ROWS, np.int64)
-        self._num_cached_tokens = np.zeros(_FIRST_ROWS, np.int64)
-        self._finish = np.zeros(_FIRST_ROWS, np.uint8)
-        self._stop_token = np.full(_FIRST_ROWS, _NO_STOP_TOKEN, np.int64)
-        self._aborted = np.zeros(_FIRST_ROWS, np.bool_)  # the engine was asked to abort it
-        self._streaming = np.zeros(_FIRST_ROWS, np.bool_)
-        self._ready = np.zeros(_FIRST_ROWS, np.bool_)  # has news its consumer waits for and has not taken
-        self._arrival_time = np.zeros(_FIRST_ROWS)
-        self._first_token_time = np.zeros(_FIRST_ROWS)
-        self._last_token_time = np.zeros(_FIRST_ROWS)
-        self._finished_time = np.zeros(_FIRST_ROWS)
-        self._seat = np.zeros(_FIRST_ROWS, np.int64)  # scratch of apply
         # Row of number _first_number + i at [1 + i], -1 = not live; a -1 at either end is where clipped look-ups land.
         self._row_of = np.full(66, -1, np.int64)
         self._first_number = 0
@@ -147,6 +150,7 @@ class Journal:
         self._siblings.clear(rows[0])
         for row in rows:
             self._clear(row)
+        self.clear_columns(rows)
         self._free.extend(reversed(rows))
         self.num_live -= 1
         return unfinished
@@ -156,14 +160,6 @@ class Journal:
         self._errors.pop(row, None)
         self._logprobs.pop(row, None)
         self._events.pop(row, None)
-        self._number[row] = -1
-        for column in (self._num_delivered, self._num_cached_tokens, self._finish):
-            column[row] = 0
-        for flags in (self._aborted, self._streaming, self._ready):
-            flags[row] = False
-        for times in (self._first_token_time, self._last_token_time, self._finished_time):
-            times[row] = 0.0
-        self._stop_token[row] = _NO_STOP_TOKEN
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
         """The state of one of the request's choices, with its tokens from output position `start` on."""
@@ -327,10 +323,8 @@ class Journal:
     # --- growth -------------------------------------------------------------------------------------------------
 
     def _grow_rows(self) -> None:
-        size = len(self._number)
-        for name, fill in _COLUMNS.items():
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.full(size, fill, column.dtype)]))
+        size = self.num_column_rows
+        self.grow_columns(2 * size)
         self._tokens.grow_rows(2 * size)
         self._siblings.grow_rows(2 * size)
         self._requests.extend([None] * size)
@@ -350,23 +344,3 @@ class Journal:
         self._row_of[1 : 1 + len(kept)] = kept
         self._first_number += dropped
         return slot
-
-
-#: Journal columns that grow together, and the value of a row that holds nothing.
-_COLUMNS = {
-    "_number": -1,
-    "_num_choices": 0,
-    "_first": 0,
-    "_num_delivered": 0,
-    "_num_cached_tokens": 0,
-    "_finish": 0,
-    "_stop_token": _NO_STOP_TOKEN,
-    "_aborted": False,
-    "_streaming": False,
-    "_ready": False,
-    "_seat": 0,
-    "_arrival_time": 0.0,
-    "_first_token_time": 0.0,
-    "_last_token_time": 0.0,
-    "_finished_time": 0.0,
-}

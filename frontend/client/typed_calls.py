@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from ipc.call import Call
 from ipc.errors import CallFailedError
 from ipc.messages import (
     BeginDrain,
     CallDone,
     CallFailed,
     CallResult,
-    ClientMessage,
     ErrorCode,
     GetModelInformation,
     GetStatistics,
@@ -42,7 +42,7 @@ class TypedCalls(Protocol):
     EngineDeadError at once when the engine is gone. pause, resume, drain and shutdown are the owner's.
     """
 
-    def call(self, make: Callable[[int], ClientMessage], name: str, timeout: float | None) -> CallResult:
+    def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
         """Send the call that `make` makes of a fresh number, and wait for the answer to that number."""
 
     def statistics(self, timeout: float | None = None) -> Statistics:
@@ -99,7 +99,7 @@ class TypedCalls(Protocol):
         self._ask(Shutdown, CallDone, timeout)
 
     def _ask(
-        self, make: Callable[[int], ClientMessage], expected: type[_Result], timeout: float | None, name: str = ""
+        self, make: Callable[[int], Call], expected: type[_Result], timeout: float | None, name: str = ""
     ) -> _Result:
         name = name or getattr(make, "__name__", "")
         result = self.call(make, name, timeout)

@@ -131,10 +131,6 @@ class EngineProcess:
         return self._live().pidfd
 
     @property
-    def is_alive(self) -> bool:
-        return self._child is not None and self._child.process.poll() is None
-
-    @property
     def exit_code(self) -> int | None:
         """None while the process lives or when it was closed; negative: the signal that ended it."""
         return None if self._child is None else self._child.process.poll()

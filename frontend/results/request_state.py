@@ -100,13 +100,13 @@ class RequestState:
         events = max((one.events for one in all_progress), key=len)
         arrival_time, queued_s = min(one.arrival_time for one in all_progress), time_in_queue(events)
         return RequestMetrics(
-            arrival_time,
-            min(first, default=0.0),
-            max(one.last_token_time for one in all_progress),
-            max(ends) if self.finished else 0.0,
-            max(len(one.token_ids) for one in self.completions),
-            0.0 if queued_s is None else arrival_time + queued_s,
-            queued_s,
-            sum(event.kind is EventKind.PREEMPTED for event in events),
-            events,
+            arrival_time=arrival_time,
+            first_token_time=min(first, default=0.0),
+            last_token_time=max(one.last_token_time for one in all_progress),
+            finished_time=max(ends) if self.finished else 0.0,
+            num_generation_tokens=max(len(one.token_ids) for one in self.completions),
+            first_scheduled_time=0.0 if queued_s is None else arrival_time + queued_s,
+            time_in_queue=queued_s,
+            num_preemptions=sum(event.kind is EventKind.PREEMPTED for event in events),
+            events=events,
         )

@@ -1,6 +1,6 @@
 """Bounds-checked reader of GGUF headers, versions 2 and 3, little-endian.
 
-Layout (ggml's docs/gguf.md): "GGUF", version u32, tensor count u64, key count u64; then the metadata
+Layout (gguf.md of ggml's docs): "GGUF", version u32, tensor count u64, key count u64; then the metadata
 `key, value type u32, value`; then per tensor `name, number of dimensions u32, dimensions u64 (innermost first),
 type u32, offset u64 from the data section`; then padding to general.alignment; then the data section.
 A string is a length u64 and UTF-8 bytes; an array is an element type u32, a count u64 and the elements.

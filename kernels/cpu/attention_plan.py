@@ -84,10 +84,6 @@ class AttentionPlan:
     def max_item_tokens(self) -> int:
         return self.arguments.max_item_tokens
 
-    def first_seen(self, position: int) -> int:
-        """The first position that the row at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
     def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, generation: int) -> None:
         """Point to these columns, but where they are of the generation of the last ones: they are the same arrays
         then, and the pointers stand. Columns of a generation other than 0 are int64, int64 and int32, contiguous, so

@@ -38,10 +38,6 @@ class AttentionMetadata:
     window: int | None  # positions that a token attends to, its own included; None = all up to its own
     groups: tuple[WorkGroup, ...]
 
-    def first_seen(self, position: int) -> int:
-        """Return the first position that the token at `position` attends to."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
 
 def attention_metadata(
     num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, cache: KVCache, window: int | None = None

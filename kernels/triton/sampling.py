@@ -142,9 +142,17 @@ def _sample(logits, words, tokens, vocab_size, num_rows, BLOCK: tl.constexpr):
     tl.store(tokens + index, tl.where(finite, token, -1))
 
 
-def pack_columns(columns: tuple[NDArray[Any], ...]) -> Int32s:
-    """temperature, top_k, top_p, min_p, seed, position, choice [S] -> [words, S] int32 for the device."""
-    temperature, top_k, top_p, min_p, seed, position, choice = columns
+def pack_columns(
+    *,
+    temperature: NDArray[Any],
+    top_k: NDArray[Any],
+    top_p: NDArray[Any],
+    min_p: NDArray[Any],
+    seed: NDArray[Any],
+    position: NDArray[Any],
+    choice: NDArray[Any],
+) -> Int32s:
+    """Pack the parameters [S] of S rows into [words, S] int32 for the device."""
     words = np.empty((_NUM_WORDS, len(temperature)), np.int32)
     for index, column in enumerate((temperature, top_p, min_p)):
         words[index] = column.astype(np.float32).view(np.int32)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from build_wheel.imports import PACKAGES, move_imports
-from core.executors.fake import fake_tokens
 from ipc.version import VERSION
 from kernels.cpu.build import usable_variants
 from tests.build_wheel.suite import ROOT, build, environment, site_packages, suite_command, write_suite
+from tests.fake_tokens import fake_tokens
 
 pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
 

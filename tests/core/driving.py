@@ -16,7 +16,7 @@ from core.batch.request import request_from_message
 from core.engine import EngineCore
 from core.execution.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
 from core.execution.runner_table import RunnerTable
-from core.executors.fake import FakeExecutor, choice_seed, fake_tokens, mix, next_token
+from core.executors.fake import FakeExecutor, choice_seed, mix, next_token
 from core.inputs import EngineInput, EngineReply
 from core.scheduling.outputs import ClientOutput
 from core.scheduling.scheduler import Scheduler
@@ -24,6 +24,7 @@ from ipc.arrays import Int32s, UInt64s
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from ipc.sampling_params import SamplingParams
+from tests.fake_tokens import fake_tokens
 
 VOCAB_SIZE = 1000
 EOS = 2

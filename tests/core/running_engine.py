@@ -69,7 +69,7 @@ class Running:
         self.io.drain()
         self._loop.join(PATIENCE_S)
         assert not self._loop.is_alive()
-        assert not self.io.is_alive
+        assert not self.io._thread.is_alive()
         remove_private_address(self.address)
 
 

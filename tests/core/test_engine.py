@@ -356,3 +356,12 @@ def test_a_request_that_fills_the_whole_cache_runs_to_its_end(depth: int) -> Non
     for message, entry in zip(messages, driver.run(*messages), strict=True):
         assert entry.tokens == expected_tokens(message, 32)
         assert len(entry.tokens) == 25
+
+
+def test_every_counter_of_the_scheduler_is_in_the_answer() -> None:
+    """The scheduler counts in a Statistics message, so a new counter needs one declaration."""
+    engine = Driver(small_config()).engine
+    engine.scheduler.stats.num_swapped_in_blocks, engine.scheduler.stats.num_head_fenced = 7, 8
+    answer = engine.statistics(3, 9)
+    assert (answer.num_swapped_in_blocks, answer.num_head_fenced, answer.call, answer.engine_ns) == (7, 8, 3, 9)
+    assert type(answer) is Statistics

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import engine_core
-from core.executors.fake import fake_tokens
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
 from ipc.config import EngineConfig
@@ -26,6 +25,7 @@ from ipc.errors import (
 )
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE, greedy, ids_of
 from tests.placed import PREFIX
 

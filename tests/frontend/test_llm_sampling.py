@@ -6,13 +6,14 @@ import time
 import msgspec
 import pytest
 
-from core.executors.fake import choice_seed, fake_tokens
+from core.executors.fake import choice_seed
 from frontend.async_llm import AsyncLLM
 from frontend.llm import LLM
 from frontend.results.outputs import Logprob
 from ipc.errors import InvalidRequestError
 from ipc.messages import AddRequest
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE, greedy
 
 

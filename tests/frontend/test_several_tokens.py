@@ -1,8 +1,9 @@
 """Several tokens of a request in one message, through the border, the journal and the caller's outputs."""
 
-from core.executors.fake import choice_seed, fake_tokens
+from core.executors.fake import choice_seed
 from frontend.llm import LLM
 from ipc.sampling_params import SamplingParams
+from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE
 
 NUM_TOKENS = 200

@@ -2,21 +2,48 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
 
-from ipc.config import _CHOICES, _FRACTIONS, _NEUTRAL, _OPTIONAL, _RANGES, EngineConfig, config_from_options
+from ipc.config import OPTIONS, EngineConfig, config_from_options
 from ipc.errors import ConfigError, EngineCoreError
+from ipc.neutral_options import NEUTRAL
+from ipc.option import Option, declared_options
 
 FIELDS = EngineConfig.__struct_fields__
 
 
+def names_of(plain: object) -> list[str]:
+    return sorted(name for name, declared in OPTIONS.items() if declared.plain is plain)
+
+
+CHOICES = {name: declared.choices for name, declared in OPTIONS.items() if declared.choices}
+OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
+
+
 def test_every_option_is_checked_by_some_rule() -> None:
-    switches = {"enable_prefix_caching", "async_scheduling", "enable_chunked_prefill", "reserve_full_length"}
-    others = {"model", "capture", "client_weights", "gpu_memory_utilization", "generation_config"}
-    assert set(FIELDS) == {*_CHOICES, *_RANGES, *_FRACTIONS, *switches, "enforce_eager", *others}
+    others = {"model", "capture", "client_weights", "generation_config"}
+    assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
+    assert list(OPTIONS) == list(FIELDS)
+
+
+def test_every_option_says_what_it_is() -> None:
+    for name, declared in OPTIONS.items():
+        assert len(declared.option.help) > 10, name
+        assert declared.option.group, name
+        if declared.plain in (int, float):
+            assert declared.option.low < declared.option.high, name
+
+
+def test_a_field_without_a_declaration_is_a_mistake() -> None:
+    class Config(msgspec.Struct):
+        declared: Annotated[int, Option("group", "number of things", 1, 2)] = 1
+        forgotten: int = 2
+
+    with pytest.raises(TypeError, match=r"Config\.forgotten must be Annotated with one Option; it is <class 'int'>"):
+        declared_options(Config)
 
 
 @pytest.mark.parametrize("weights", [None, [], {"": 1.0}, {1: 1.0}])
@@ -39,49 +66,51 @@ def test_defaults_are_valid_and_frozen() -> None:
         config.block_size = 32  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", sorted(_CHOICES))
+@pytest.mark.parametrize("name", sorted(CHOICES))
 @pytest.mark.parametrize("value", ["nonsense", "", None, 3, ["auto"]])
 def test_choices(name: str, value: object) -> None:
-    allowed = ", ".join(_CHOICES[name])
+    allowed = ", ".join(CHOICES[name])
     with pytest.raises(ConfigError, match=re.escape(f"{name} must be one of {allowed}; got {value!r}")):
         config_from_options(**{name: value})
 
 
 def test_every_choice_is_accepted() -> None:
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         for choice in choices:
             assert getattr(config_from_options(**{name: choice}), name) == choice
 
 
-@pytest.mark.parametrize("name", sorted(_RANGES))
+@pytest.mark.parametrize("name", names_of(int))
 def test_ranges(name: str) -> None:
-    low, high = _RANGES[name]
+    low, high = int(OPTIONS[name].option.low), int(OPTIONS[name].option.high)
     for value in (low, high):
         assert getattr(config_from_options(**{name: value}), name) == value
     text = re.escape(f"{name} must be an integer from {low} to {high}; got ")
     bad: list[Any] = [low - 1, high + 1, -(10**9), 10**30, True, "8", 8.5, float("nan"), float("inf"), [8], b"8"]
-    bad += [] if name in _OPTIONAL else [None]
+    bad += [] if name in OPTIONAL else [None]
     for value in bad:
         with pytest.raises(ConfigError, match=text + re.escape(repr(value))):
             config_from_options(**{name: value})
 
 
 def test_none_lets_the_engine_decide() -> None:
-    for name in _OPTIONAL:
+    for name in OPTIONAL:
         assert getattr(config_from_options(**{name: None}), name) is None
-
-
-def test_generation_config() -> None:
-    for value in ("auto", "vllm", "/a/folder"):
-        assert config_from_options(generation_config=value).generation_config == value
-    assert config_from_options(generation_config=None).generation_config == "auto"
-    for wrong in ("", 3, True):
-        with pytest.raises(ConfigError, match="generation_config must be 'auto', 'vllm' or the path of a folder; got"):
-            config_from_options(generation_config=wrong)
 
 
 def test_a_path_may_be_a_path_object() -> None:
     assert config_from_options(capture=Path("a") / "b", model=Path("c")) == EngineConfig(capture="a/b", model="c")
+
+
+@pytest.mark.parametrize("name", sorted(set(names_of(float)) - {"gpu_memory_utilization"}))
+def test_numbers(name: str) -> None:
+    option = OPTIONS[name].option
+    for value in (option.low, option.high):
+        assert getattr(config_from_options(**{name: value}), name) == value
+    for bad in (-0.1, option.high * 1.01, float("nan"), True, "0.1", None):
+        text = f"{name} must be a number from 0 to {option.high:g}; got {bad!r}"
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            config_from_options(**{name: bad})
 
 
 def test_an_integral_float_is_told_how_to_be_written() -> None:
@@ -95,9 +124,12 @@ def test_block_size_is_a_power_of_two(value: int) -> None:
         config_from_options(block_size=value)
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "async_scheduling"])
+@pytest.mark.parametrize("name", names_of(bool))
 @pytest.mark.parametrize("value", [1, 0, "true", None])
 def test_switches(name: str, value: object) -> None:
+    if name == "enable_chunked_prefill" and value is None:  # vLLM's "decide yourself"
+        assert config_from_options(**{name: value}) == EngineConfig()
+        return
     with pytest.raises(ConfigError, match=f"{name} must be true or false; got {value!r}"):
         config_from_options(**{name: value})
 
@@ -154,9 +186,9 @@ def test_an_option_like_no_other_gets_the_list() -> None:
     assert isinstance(caught.value, EngineCoreError)
 
 
-@pytest.mark.parametrize("name", sorted(_NEUTRAL))
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_options_of_vllm_are_accepted_where_they_change_nothing(name: str) -> None:
-    for value in _NEUTRAL[name]:
+    for value in NEUTRAL[name]:
         assert config_from_options(**{name: value}) == EngineConfig()
     with pytest.raises(ConfigError, match=f"{name}=7 is not supported by this version; only .* is"):
         config_from_options(**{name: 7})
@@ -198,3 +230,12 @@ def test_a_config_is_a_message() -> None:
 def test_a_bad_config_is_refused_when_decoded(raw: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=EngineConfig)
+
+
+def test_generation_config() -> None:
+    for value in ("auto", "vllm", "/a/folder"):
+        assert config_from_options(generation_config=value).generation_config == value
+    assert config_from_options(generation_config=None).generation_config == "auto"
+    for wrong in ("", 3, True):
+        with pytest.raises(ConfigError, match="generation_config must be 'auto', 'vllm' or the path of a folder; got"):
+            config_from_options(generation_config=wrong)

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from core.engine import HANDLERS
 from ipc.messages import (
     CALLS,
-    OWNER_CALLS,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     decode_client_message,
@@ -64,8 +64,8 @@ def test_a_later_minors_fields_are_ignored(direction: str) -> None:
 def test_the_table_of_calls_is_whole() -> None:
     client = {type(message) for message in CLIENT_MESSAGES if "call" in type(message).__struct_fields__}
     assert client == CALLS.keys()
-    assert set(OWNER_CALLS) <= CALLS.keys()
-    assert set(CALLS.values()) <= {type(message) for message in SERVER_MESSAGES}
+    assert {rule.answer for rule in CALLS.values()} <= {type(message) for message in SERVER_MESSAGES}
+    assert {kind for kind, rule in CALLS.items() if not rule.is_at_border} == HANDLERS.keys()
 
 
 @pytest.mark.checkout  # docs/

@@ -16,14 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from core.executors.fake import fake_tokens
 from frontend.llm import LLM
-from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError
 from ipc.sampling_params import SamplingParams
+from tests.fake_tokens import fake_tokens
 from tests.placed import PREFIX, placed
 from tools.cli import main
-from tools.options import ALIASES, HELP, ArgumentParser, add_engine_options, engine_options
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 32_000
@@ -139,28 +137,6 @@ def test_a_bad_value_is_one_line_and_exit_1(
     (line,) = [line for line in capfd.readouterr().err.splitlines() if " error: " in line]
     assert line.startswith("engine-core: error: ")
     assert expected in line
-
-
-def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
-    assert set(HELP) == set(EngineConfig.__struct_fields__)
-    parser = ArgumentParser(prog="x")
-    add_engine_options(parser)
-    assert engine_options(parser.parse_args([])) == {}
-    values = {"model": "m", "scheduling_policy": "fcfs", "client_weights": "a=b=8"}
-    parsed = {"client_weights": {"a=b": 8.0}}
-    for name, aliases in ALIASES.items():
-        for flag in (*aliases, "--" + name.replace("_", "-")):
-            given = engine_options(parser.parse_args([flag, values.get(name, "8")]))
-            assert given == {name: parsed.get(name, values.get(name, 8))}, flag
-            assert flag not in aliases or f"{flag} " not in parser.format_help()
-    flags = ["--client-weight", "a=2", "--client-weights", '{"b": 3}', "--client-weight", "a=4"]
-    assert engine_options(parser.parse_args(flags)) == {"client_weights": {"a": 4.0, "b": 3.0}}
-    flags = ["--no-enable-prefix-caching", "--async-scheduling", "--kv-cache-memory-bytes", "2G"]
-    assert engine_options(parser.parse_args(flags)) == {
-        "enable_prefix_caching": False,
-        "async_scheduling": True,
-        "kv_cache_memory_bytes": 2 << 30,
-    }
 
 
 # --- generate -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 
 from core.capture.file import CaptureFile
 from core.capture.records import Input, Step, decode_record
-from core.executors.fake import fake_tokens
 from frontend.engine.process import EngineProcess
 from ipc.messages import Abort, AddRequest, Goodbye
 from tests.captures import (
@@ -28,6 +27,7 @@ from tests.captures import (
     write_frames,
 )
 from tests.columns import pack_numbers
+from tests.fake_tokens import fake_tokens
 from tests.raw_client import RawClient
 from tests.test_house import loaded_by
 from tools.cli import main

@@ -11,7 +11,6 @@ import pytest
 
 from core.capture.file import CaptureFile
 from core.capture.records import Step, decode_record
-from core.executors.fake import fake_tokens
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
@@ -26,6 +25,7 @@ from tests.captures import (
     replaced,
     replay,
 )
+from tests.fake_tokens import fake_tokens
 from tests.raw_client import RawClient
 from tools.cli import main
 from tools.replay.differences import unpack

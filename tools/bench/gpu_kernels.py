@@ -209,8 +209,16 @@ def _sampler_cases(shapes: Shapes, device: torch.device, rows: int) -> Iterator[
         ("top_k 50", 1.0, 50, 1.0, "topk, softmax, multinomial"),
         ("top_p 0.9", 1.0, 0, 0.9, "sort, softmax, multinomial"),
     ):
-        columns = (one * temperature, one * top_k, one * top_p, one * 0, seeds, one * 0, one * 0)
-        words = torch.from_numpy(pack_columns(columns)).to(device)
+        packed = pack_columns(
+            temperature=one * temperature,
+            top_k=one * top_k,
+            top_p=one * top_p,
+            min_p=one * 0,
+            seed=seeds,
+            position=one * 0,
+            choice=one * 0,
+        )
+        words = torch.from_numpy(packed).to(device)
         yield Case(
             f"sampler {name}",
             f"{rows}x{shapes.vocab}",

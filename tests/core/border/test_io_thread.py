@@ -62,7 +62,7 @@ class Harness:
 
     def close(self) -> None:
         self.io.finish("", PATIENCE_S)
-        assert not self.io.is_alive
+        assert not self.io._thread.is_alive()
         remove_private_address(self.address)
 
 

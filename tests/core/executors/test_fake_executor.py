@@ -10,10 +10,11 @@ import pytest
 from core.execution.plan import NO_TOKEN, NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.executors.by_name import load_executor
-from core.executors.fake import FakeExecutor, checksum, create, fake_tokens, mix
+from core.executors.fake import FakeExecutor, checksum, create, mix
 from ipc.sampling_params import SamplingParams
 from tests.columns import num_used_pages
 from tests.core.driving import VOCAB_SIZE, small_config
+from tests.fake_tokens import fake_tokens
 from tests.placed import placed
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from core.executors.fake import fake_tokens
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -28,6 +27,7 @@ from ipc.messages import (
     Welcome,
     encode,
 )
+from tests.fake_tokens import fake_tokens
 from tests.raw_client import PATIENCE_S, RawClient, request
 
 VOCAB = 1000

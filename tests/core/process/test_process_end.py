@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from core.executors.fake import fake_tokens
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import EngineStartError
@@ -19,6 +18,7 @@ from ipc.messages import (
     RequestFailed,
     ServerMessage,
 )
+from tests.fake_tokens import fake_tokens
 from tests.raw_client import PATIENCE_S, RawClient
 
 VOCAB = 1000

@@ -7,7 +7,6 @@ import pytest
 
 from core.border.inbox import Inbox
 from core.border.reception import MAX_TOKENIZERS
-from core.executors.fake import fake_tokens
 from ipc.messages import (
     MAX_ABORTED,
     PROTOCOL_MAJOR,
@@ -34,6 +33,7 @@ from ipc.messages import (
 from ipc.sampling_params import SamplingParams
 from tests.columns import pack_numbers
 from tests.core.running_engine import LONG, NUM_ROWS, VOCAB, Running, expected, is_free, owner, start_engine, wait_for
+from tests.fake_tokens import fake_tokens
 from tests.raw_client import RawClient, request
 
 __all__ = ["start_engine"]  # a fixture

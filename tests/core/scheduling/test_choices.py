@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from core.engine import EngineCore
-from core.executors.fake import choice_seed, fake_tokens
+from core.executors.fake import choice_seed
 from core.inputs import EngineReply
 from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, PagedExecutor, add_message, small_config
 from tests.core.runner.invariance import neighbours, recorded_engine, tiny_model
+from tests.fake_tokens import fake_tokens
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.executors.fake import fake_tokens
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
@@ -19,6 +18,7 @@ from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
+from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import PlayedEngine
 
 VOCAB = 1000

@@ -91,7 +91,7 @@ def test_start_and_stop() -> None:
     engine.wait_ready()  # at once
     assert [name for name, _ in phases] == ["listen", "read tokenizer", "import", "load model", "kv cache"]
     assert 0.0 < phases[0][1] <= phases[-1][1] < PATIENCE_S
-    assert engine.is_alive
+    assert engine.exit_code is None
     assert "is running" in engine.describe_exit()
     pid, pidfd = engine.pid, os.dup(engine.pidfd)
     engine.stop()
@@ -100,7 +100,6 @@ def test_start_and_stop() -> None:
     engine.close()
     engine.close()
     assert engine.describe_exit() == f"the engine process ({pid}) exited with code 0"
-    assert not engine.is_alive
     assert private_files() == before
 
 
@@ -203,7 +202,7 @@ def test_killed_while_idle_then_started_again() -> None:
         os.kill(engine.pid, signal.SIGKILL)
         assert is_gone(pidfd, PATIENCE_S)
         assert engine.describe_exit().endswith("was killed by SIGKILL")
-        assert not engine.is_alive
+        assert engine.exit_code == -signal.SIGKILL
         engine.drain()  # nothing to tell, no error
         engine.close()
         engine.start()
@@ -252,7 +251,7 @@ import os
 if not (child := os.fork()):
     sys.exit()
 os.waitpid(child, 0)
-print(engine.is_alive and os.path.exists(engine.address[6:]), flush=True)
+print(engine.exit_code is None and os.path.exists(engine.address[6:]), flush=True)
 if not os.fork():
     print(os.getpid(), flush=True)
     time.sleep(60)
@@ -320,7 +319,7 @@ from ipc.config import EngineConfig
 for fd in ({closed},):
     os.close(fd)
 with EngineProcess(EngineConfig(executor="fake")) as engine:
-    assert engine.is_alive
+    assert engine.exit_code is None
     engine.drain()
     engine.wait()
     os._exit(0 if engine.describe_exit().endswith("code 0") else 3)

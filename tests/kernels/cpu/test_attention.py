@@ -11,8 +11,8 @@ from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.build import usable_variants
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
-from kernels.torch.attention_reference import reference_attention
 from tests.kernels.attention_bench import DTYPES, AttentionBench, chunkings
+from tests.kernels.attention_reference import first_seen, reference_attention
 
 #: Query heads, KV heads, head size: groups of 1 to 9, sizes that fill vectors and that do not.
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 1, 80), (4, 2, 12), (8, 1, 128), (2, 2, 256), (6, 2, 20)]
@@ -149,7 +149,7 @@ def test_items_cover_every_row_and_what_it_sees_once(window, c_library):
     token = 0
     for count, length in zip(counts.tolist(), lengths.tolist(), strict=True):
         for position in range(length - count, length):
-            assert seen[:, token, plan.first_seen(position) : position + 1].all()
+            assert seen[:, token, first_seen(plan.window, position) : position + 1].all()
             token += 1
     partials = plan.items[plan.items[:, 7] >= 0]
     rows = [set(range(item[7], item[7] + item[3] * 3)) for item in partials.tolist()]

@@ -10,6 +10,7 @@ from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from kernels.rounding import ceil_div
 from tests.kernels.attention_bench import DTYPES
+from tests.kernels.attention_reference import first_seen
 from tests.kernels.cpu.test_attention import HEADS, CpuBench, attention_of
 
 #: Tokens of each context, and how many of its first ones are also those of which other one.
@@ -205,7 +206,7 @@ def test_every_row_sees_what_it_should_once(window, c_library):
     for index, length in enumerate(lengths.tolist()):
         for i in range(counts[index]):
             position = length - int(counts[index]) + i
-            assert seen[:, first[index] + i, plan.first_seen(position) : position + 1].all()
+            assert seen[:, first[index] + i, first_seen(plan.window, position) : position + 1].all()
 
 
 def test_tables_that_end_early_are_not_read_beyond(c_library):

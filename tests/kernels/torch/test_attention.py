@@ -8,8 +8,8 @@ import torch
 import kernels.torch.attention
 from kernels.memory.kv_cache import KVCache
 from kernels.torch.attention import attention_metadata, paged_attention
-from kernels.torch.attention_reference import reference_attention
 from tests.kernels.attention_bench import BLOCK_SIZE, DTYPES, HEADS, LENGTHS, AttentionBench, chunkings
+from tests.kernels.attention_reference import reference_attention
 
 #: Tokens: one; around a block of 16; longer than some contexts and than all.
 WINDOWS = [None, 1, 2, 15, 17, 100, 129, 1000]

@@ -12,11 +12,11 @@ from triton.runtime import interpreter
 from kernels.memory.kv_cache import KVCache
 from kernels.rounding import ceil_div
 from kernels.torch.attention import attention_metadata
-from kernels.torch.attention_reference import reference_attention
 from kernels.triton import decode_attention as decode
 from kernels.triton.attention_work import SPLIT, TritonWork, tile_tokens, triton_work, work_columns
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.prefill_attention import prefill_attention
+from tests.kernels.attention_reference import reference_attention
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
 pytestmark = ANYWHERE

@@ -74,7 +74,8 @@ def columns(rows: tuple[Row, ...], seed: int = 0) -> SamplingInputs:
 
 
 def draw(logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
-    words = torch.from_numpy(pack_columns(inputs[:7])).to(DEVICE)
+    parameters = {name: column for name, column in inputs._asdict().items() if name != "edits"}
+    words = torch.from_numpy(pack_columns(**parameters)).to(DEVICE)
     return sample_tokens(logits.to(DEVICE), words).tolist()
 
 

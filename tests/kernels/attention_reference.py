@@ -22,7 +22,7 @@ def reference_attention(
         keys = keys.double().repeat_interleave(group_size, 1)  # [L, H, D]
         values = values.double().repeat_interleave(group_size, 1)
         for position in range(context_len - num_tokens, context_len):
-            seen = slice(metadata.first_seen(position), position + 1)
+            seen = slice(first_seen(metadata.window, position), position + 1)
             scores = torch.einsum("hd,lhd->hl", q[token].double(), keys[seen]) * scale
             out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen])
             token += 1
@@ -38,3 +38,8 @@ def _context(
     keys = cache.keys(layer).index_select(0, blocks).flatten(0, 1)[:context_len]
     values = cache.values(layer).index_select(0, blocks).flatten(0, 1)[:context_len]
     return keys, values
+
+
+def first_seen(window: int | None, position: int) -> int:
+    """Return the first position that the token at `position` attends to."""
+    return 0 if window is None else max(0, position - window + 1)

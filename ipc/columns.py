@@ -1,0 +1,84 @@
+"""Columns: a table's NumPy columns, each declared once: name, dtype and the value of an empty row."""
+
+import struct
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.arrays import Rows
+
+
+class _Column(msgspec.Struct, frozen=True):
+    """A declared column before its table exists."""
+
+    empty: float
+
+
+def column(empty: float = 0) -> Any:
+    """Declare a column whose rows hold `empty` while they are not in use; its annotation gives the dtype."""
+    return _Column(empty)
+
+
+class Columns:
+    """Base class of tables: `number: Ints = column(-1)` in a subclass declares a column [rows] int64.
+
+    Each instance has an array under the name of each column, so reading one is a plain attribute access. Columns of one
+    dtype lie below one another in one block, in the order of their declaration.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._blocks: dict[np.dtype[Any], NDArray[Any]] = {}
+        self._names: dict[np.dtype[Any], list[str]] = {}
+        self._empty: dict[np.dtype[Any], NDArray[Any]] = {}  # [columns, 1]
+        for dtype, declared in _declared(type(self)).items():
+            self._names[dtype] = list(declared)
+            self._empty[dtype] = np.array([[each.empty] for each in declared.values()], dtype)
+            self._blocks[dtype] = np.zeros((len(declared), 0), dtype)
+        self.grow_columns(num_rows)
+
+    @property
+    def num_column_rows(self) -> int:
+        """Rows that the columns have."""
+        num_rows: int = next(iter(self._blocks.values())).shape[1]
+        return num_rows
+
+    def grow_columns(self, num_rows: int) -> None:
+        """Add empty rows up to num_rows, as new arrays; the rows that were there keep their values."""
+        for dtype, block in self._blocks.items():
+            more = np.repeat(self._empty[dtype], num_rows - block.shape[1], axis=1)
+            self._blocks[dtype] = np.concatenate([block, more], axis=1)
+            for name, values in zip(self._names[dtype], self._blocks[dtype], strict=True):
+                setattr(self, name, values)
+
+    def clear_columns(self, rows: Rows | list[int]) -> None:
+        """Give these rows the empty value in every column."""
+        for dtype, block in self._blocks.items():
+            block[:, rows] = self._empty[dtype]
+
+    def set_columns(self, rows: Rows, entries: list[int]) -> None:
+        """Write one row after another, in one assignment, for a table of int64 columns only: each row has an entry for
+        every column, in the order of their declaration. ValueError where there are too many or too few."""
+        (block,) = self._blocks.values()
+        packed = struct.pack(f"={len(entries)}q", *entries)
+        block[:, rows] = np.frombuffer(packed, np.int64).reshape(len(rows), len(block)).T
+
+    def check_columns(self) -> None:
+        """AssertionError naming a column that was rebound, so that it no longer is a part of its block."""
+        for dtype, block in self._blocks.items():
+            for name, values in zip(self._names[dtype], block, strict=True):
+                bound = getattr(self, name)
+                is_ours = np.shares_memory(bound, values) and bound.dtype == dtype and bound.shape == values.shape
+                assert is_ours, f"column {name} of {type(self).__name__} was rebound: {bound!r:.80}"
+
+
+def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:
+    """The columns of a class by dtype and name, in the order of their declaration."""
+    declared: dict[np.dtype[Any], dict[str, _Column]] = {}
+    for name, hint in get_type_hints(table).items():
+        if isinstance(default := getattr(table, name, None), _Column):
+            (scalar,) = get_args(get_args(hint)[1])  # NDArray[scalar] is ndarray[shape, dtype[scalar]]
+            declared.setdefault(np.dtype(scalar), {})[name] = default
+    assert declared, f"{table.__name__} declares no column"
+    return declared

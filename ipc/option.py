@@ -1,0 +1,92 @@
+"""Option: the declaration of one engine option beside its field: help text, bounds, other names; and its check."""
+
+import math
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from ipc.errors import ConfigError
+
+
+class Option(msgspec.Struct, frozen=True):
+    """Metadata of an option's Annotated type: what its type and its default do not say."""
+
+    group: str  # the heading under which --help shows it
+    help: str
+    low: float = 0  # bounds of a number, both allowed
+    high: float = 0
+    is_above_low: bool = False  # low itself is not allowed
+    names: tuple[str, ...] = ()  # vLLM's names of it, accepted as keywords and as flags
+    flags: tuple[str, ...] = ()  # further flags of other engines; accepted, not shown
+    spellings: dict[str, str] = {}  # vLLM's names of its values, and ours
+
+
+class DeclaredOption(msgspec.Struct, frozen=True):
+    """One field of a config with its type taken apart."""
+
+    name: str
+    option: Option
+    plain: Any  # the type without None: bool, int, float, str, a Literal or a dict
+    is_optional: bool
+    default: object
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a Literal; empty for other types."""
+        return get_args(self.plain) if get_origin(self.plain) is Literal else ()
+
+    @property
+    def bounds(self) -> str:
+        """The numbers that are allowed, in words."""
+        low, high = self.option.low, self.option.high
+        if self.plain is int:
+            return f"from {low} to {high}"
+        return f"above {low:g} and up to {high:g}" if self.option.is_above_low else f"from {low:g} to {high:g}"
+
+    def check(self, value: object) -> None:
+        """Errors: ConfigError that names the option, what is allowed and what was given. Values of types other than
+        choices, switches and numbers are not looked at."""
+        if value is None and self.is_optional:
+            return
+        if self.choices:
+            if value not in self.choices:
+                raise ConfigError(f"{self.name} must be one of {', '.join(self.choices)}; got {value!r}")
+        elif self.plain is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{self.name} must be true or false; got {value!r}")
+        elif self.plain is int:
+            self._check_integer(value)
+        elif self.plain is float and not self._is_within(value, (int, float)):
+            raise ConfigError(f"{self.name} must be a number {self.bounds}; got {value!r}")
+
+    def _check_integer(self, value: object) -> None:
+        text = f"{self.name} must be an integer {self.bounds}; got {value!r}"
+        if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+            raise ConfigError(f"{text}, write {int(value)}")
+        if not self._is_within(value, int):
+            raise ConfigError(text)
+
+    def _is_within(self, value: object, kind: type | tuple[type, ...]) -> bool:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return False
+        low, high = self.option.low, self.option.high
+        return low <= value <= high and not (self.option.is_above_low and value == low)  # type: ignore[operator]
+
+
+def declared_options(config: type[msgspec.Struct]) -> Mapping[str, DeclaredOption]:
+    """The options of a config by name, in order. TypeError for a field whose type is not Annotated with an Option."""
+    options = {}
+    hints = get_type_hints(config, include_extras=True)
+    for field in msgspec.structs.fields(config):
+        hint = hints[field.name]
+        declared = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Option)]
+        if get_origin(hint) is not Annotated or len(declared) != 1:
+            raise TypeError(f"{config.__name__}.{field.name} must be Annotated with one Option; it is {hint}")
+        kind = get_args(hint)[0]
+        parts = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        (plain,) = (part for part in parts if part is not type(None))
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        options[field.name] = DeclaredOption(field.name, declared[0], plain, type(None) in parts, default)
+    return options

@@ -1,0 +1,21 @@
+"""The files of the repository as the house rules read them."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("core", "frontend", "ipc", "kernels", "tools")
+
+
+def known_files(*patterns: str) -> list[Path]:
+    """Return the files of these patterns that git knows or would add, relative to ROOT."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted(Path(name) for name in set(listed) if (ROOT / name).exists())
+
+
+def product_trees() -> dict[Path, ast.Module]:
+    """Return the parsed Python files of the product."""
+    paths = [path for path in known_files("*.py") if path.parts[0] != "tests"]
+    return {path: ast.parse((ROOT / path).read_text(), str(path)) for path in paths}

@@ -1,0 +1,125 @@
+"""No dead declarations: what a file of the product declares, the product uses."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.house.source import ROOT, product_trees
+
+#: The module whose names are for users, who also use what the product itself does not.
+PUBLIC = Path("engine_core.py")
+#: The class of `LLM.client` and `AsyncLLM.client`, which is for users too.
+PUBLIC_CLIENT = "EngineClient"
+
+
+def declared(tree: ast.Module) -> Iterator[tuple[str, ast.ClassDef | None, ast.stmt]]:
+    """Yield (name, class or None, statement) of every function, class, constant and method of a file."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, None, node
+        for name in _assigned(node):
+            yield name, None, node
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    yield inner.name, node, inner
+
+
+def _assigned(node: ast.stmt) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def used_names(tree: ast.AST) -> Counter[str]:
+    """Count the names that are read: as variables, as attributes, or as strings that are one identifier. Imports do not
+    count."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            found[node.id] += 1
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Store):
+            found[node.attr] += 1
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found[node.value] += 1  # getattr, entries of tables, forward references
+    return found
+
+
+def base_names(node: ast.ClassDef) -> set[str]:
+    """Return the last part of each base's name: B of class A(x.B[int])."""
+    parts = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "") for part in parts}
+
+
+def dead(trees: Mapping[Path, ast.Module], public: set[str]) -> list[str]:
+    """Return "file:name" of each declaration that nothing but itself uses.
+
+    Left out: public classes with their public methods, special names, and methods of a class with a base from a library
+    or from Python, which may call them.
+    """
+    uses: Counter[str] = Counter()
+    for tree in trees.values():
+        uses += used_names(tree)
+    ours = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = []
+    for path, tree in trees.items():
+        for name, owner, node in declared(tree):
+            if name.startswith("__") or name in public or uses[name] > used_names(node)[name]:
+                continue
+            if owner is not None and not name.startswith("_") and owner.name in public:
+                continue
+            if owner is not None and base_names(owner) - ours - {"Protocol", "Struct", "NamedTuple", "Generic"}:
+                continue
+            found.append(f"{path}:{owner.name + '.' if owner else ''}{name}")
+    return found
+
+
+def public_names(trees: Mapping[Path, ast.Module]) -> set[str]:
+    """Return the names that engine_core.py hands to users, the client's class, and the classes that those inherit."""
+    imports = [node for node in trees[PUBLIC].body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in imports for alias in node.names} | {PUBLIC_CLIENT, "__all__"}
+    for tree in trees.values():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                names |= base_names(node)
+    return names
+
+
+def entry_files() -> set[Path]:
+    """Return the files that pyproject.toml names, whose classes and functions the build calls."""
+    text = (ROOT / "pyproject.toml").read_text()
+    return {path for path in product_trees() if len(path.parts) == 1 and f'"{path}"' in text and path != PUBLIC}
+
+
+def test_everything_declared_is_used() -> None:
+    trees = product_trees()
+    assert len(trees) > 150
+    entries = {name for path in entry_files() for name, _, _ in declared(trees[path])}
+    assert dead(trees, public_names(trees) | entries) == []
+
+
+def test_a_dead_declaration_is_found() -> None:
+    source = """
+LIMIT = 3
+UNUSED: int = 4
+
+def used():
+    return LIMIT
+
+def recursive(n):
+    return recursive(n - 1)
+
+class Thing:
+    def called(self):
+        return used()
+
+    def never(self):
+        return Thing().called()
+
+class Parser(argparse.ArgumentParser):
+    def error(self):
+        return Parser
+"""
+    tree = {Path("a.py"): ast.parse(source)}
+    assert dead(tree, set()) == ["a.py:UNUSED", "a.py:recursive", "a.py:Thing", "a.py:Thing.never", "a.py:Parser"]
+    assert dead(tree, {"Thing", "UNUSED", "recursive", "Parser"}) == []
