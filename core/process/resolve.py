@@ -1,4 +1,4 @@
-"""The engine's decisions at its start: the resolved EngineConfig. This is pure: the sizes of the machine are arguments."""
+"""The engine's decisions at its start: the resolved EngineConfig. It is pure: the machine's sizes are arguments."""
 
 from collections.abc import Callable
 

@@ -88,7 +88,7 @@ class KVEventStream:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether messages were dropped unread. get() then asks the engine for a new snapshot and waits for it."""
+        """Return whether messages were dropped unread. get() then asks for a new snapshot and waits for it."""
         return self._is_broken and self._is_open and not self._messages
 
     @property

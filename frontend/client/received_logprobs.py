@@ -39,7 +39,7 @@ class ReceivedLogprobs:
 
 
 class LogprobColumns(NamedTuple):
-    """The wire's columns of L positions. counts are the entries of each position; token_ids and values have their sum."""
+    """The wire's columns of L positions. counts: entries of each position, which token_ids and values hold in a row."""
 
     numbers: UInt32s
     positions: UInt32s

@@ -56,9 +56,7 @@ class EngineProcess:
         if listen is not None:
             check_address(listen, binding=True)
         self.config = config
-        self.owner_token = secrets.token_bytes(
-            16
-        )  # a client that sends it in Hello may pause, drain and shut the engine down
+        self.owner_token = secrets.token_bytes(16)  # a client that sends it may pause, drain and shut down
         self.epoch = -1  # of the running engine; 0 for the first start
         self._listen = listen
         self._start_timeout = start_timeout

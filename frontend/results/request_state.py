@@ -40,7 +40,7 @@ class RequestState:
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """Return (choice, position from which its Progress must begin) for each Progress that the next update() takes."""
+        """Return (choice, position from which its Progress must begin) for each Progress that update() takes next."""
         return [(one.index, one.num_tokens) for one in self.completions if not one.finished]
 
     def update(self, *progress: Progress) -> RequestOutput | None:

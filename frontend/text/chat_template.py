@@ -107,7 +107,7 @@ class _Compiled(NamedTuple):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}`, which marks the assistant's text for training. A prompt gets the block's content."""
+    """The block `{% generation %}`, which marks the assistant's text for training. A prompt gets its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 

@@ -172,7 +172,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Return all text that may be shown so far. This costs the text's length; use delta() for a stream of deltas."""
+        """Return all text that may be shown so far. This costs its length; use delta() for a stream."""
         self._shown = ["".join(self._shown)]
         return self._shown[0]
 

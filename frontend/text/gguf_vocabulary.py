@@ -149,7 +149,7 @@ def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[s
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
-    """Set the tokens before and after an encoded text: BOS and EOS where the file or, for BOS, its kind asks for them."""
+    """Set the tokens before and after an encoded text: BOS and EOS where the file or its kind asks for them."""
     ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
     is_llama3 = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES and ids["bos"] is not None
     adds_bos = metadata["tokenizer.ggml.model"] == "llama" or is_llama3

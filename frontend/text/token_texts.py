@@ -31,7 +31,7 @@ class TokenTexts:
             self.take([token_id])
 
     def take(self, ids: Sequence[int]) -> list[str]:
-        """Return the texts of the tokens at the next position: first the sequence's own token, then the alternatives."""
+        """Return the texts of the tokens at the next position: the sequence's own first, then alternatives."""
         texts, pending = [], b""
         for index, (token_id, text) in enumerate(zip(ids, self._decode_each(ids), strict=True)):
             data = self._tokenizer.bytes_of(token_id) if self._pending or "\ufffd" in text else None
