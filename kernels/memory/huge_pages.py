@@ -23,7 +23,10 @@ def want_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def take_pages(tensor: torch.Tensor, begin: int, end: int) -> bool:
-    """Let the system assign memory to these bytes of the tensor now; return False where it cannot. Their content stays."""
+    """Let the system assign memory to these bytes of the tensor now; return False where it cannot.
+
+    Their content stays.
+    """
     return _advise(tensor.data_ptr() + begin, end - begin, _POPULATE_WRITE)
 
 
