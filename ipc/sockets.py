@@ -180,10 +180,10 @@ def ipc_path(address: str) -> str:
 
 
 def private_ipc_address() -> str:
-    """Return a fresh ipc address in a directory of its own, mode 0700, under XDG_RUNTIME_DIR or the temporary
-    directory.
+    """Return a fresh ipc address in a directory of its own, mode 0700.
 
-    The caller owns it and ends it with `remove_private_address`. Errors: AddressError if no directory can be made.
+    The directory is under XDG_RUNTIME_DIR or the temporary directory. The caller owns it and ends it with
+    `remove_private_address`. Errors: AddressError if no directory can be made.
     """
     tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/engine.sock")
     failures = []

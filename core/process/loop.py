@@ -1,6 +1,4 @@
-"""The engine loop: drain the inbox, run the step, pass its messages to the IO thread; sleep while there is nothing to
-do.
-"""
+"""The engine loop: drain the inbox, run the step, send its messages to the IO thread; sleep when nothing is to do."""
 
 import time
 import traceback

@@ -129,9 +129,7 @@ def keeping_all() -> Iterator[None]:
 
 
 def total_memory_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or a control group's (a container's) limit where
-    lower.
-    """
+    """Return the memory that this process may use: the machine's, or the lower limit of a control group (container)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = _CGROUP_LIMIT.read_text().strip()

@@ -1,5 +1,6 @@
-"""RequestEventLog: the events of single requests (queued, scheduled, preempted, resumed), until their clients receive
-them. Steps without such events cost nothing.
+"""RequestEventLog: the events of single requests (queued, scheduled, preempted, resumed), until clients receive them.
+
+Steps without such events cost nothing.
 """
 
 import struct

@@ -135,8 +135,9 @@ class FairLine:
         return requests
 
     def position(self, request: Request) -> int:
-        """Return how many requests are before this one, which waits here, in the order that holds while no client is
-        served.
+        """Return how many requests are before this one, which waits here.
+
+        The order is the one that holds while no client is served.
         """
         before = self._lines[request.client].position(request)
         for client in self._clients():

@@ -10,8 +10,9 @@ def fresh(error: EngineCoreError) -> EngineCoreError:
 
 
 def request_error(failed: RequestFailed) -> EngineCoreError:
-    """Return the error of a request that the engine failed: InvalidRequestError, DeadlineExceededError or
-    RequestFailedError.
+    """Return the error of a request that the engine failed.
+
+    It is an InvalidRequestError, a DeadlineExceededError or another RequestFailedError.
     """
     if failed.code == ErrorCode.INVALID_ARGUMENT:
         return InvalidRequestError(failed.message)

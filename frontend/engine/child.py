@@ -128,8 +128,9 @@ def _pipe() -> tuple[int, int]:
 
 
 def _is_inherited(fd: int) -> bool:
-    """Return whether a standard stream is open and inheritable; False also where another file has taken its number
-    since.
+    """Return whether a standard stream is open and inheritable.
+
+    It is False also where another file has taken its number since.
     """
     try:
         return os.get_inheritable(fd)

@@ -139,8 +139,7 @@ def parse_gguf_metadata(data: bytes, source: str = "GGUF metadata") -> dict[str,
 
 
 def cut_gguf_metadata(path: Path) -> bytes:
-    """Return a file's first bytes up to the end of its metadata, with the tensor count set to 0: a GGUF file of its
-    own.
+    """Return a file's first bytes up to the end of its metadata, as a GGUF file of its own with a tensor count of 0.
 
     Errors: those of read_gguf.
     """

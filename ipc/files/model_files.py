@@ -108,11 +108,11 @@ def tokenizer_hash(files: dict[str, bytes]) -> str:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return the hex SHA-256 of the configuration and of each weight file's name, size, header and 64 pages spread over
-    it.
+    """Return the hex SHA-256 of the configuration and of the weight files.
 
-    The pages distinguish fine-tunes of one model, whose headers and sizes are equal, without reading all weights. The
-    name of a .gguf file or of the folder does not count. Errors: ModelFileError.
+    Of each weight file, its name, size, header and 64 pages spread over it are hashed. The pages distinguish fine-tunes
+    of one model, whose headers and sizes are equal, without reading all weights. The name of a .gguf file or of the
+    folder does not count. Errors: ModelFileError.
     """
     digest = hashlib.sha256()
     if path.suffix == ".gguf":

@@ -74,10 +74,10 @@ def read_safetensors_header_bytes(path: Path) -> bytes:
 
 
 def read_safetensors_folder(folder: Path) -> dict[Path, dict[str, SafetensorsTensor]]:
-    """Return the tensors of every weight file of a model folder: the files that its index names, or else
-    model.safetensors.
+    """Return the tensors of every weight file of a model folder.
 
-    Errors: ModelFileError if there are none, a file is missing, a tensor is in two files, or the index is wrong.
+    The weight files are those that its index names, or else model.safetensors. Errors: ModelFileError if there are
+    none, a file is missing, a tensor is in two files, or the index is wrong.
     """
     index = folder / INDEX_FILE
     if not index.is_file():

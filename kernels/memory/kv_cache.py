@@ -73,10 +73,10 @@ class KVCache:
         return self.layers[layer][:, 1].transpose(1, 2)
 
     def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return where tokens are written: rows [T * 2 * Hkv] of head_dim numbers in a layer, ordered (token, K or V,
-        head).
+        """Return the rows of a layer to which tokens are written, [T * 2 * Hkv], ordered (token, K or V, head).
 
-        slots [T] int64: block * block_size + offset, each >= block_size. The rows are the same for every layer.
+        A row has head_dim numbers. slots [T] int64: block * block_size + offset, each >= block_size. The rows are the
+        same for every layer.
         """
         block, offset = slots // self.block_size, slots % self.block_size
         heads = torch.arange(2 * self.num_kv_heads)

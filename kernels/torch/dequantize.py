@@ -110,8 +110,9 @@ def _shifts(blocks: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
-    """Return uint8[blocks, 2n], each 0 to 15, from uint8[blocks, n]: the low halves of each group of bytes, then the
-    high.
+    """Return the half-bytes uint8[blocks, 2n], each 0 to 15, of uint8[blocks, n].
+
+    The low halves of each group of bytes come first, then the high ones.
     """
     groups = packed.reshape(len(packed), -1, group)
     return torch.stack((groups & 15, groups >> 4), dim=2).view(len(packed), -1)

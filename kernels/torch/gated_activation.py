@@ -13,8 +13,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute gelu(gate) * up like silu_mul, with gelu's tanh approximation (Hendrycks & Gimpel 2016, arXiv
-    1606.08415).
+    """Compute gelu(gate) * up like silu_mul.
+
+    gelu is the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
     """
     gate, up = (half.float() for half in gate_up.chunk(2, -1))
     # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u): the small results of large negative numbers keep their digits.

@@ -17,10 +17,10 @@ def linear(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
 def llama3(
     frequencies: torch.Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: float
 ) -> torch.Tensor:
-    """Stretch the wavelengths above original_length / low_freq_factor; keep those below original_length /
-    high_freq_factor.
+    """Stretch long wavelengths and keep short ones.
 
-    Wavelengths between the two get a weighted mean.
+    Those above original_length / low_freq_factor are stretched. Those below original_length / high_freq_factor are
+    kept. Wavelengths between the two get a weighted mean.
     """
     wavelengths = 2 * math.pi / frequencies
     low, high = original_length / low_freq_factor, original_length / high_freq_factor

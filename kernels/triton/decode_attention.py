@@ -114,8 +114,9 @@ def decode_attention(
     out: torch.Tensor,
     soft_cap: float | None = None,
 ) -> None:
-    """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D]; zeros for
-    padding.
+    """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D].
+
+    Padding gets zeros.
     """
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:

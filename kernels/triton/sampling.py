@@ -154,10 +154,10 @@ def pack_columns(columns: tuple[NDArray[Any], ...]) -> Int32s:
 
 
 def sample_tokens(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return token ids [S] int32 on the device; -1 where a row's largest logit over its temperature is no finite
-    number.
+    """Return token ids [S] int32 on the device; -1 where the largest scaled logit is no finite number.
 
-    logits [S, V] float32 contiguous; words from pack_columns, on the device.
+    logits [S, V] float32 contiguous; words from pack_columns, on the device. A scaled logit is divided by the row's
+    temperature.
     """
     assert logits.is_contiguous(), logits.stride()
     num_rows, vocab_size = logits.shape
