@@ -1,5 +1,7 @@
-"""What the engine process says on standard error, which never holds it up: a full disk or a pipe that nobody reads
-costs lines, not requests."""
+"""The engine process's log lines on standard error. Logging never blocks the engine.
+
+On a full disk or a pipe without a reader, lines are lost and requests go on.
+"""
 
 import contextlib
 import os
@@ -15,7 +17,7 @@ _is_writing = False
 
 
 def say(text: str) -> None:
-    """Write a line or several, some time soon; returns at once."""
+    """Write one or more lines soon, from a thread; return at once."""
     global _writer
     with _changed:
         _lines.append(text)
@@ -26,7 +28,7 @@ def say(text: str) -> None:
 
 
 def flush(timeout: float) -> None:
-    """Wait until all is written, at most `timeout` seconds."""
+    """Wait until all lines are written, at most `timeout` seconds."""
     with _changed:
         _changed.wait_for(lambda: not _lines and not _is_writing, timeout)
 

@@ -1,21 +1,21 @@
-"""Every error a user of the engine can meet.
+"""The tree of errors that users of the engine can meet.
 
 EngineCoreError
 ├── ConfigError (ValueError)            an engine option is unknown or has a bad value
 ├── InvalidRequestError (ValueError)    a prompt or a sampling parameter is wrong
-│   └── UnsupportedParameterError       the parameter is known but this version cannot do it
+│   └── UnsupportedParameterError       this version does not support the parameter
 ├── RequestFailedError                  the engine accepted the request and could not finish it
-│   └── DeadlineExceededError           ... before its deadline
+│   └── DeadlineExceededError           the request's deadline came first
 ├── ModelFileError                      a model file is missing, truncated or corrupt
-│   └── UnsupportedModelError           the file is sound but names an architecture or format we do not run
-├── OutOfMemoryError                    the model or the KV cache does not fit the memory there is
-├── EngineStartError                    the engine process did not come up
+│   └── UnsupportedModelError           the file is sound but its architecture or format is not supported
+├── OutOfMemoryError                    the model or the KV cache does not fit the available memory
+├── EngineStartError                    the engine process did not start
 ├── EngineDeadError                     the engine process is gone; requests in flight are lost
 ├── HandshakeError                      the engine refused this client (version, limits)
 ├── CallFailedError                     a typed call (statistics, tokenizer, ...) was answered with an error
 ├── CaptureFileError                    a capture is damaged, or is no capture that this version can read
 ├── AddressError (ValueError)           an address cannot be used: malformed, too long, or in use by a live engine
-└── MalformedMessageError               bytes on the wire are not a message of this protocol
+└── MalformedMessageError               received bytes are not a message of this protocol
 """
 
 
@@ -24,60 +24,60 @@ class EngineCoreError(Exception):
 
 
 class ConfigError(EngineCoreError, ValueError):
-    pass
+    """An engine option is unknown or has a bad value."""
 
 
 class InvalidRequestError(EngineCoreError, ValueError):
-    pass
+    """A prompt or a sampling parameter is wrong."""
 
 
 class UnsupportedParameterError(InvalidRequestError):
-    pass
+    """This version does not support the parameter."""
 
 
 class RequestFailedError(EngineCoreError):
-    pass
+    """The engine accepted the request and could not finish it."""
 
 
 class DeadlineExceededError(RequestFailedError):
-    pass
+    """The request's deadline came before its end."""
 
 
 class ModelFileError(EngineCoreError):
-    pass
+    """A model file is missing, truncated or corrupt."""
 
 
 class UnsupportedModelError(ModelFileError):
-    pass
+    """The file is sound but its architecture or format is not supported."""
 
 
 class OutOfMemoryError(EngineCoreError):
-    pass
+    """The model or the KV cache does not fit the available memory."""
 
 
 class EngineStartError(EngineCoreError):
-    pass
+    """The engine process did not start."""
 
 
 class EngineDeadError(EngineCoreError):
-    pass
+    """The engine process is gone; requests in flight are lost."""
 
 
 class HandshakeError(EngineCoreError):
-    pass
+    """The engine refused this client (version, limits)."""
 
 
 class CallFailedError(EngineCoreError):
-    pass
+    """A typed call was answered with an error."""
 
 
 class CaptureFileError(EngineCoreError):
-    pass
+    """A capture is damaged, or is not one that this version can read."""
 
 
 class AddressError(EngineCoreError, ValueError):
-    pass
+    """An address is malformed, too long, or in use by a live engine."""
 
 
 class MalformedMessageError(EngineCoreError):
-    pass
+    """Received bytes are not a message of this protocol."""

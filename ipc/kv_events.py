@@ -1,4 +1,4 @@
-"""What a client that follows the prefix cache is told: see docs/scheduling.md."""
+"""The events that a client that follows the prefix cache receives: see docs/scheduling.md."""
 
 from typing import TypeAlias
 
@@ -8,14 +8,14 @@ import msgspec
 class KVBlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Blocks that can be found from now on."""
 
-    contents: bytes  # int64[n] the number of each block's content, never used for another
+    contents: bytes  # int64[n] the number of each block's content; a number is never used twice
     parents: bytes  # int64[n] the content before it; negative: the beginning of a prompt, -1 without cache_salt
     token_ids: bytes  # int32[n * block_size]
     block_size: int
 
 
 class KVBlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Blocks that were given to something else."""
+    """Blocks that were reused for another content and cannot be found any more."""
 
     contents: bytes  # int64[n]
 

@@ -1,4 +1,4 @@
-"""Frames of a log file, each with a checksum and a sequence number, so that a torn tail is told from damage.
+"""Frames of a log file. A checksum and a sequence number in each distinguish a torn tail from damage.
 
 Frame, little-endian: u32 payload length, u32 CRC-32 of all that follows it, u64 sequence, u8 tag (1 to 255), payload.
 """
@@ -16,13 +16,15 @@ MAX_PAYLOAD_BYTES = 64 << 20
 _HEAD = struct.Struct("<IIQB")
 _CHECKED = struct.Struct("<QB")  # the part of the head that the checksum covers
 _CHECKED_AT = _HEAD.size - _CHECKED.size
-#: Ends a frame's head, as long as its sequence is below 2**32: the sequence's upper half and the tag.
+#: The end of a frame's head with a sequence below 2**32: the sequence's upper half and the tag.
 _HEAD_END = re.compile(rb"\0\0\0\0[^\0]")
 
 Data: TypeAlias = bytes | mmap.mmap
 
 
 class Frame(NamedTuple):
+    """One frame and its place in the file."""
+
     offset: int  # bytes from the beginning of the file
     sequence: int
     tag: int
@@ -30,10 +32,12 @@ class Frame(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Return the offset in bytes just behind the frame."""
         return self.offset + _HEAD.size + len(self.payload)
 
 
 def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
+    """Return the bytes of a frame."""
     assert len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
     checked = _CHECKED.pack(sequence, tag)
     checksum = zlib.crc32(payload, zlib.crc32(checked))
@@ -41,7 +45,7 @@ def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
 
 
 def read_frame(data: Data, offset: int) -> Frame | None:
-    """The frame at this offset; None when there is no whole and sound one."""
+    """Return the frame at this offset; None when there is no whole and sound one."""
     begin = offset + _HEAD.size
     if begin > len(data):
         return None
@@ -55,7 +59,7 @@ def read_frame(data: Data, offset: int) -> Frame | None:
 
 
 def read_frames(data: Data) -> Iterator[Frame]:
-    """The frames from the beginning on; ends where the rest of the data holds no sound frame any more (a torn tail).
+    """Yield the frames from the beginning on, up to a torn tail: a rest of the data that holds no sound frame.
 
     Errors: CaptureFileError when a sound frame lies behind one that is not: damage in the middle.
     """
@@ -71,7 +75,7 @@ def read_frames(data: Data) -> Iterator[Frame]:
 
 
 def _find_frame(data: Data, offset: int, sequence: int) -> Frame | None:
-    """The first sound frame behind `offset` whose sequence is greater."""
+    """Return the first sound frame behind `offset` whose sequence is greater."""
     for match in _HEAD_END.finditer(data, offset):
         begin = match.end() - _HEAD.size
         if begin > offset and (frame := read_frame(data, begin)) is not None and frame.sequence > sequence:

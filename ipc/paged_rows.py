@@ -1,7 +1,7 @@
 """PagedRows: growable int32 lists, one per row, in pages of one pool; read and appended as columns.
 
-Token ids (scheduler, runner, client) and block tables (scheduler, runner) live in these: a dense rectangle of
-4,096 rows x 128k tokens would be gigabytes, a list per row would cost Python per token.
+Token ids (scheduler, runner, client) and block tables (scheduler, runner) use these. A dense rectangle of 4,096 rows x
+128k tokens would take gigabytes; a list per row would cost Python per token.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ipc.arrays import AnyInts, Int32s, Ints, Positions, Rows
 
 
 class PagedRows:
-    """Rows of int32 values. The owner keeps each row's length; this class keeps where the values lie.
+    """Rows of int32 values. The owner keeps each row's length; this class keeps the place of each value.
 
     `extend` and `clear` touch one row (an event); `ensure`, `set` and `get` take columns of rows.
     """
@@ -29,18 +29,21 @@ class PagedRows:
 
     @property
     def num_rows(self) -> int:
+        """Return the number of rows."""
         return len(self._num_pages)
 
     def grow_rows(self, num_rows: int) -> None:
-        """Make room for rows below num_rows; existing rows stay as they are."""
+        """Make room for rows below num_rows. Existing rows keep their values."""
         more = num_rows - self.num_rows
         if more > 0:
             self._index = np.concatenate([self._index, np.zeros((more, self._index.shape[1]), np.int64)])
             self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.int64)])
 
     def ensure(self, rows: Rows, lengths: Ints) -> None:
-        """Make `set` at any position below lengths[i] of rows[i] possible; Python only for rows that need
-        several pages."""
+        """Make room so that `set` works at any position below lengths[i] of rows[i].
+
+        Only rows that need several pages cost Python.
+        """
         need = (lengths + self._mask) >> self._shift
         have = self._num_pages[rows]
         short = need > have
@@ -57,17 +60,23 @@ class PagedRows:
         self._num_pages[rows] = need
 
     def slots(self, rows: Rows, positions: Positions) -> Ints:
-        """Where values are, for take() and put(), until their rows are cleared. Those of a page follow each other."""
+        """Return the slots of values, for take() and put(). They are valid until their rows are cleared.
+
+        Slots of one page are consecutive.
+        """
         slots: Ints = self._index[rows, positions >> self._shift] + (positions & self._mask)
         return slots
 
     def take(self, slots: Ints) -> Int32s:
+        """Return the values at these slots."""
         return self._flat[slots]
 
     def put(self, slots: Ints, values: AnyInts) -> None:
+        """Write values at these slots."""
         self._flat[slots] = values
 
     def set(self, rows: Rows, positions: Positions, values: AnyInts) -> None:
+        """Write values[i] to row rows[i] at positions[i]."""
         self._flat[self.slots(rows, positions)] = values
 
     def set_runs(self, rows: Rows, starts: Ints, counts: Ints, values: AnyInts) -> None:
@@ -77,12 +86,14 @@ class PagedRows:
         self.set(rows.repeat(counts), positions, values)
 
     def get(self, rows: Rows, positions: Positions) -> Int32s:
-        """values[i] = row rows[i] at positions[i]."""
+        """Return values: values[i] is that of row rows[i] at positions[i]."""
         return self._flat[self.slots(rows, positions)]
 
     def get_runs(self, rows: Rows, starts: Ints, length: int) -> Int32s:
-        """[n, length] values: of each row from starts[i] on. A run lies in one page: length divides the page size and
-        each start."""
+        """Return runs of values [n, length], run i from position starts[i] of rows[i] on.
+
+        A run lies in one page: length divides the page size and each start.
+        """
         runs: Int32s = self._flat.reshape(-1, length).take(self.slots(rows, starts) // length, axis=0)
         return runs
 
@@ -101,7 +112,7 @@ class PagedRows:
         del self._free[-count:]
         self._index[rows, 0] = numbers
         self._num_pages[rows] = 1
-        flat = self._flat  # of this moment: longer values may make the pool grow
+        flat = self._flat  # read again after extend(), which may grow the pool
         for row, part, first in zip(rows.tolist(), values, numbers, strict=True):
             if len(part) <= size:
                 flat[first : first + len(part)] = part
@@ -110,11 +121,11 @@ class PagedRows:
                 flat = self._flat
 
     def read(self, row: int, start: int, stop: int) -> Int32s:
-        """A copy of positions start..stop-1 of one row."""
+        """Return a copy of positions start..stop-1 of one row."""
         return self._flat[self._slots_of_row(row, np.arange(start, stop))]
 
     def clear_all(self, rows: Rows) -> None:
-        """Give the pages of these rows back."""
+        """Free the pages of these rows."""
         counts = self._num_pages[rows]
         if np.count_nonzero(counts == 1) == len(rows):
             self._free += self._index[rows, 0].tolist()
@@ -124,7 +135,7 @@ class PagedRows:
         self._num_pages[rows] = 0
 
     def clear(self, row: int) -> None:
-        """Give the row's pages back."""
+        """Free the row's pages."""
         count = int(self._num_pages[row])
         self._free.extend(self._index[row, :count].tolist()[::-1])
         self._num_pages[row] = 0
@@ -146,7 +157,7 @@ class PagedRows:
         self._num_pages[row] = count
 
     def _make_room(self, num_pages: int, num_more: int) -> None:
-        """For rows of num_pages pages, and num_more free pages."""
+        """Make room for rows of num_pages pages, and num_more free pages."""
         if num_pages > self._index.shape[1]:
             width = max(num_pages, 2 * self._index.shape[1])
             wider = np.zeros((self.num_rows, width), np.int64)

@@ -16,7 +16,7 @@ _report_decoder: msgspec.msgpack.Decoder[StartReport] = msgspec.msgpack.Decoder(
 
 
 def write_frame(fd: int, message: msgspec.Struct) -> None:
-    """Write one message whole. Errors: BrokenPipeError when the reader is gone."""
+    """Write one whole message. Errors: BrokenPipeError when the reader is gone."""
     payload = encode(message)
     assert len(payload) <= MAX_FRAME_BYTES, len(payload)
     data = memoryview(_LENGTH.pack(len(payload)) + payload)
@@ -25,13 +25,16 @@ def write_frame(fd: int, message: msgspec.Struct) -> None:
 
 
 class FrameReader:
-    """Collects what a pipe yields and cuts it into frames."""
+    """A buffer of the bytes read from a pipe, which cuts them into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The frames that `data` completes. Errors: MalformedMessageError for a length beyond MAX_FRAME_BYTES."""
+        """Return the frames that `data` completes.
+
+        Errors: MalformedMessageError for a length beyond MAX_FRAME_BYTES.
+        """
         self._buffer += data
         frames = []
         while len(self._buffer) >= _LENGTH.size:
@@ -47,7 +50,7 @@ class FrameReader:
 
 
 def decode_owner_message(frame: bytes) -> OwnerMessage:
-    """Errors: MalformedMessageError, or ConfigError for a config with a bad value."""
+    """Return the owner's message. Errors: MalformedMessageError, or ConfigError for a config with a bad value."""
     try:
         return _owner_decoder.decode(frame)
     except DECODE_ERRORS as error:
@@ -55,7 +58,7 @@ def decode_owner_message(frame: bytes) -> OwnerMessage:
 
 
 def decode_start_report(frame: bytes) -> StartReport:
-    """Errors: MalformedMessageError."""
+    """Return the child's report. Errors: MalformedMessageError."""
     try:
         return _report_decoder.decode(frame)
     except DECODE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Sampling parameters of vLLM's, of its earlier versions too, that this version does not have: refused by name."""
+"""Sampling parameters of vLLM, also of earlier versions, that this version does not have. They are refused by name."""
 
 from typing import Any, NamedTuple
 
@@ -6,14 +6,14 @@ from ipc.errors import UnsupportedParameterError
 
 
 class _Refused(NamedTuple):
-    default: float | bool | None  # the one value that asks nothing
+    default: float | bool | None  # the one value that has no effect
     instead: str = ""  # what to do
 
 
 _CHOICES = "sample n choices and take the one whose cumulative_logprob / number of tokens is best"
 _LOGITS = "logits stay in the engine: use logit_bias, allowed_token_ids or bad_words"
 
-#: Every field of SamplingParams that only its default may have.
+#: Every field of SamplingParams that may have its default only.
 REFUSED = {
     "structured_outputs": _Refused(None),
     "extra_args": _Refused(None),
@@ -39,7 +39,7 @@ REFUSED = {
 
 
 def refuse_parameters(params: Any) -> None:
-    """Errors: UnsupportedParameterError naming the first that is not at its default, and what to do instead."""
+    """Raise UnsupportedParameterError that names the first parameter not at its default, and what to do instead."""
     for name, (default, instead) in REFUSED.items():
         value = getattr(params, name)
         if value is default:
@@ -50,7 +50,7 @@ def refuse_parameters(params: Any) -> None:
                 f"{name}={value!r} is not supported by this version; leave it at its default ({default!r})"
                 + (f": {instead}" if instead else "")
             )
-        setattr(params, name, default)  # what the wire's type allows: 1.0, not 1; null, not []
+        setattr(params, name, default)  # the value that the wire's type allows: 1.0, not 1; null, not []
 
 
 def _is_same(value: object, default: object) -> bool:

@@ -1,5 +1,7 @@
-"""What operators and routers ask the scheduler, and what it tells of single requests: events, explanations, the stream
-of KV events. Part of the unions of ipc/messages.py. Times are ns on the engine's own clock, whose zero says nothing."""
+"""Messages on scheduling: request events, explanations, the stream of KV events, and the calls that ask for them.
+
+They are part of the unions of ipc/messages.py. Times are ns on the engine's own clock, which has no known zero.
+"""
 
 from enum import IntEnum
 
@@ -10,14 +12,14 @@ from ipc.kv_events import KVEvent
 
 #: The first protocol minor that has the calls of this file.
 SCHEDULING_MINOR = 2
-#: In Explain.number: no request, but all of the engine in short.
+#: In Explain.number: every request, with the state of the engine.
 EVERY_REQUEST = -1
-#: In Explain.session: the asker's own.
+#: In Explain.session: the caller's own.
 OWN_SESSION = 0
 
 
 class EventKind(IntEnum):
-    """What happened to a choice of a request."""
+    """The kinds of events of one choice of a request."""
 
     QUEUED = 1
     SCHEDULED = 2  # for the first time
@@ -26,7 +28,7 @@ class EventKind(IntEnum):
 
 
 class EventCause(IntEnum):
-    """Of PREEMPTED."""
+    """The causes of PREEMPTED."""
 
     NONE = 0
     OLDER = 1  # a running request, served before it, needed blocks
@@ -35,7 +37,7 @@ class EventCause(IntEnum):
 
 
 class RequestEvents(msgspec.Struct, frozen=True, array_like=True):
-    """E events of one client's requests, in the order in which they happened."""
+    """The E events of one client's requests, in the order in which they happened."""
 
     numbers: bytes  # uint32[E]
     choices: bytes  # uint16[E]
@@ -46,22 +48,24 @@ class RequestEvents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulingState(IntEnum):
+    """The states of a live request."""
+
     RUNNING = 1
     WAITING = 2
-    SWAPPED = 3  # waits, and the host has a copy of what it had computed
-    ON_HOLD = 4  # waits, because its client does not read
+    SWAPPED = 3  # it waits, and the host has a copy of its computed blocks
+    ON_HOLD = 4  # it waits, because its client does not read
 
 
 class Reason(IntEnum):
-    """Why a request got no tokens in the last step; `needed` and `available` are of what it lacks."""
+    """The reason why a request got no tokens in the last step; `needed` and `available` count what it lacks."""
 
     NONE = 0  # it got some
     NO_ROW = 1  # max_num_seqs requests run
-    NO_BUDGET = 2  # tokens: the step's are given away
+    NO_BUDGET = 2  # tokens: other requests got all of the step's
     PREEMPTED = 3  # in the last step
-    FENCED = 4  # blocks: its room is made, and free when the steps in flight are done
-    BEHIND = 5  # it was not looked at: the request named as holder lacks something, and goes first
-    NOT_YET = 6  # no step has looked at it: it has just come, or prompts gather (scheduler_delay_factor)
+    FENCED = 4  # blocks: enough were freed for it, and they are free when the steps in flight are done
+    BEHIND = 5  # it was not examined: the request named as holder goes first and lacks something
+    NOT_YET = 6  # no step has examined it: it has just arrived, or prompts gather (scheduler_delay_factor)
     PAUSED = 7  # the engine's owner has paused it
     ON_HOLD = 8  # its client does not read
     NO_BLOCKS = 16  # blocks: those left are too few, see the other numbers
@@ -73,7 +77,7 @@ class Reason(IntEnum):
 
 
 class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of one request."""
+    """The scheduling of one choice of one request."""
 
     session: int
     number: int
@@ -82,9 +86,9 @@ class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
     reason: Reason
     needed: int  # of what it lacks
     available: int
-    last_tokens: int  # given to it in the last step
+    last_tokens: int  # that it got in the last step
     position: int  # in the queue, from 0; of a running one in the order in which rows are served; -1 = in neither
-    holder_session: int  # whom it waits behind; 0 = nobody
+    holder_session: int  # of the request that it waits behind; 0 = none
     holder_number: int
     priority: int
     num_prompt_tokens: int
@@ -94,13 +98,13 @@ class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int  # of a running one: held; of a waiting one: found in the prefix cache
     num_missing_blocks: int  # to take beside those, to start or for the tokens that it has
     num_reserve_blocks: int  # that must stay free beside: watermark and hysteresis
-    num_preemptions: int  # for the room of requests that ran already
+    num_preemptions: int  # caused by requests that ran already
     num_overtaken: int  # times that another started while it was first and did not fit
-    waited_ns: int  # since it came
+    waited_ns: int  # since it arrived
 
 
 class Explain(Call, frozen=True, array_like=True, tag=24):
-    """Why does a request not run? Answered by Explanation, between two steps."""
+    """Ask why a request does not run. Answered by Explanation, between two steps."""
 
     number: int = EVERY_REQUEST
     session: int = OWN_SESSION
@@ -108,29 +112,31 @@ class Explain(Call, frozen=True, array_like=True, tag=24):
 
 
 class FollowKVEvents(Call, frozen=True, array_like=True, tag=25):
-    """Tell this session what the prefix cache holds, and from then on of every change. Answered by CallDone; KVEvents
-    follow. Sent again it begins again."""
+    """Send this session the contents of the prefix cache, and every change from then on.
+
+    Answered by CallDone; KVEvents follow. A second FollowKVEvents begins again.
+    """
 
 
 class UnfollowKVEvents(Call, frozen=True, array_like=True, tag=26):
-    """Answered by CallDone; no KVEvents follow it."""
+    """Stop the stream of KVEvents. Answered by CallDone; no KVEvents follow it."""
 
 
 class KVEvents(msgspec.Struct, frozen=True, array_like=True, tag=68):
-    """What one step stored in the prefix cache and removed from it, in order."""
+    """The blocks that one step stored in the prefix cache and removed from it, in order."""
 
     epoch: int
     step: int
     sequence: int  # of this session's KVEvents, from 0; a number that is missing is a gap
     events: list[KVEvent]
-    gap: bool = False  # others were dropped here, because the client did not read; all that is cached follows anew
+    gap: bool = False  # others were dropped here, because the client did not read; a snapshot of the cache follows
 
 
 class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
-    """The scheduler after its last step, and the requests asked for."""
+    """The scheduler's state after its last step, and the requests asked for."""
 
     call: int
-    session: int  # the asker's
+    session: int  # the caller's
     step: int
     now_ns: int  # of the last step
     policy: str
@@ -141,7 +147,7 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
     num_on_hold: int
     num_swapped: int
     num_skipped: int  # rows that wanted tokens in the last step and got none
-    budget: int  # tokens of the last step that nobody took
+    budget: int  # tokens of the last step that no request took
     num_usable_blocks: int
     num_free_blocks: int
     num_promised_blocks: int  # of the free ones: needed by running requests for tokens that they have

@@ -25,9 +25,9 @@ Socket: TypeAlias = zmq.Socket[bytes]
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
-ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends: what a client does not read is merged where it still can be
+ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends; messages beyond it wait in the backlog, which merges them
 HANDSHAKE_MS = 2000
-ROUTER_LINGER_MS = 500  # what is left for the last messages of an engine that ends
+ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
@@ -36,14 +36,18 @@ _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 @dataclass
 class BoundRouter:
-    """A ROUTER that owns its address. `close` belongs to the thread that uses the socket; `remove_files` to any."""
+    """A ROUTER that owns its address.
+
+    Only the thread that uses the socket may call `close`; any thread may call `remove_files`.
+    """
 
     socket: Socket
-    address: str  # the real one: port 0 is replaced by the port that was given
+    address: str  # the real one: port 0 is replaced by the port that was assigned
     lock_fd: int | None = field(default=None, repr=False)  # flock on PATH.lock for ipc; None for tcp
-    is_private: bool = False  # of `private_ipc_address`: its directory goes with it
+    is_private: bool = False  # of `private_ipc_address`: its directory is removed with it
 
     def close(self, linger_ms: int = ROUTER_LINGER_MS) -> None:
+        """Close the socket, remove its files and release the lock. linger_ms: time to send what is queued."""
         self.socket.close(linger_ms)
         self.remove_files()
         if self.lock_fd is not None:
@@ -51,7 +55,7 @@ class BoundRouter:
             self.lock_fd = None
 
     def remove_files(self) -> None:
-        """Remove the socket file, its lock and, if it was made for this socket alone, their directory."""
+        """Remove the socket file and its lock. Remove their directory if it was made for this socket alone."""
         if self.lock_fd is not None:
             _remove_files(ipc_path(self.address))
             if self.is_private:
@@ -59,10 +63,10 @@ class BoundRouter:
 
 
 def bind_router(context: Context, address: str, *, is_private: bool = False) -> BoundRouter:
-    """A ROUTER bound to `ipc:///absolute/path` or `tcp://127.0.0.1:port` (port 0 = any free one).
+    """Return a ROUTER bound to `ipc:///absolute/path` or `tcp://127.0.0.1:port` (port 0 = any free one).
 
-    is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it.
-    Errors: AddressError when the address is malformed, too long, open to the network, or in use by a live process.
+    is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it. Errors:
+    AddressError when the address is malformed, too long, open to the network, or in use by a live process.
     """
     check_address(address, binding=True)
     socket = context.socket(zmq.ROUTER)
@@ -92,7 +96,7 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
 
 
 def connect_dealer(context: Context, address: str) -> Socket:
-    """A DEALER connected to an engine's address. libzmq connects in the background and again after a loss.
+    """Return a DEALER connected to an engine's address. libzmq connects in the background, and again after a loss.
 
     Errors: AddressError for an address that cannot be connected to.
     """
@@ -114,19 +118,24 @@ def connect_dealer(context: Context, address: str) -> Socket:
 
 
 def signal_fd(socket: Socket) -> int:
-    """A file descriptor to sleep on, readable when something may have happened to the socket. It says nothing before
-    the first look at pending_events(), nor about what another use of the socket, such as sending, has met."""
+    """Return a file descriptor to sleep on. It is readable when something may have happened to the socket.
+
+    It signals nothing before the first call of pending_events(). It does not signal events that another use of the
+    socket, such as sending, has met.
+    """
     return int(socket.get(zmq.FD))
 
 
 def pending_events(socket: Socket) -> int:
-    """zmq.POLLIN | zmq.POLLOUT, what the socket has now. To be asked before sleeping on its file descriptor, and after
-    each use by a thread that does not read it."""
+    """Return the socket's events now: zmq.POLLIN | zmq.POLLOUT.
+
+    Call this before sleeping on the socket's file descriptor, and after each use by a thread that does not read it.
+    """
     return int(socket.get(zmq.EVENTS))
 
 
 def check_address(address: str, *, binding: bool) -> None:
-    """Errors: AddressError saying what an address looks like and why this one cannot be used."""
+    """Check an address. Errors: AddressError that states what an address looks like and why this one cannot be used."""
     if address.startswith("ipc://"):
         _check_ipc_path(address)
         return
@@ -146,8 +155,10 @@ def check_address(address: str, *, binding: bool) -> None:
 
 
 def check_listening(address: str) -> None:
-    """Errors: EngineDeadError at once when nothing listens at the address, for which libzmq would wait for ever;
-    AddressError."""
+    """Check that something listens at the address; libzmq would wait for ever.
+
+    Errors: EngineDeadError at once when nothing does; AddressError.
+    """
     check_address(address, binding=False)
     if address.startswith("ipc://"):
         family, target = sockets.AF_UNIX, ipc_path(address)
@@ -164,13 +175,15 @@ def check_listening(address: str) -> None:
 
 
 def ipc_path(address: str) -> str:
+    """Return the file path of an ipc address."""
     return address.removeprefix("ipc://")
 
 
 def private_ipc_address() -> str:
-    """A fresh ipc address in a directory of its own, mode 0700, under XDG_RUNTIME_DIR or the temporary directory.
+    """Return a fresh ipc address in a directory of its own, mode 0700.
 
-    The caller owns it and ends it with `remove_private_address`. Errors: AddressError if no directory can be made.
+    The directory is under XDG_RUNTIME_DIR or the temporary directory. The caller owns it and ends it with
+    `remove_private_address`. Errors: AddressError if no directory can be made.
     """
     tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/engine.sock")
     failures = []
@@ -188,7 +201,7 @@ def private_ipc_address() -> str:
 
 
 def remove_private_address(address: str) -> None:
-    """Remove what `private_ipc_address` made and an engine may have left in it. Only for an address made by it."""
+    """Remove the directory of `private_ipc_address` and the files that an engine may have left in it."""
     _remove_files(ipc_path(address))
     _remove_directory(address)
 
@@ -248,12 +261,14 @@ def _bind_private_file(socket: Socket, address: str) -> None:
 
 
 def _check_directory(address: str) -> None:
-    """Who may write into the directory could put a socket of theirs in the place of ours."""
+    """Check that no other user can replace our socket: write access to the directory would allow it. Errors:
+    AddressError.
+    """
     directory = os.path.dirname(ipc_path(address))
     try:
         status = os.stat(directory)
     except OSError:
-        return  # the lock says what is wrong
+        return  # _lock() reports the error
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise AddressError(
             f"cannot listen on {address}: every user may write to {directory}; choose another directory or "
@@ -264,7 +279,7 @@ def _check_directory(address: str) -> None:
 
 
 def _lock(address: str) -> int:
-    """Take the lock beside the socket file; it is released by the kernel however its owner ends."""
+    """Take the lock beside the socket file. The kernel releases it however its owner ends."""
     path = ipc_path(address) + ".lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
@@ -301,7 +316,7 @@ def _is_same_file(fd: int, path: str) -> bool:
 
 
 def _clean_stale_socket(address: str) -> None:
-    """Remove a dead engine's socket file. Only under the lock, and only if it is a socket nobody listens on."""
+    """Remove a dead engine's socket file. Call it only under the lock; it removes only a socket without a listener."""
     path = ipc_path(address)
     try:
         mode = os.lstat(path).st_mode

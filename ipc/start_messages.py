@@ -1,5 +1,7 @@
-"""What an engine process and its owner tell each other, over the two pipes between them; the first is also the engine's
-lease on life."""
+"""The messages between an engine process and its owner, over the two pipes between them.
+
+The first pipe, from the owner, is also the engine's lease on life.
+"""
 
 from typing import TypeAlias
 
@@ -14,12 +16,14 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     config: EngineConfig
     address: str
     epoch: int = 0  # counts the engine's restarts under one owner
-    owner_token: bytes = b""  # who sends it in Hello is the owner; empty = nobody
-    is_private: bool = False  # the address was made for this engine alone: its directory goes with it
+    owner_token: bytes = b""  # a client that sends it in Hello is the owner; empty = no client is
+    is_private: bool = False  # the address was made for this engine alone: its directory is removed with it
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
-    """Take no more requests, finish the running ones, exit 0. A second one: tell the clients and exit at once, 143."""
+    """Take no more requests, finish the running ones, exit 0. A second one: report to the clients and exit at once,
+    143.
+    """
 
 
 class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):

@@ -1,6 +1,6 @@
 """Philox4x32-10, a counter-based random generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-A number is a function of (key, counter) alone, so a request's random stream does not depend on who shares its batch.
+A number is a function of (key, counter) alone, so a request's random stream does not depend on the rest of its batch.
 Key = the request's 64-bit seed; counter = (output position, choice, purpose, lane).
 """
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels.arrays import AnyInts, Doubles, UInt32s, UInt64s
 
-#: Purposes: what a number is drawn for, so that no two uses share one.
+#: The purposes of random numbers, so that no two uses share a number.
 SAMPLE_TOKEN = 0
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -18,7 +18,7 @@ _32 = np.uint64(32)
 
 
 def philox4x32(key: UInt64s, counter: UInt32s) -> UInt32s:
-    """key [R] uint64 (low word = first key word), counter [R, 4] uint32 -> [R, 4] uint32; ten rounds."""
+    """Compute key [R] uint64 (low word = first key word), counter [R, 4] uint32 -> [R, 4] uint32, in ten rounds."""
     k0, k1 = key & _LOW, key >> _32
     c0, c1, c2, c3 = counter.T.astype(np.uint64)
     for _ in range(10):
@@ -35,8 +35,9 @@ def uniform(
     purpose: int = SAMPLE_TOKEN,
     lane: int = 0,
 ) -> Doubles:
-    """One number in (0, 1) per row: seed [R] uint64, position [R] index in the request's output, choice [R] or one
-    for all -> [R] float64.
+    """Return one number in (0, 1) per row, [R] float64.
+
+    seed [R] uint64; position [R]: index in the request's output; choice [R], or one for all.
 
     52 random bits of the first two words, and half a step: neither 0 nor 1 can occur, and every value is exact.
     """

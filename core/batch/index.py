@@ -1,15 +1,15 @@
-"""RequestIndex: the live requests by client and number - one for each choice - and by deadline."""
+"""RequestIndex: the live requests by client and number (one for each choice) and by deadline."""
 
 import heapq
 
 from core.batch.request import Request
 
-#: Deadlines of finished requests that the heap may hold beside as many as there are live requests.
+#: Deadlines of finished requests that the heap may hold in addition to one for each live request.
 _MAX_SPARE = 64
 
 
 class RequestIndex:
-    """The live requests of all clients, found by (client, number) or by the next deadline."""
+    """The live requests, one for each choice."""
 
     def __init__(self) -> None:
         self._clients: dict[int, dict[int, list[Request]]] = {}
@@ -17,29 +17,30 @@ class RequestIndex:
         self._length = 0
 
     def __len__(self) -> int:
+        """Return the number of live requests."""
         return self._length
 
     def get(self, client: int, number: int) -> list[Request]:
-        """The choices that are live, in their order; empty when there is none."""
+        """Return the live choices of a number, in their order; empty when there is none."""
         return list(self._clients.get(client, {}).get(number, ()))
 
     def of_client(self, client: int) -> list[Request]:
-        """In order of arrival."""
+        """Return the client's requests in order of arrival."""
         return [request for choices in self._clients.get(client, {}).values() for request in choices]
 
     def all(self) -> list[Request]:
-        """Every live request; O(n)."""
+        """Return every live request; O(n)."""
         return [request for client in self._clients for request in self.of_client(client)]
 
     def add(self, request: Request, deadline_ns: int) -> None:
-        """deadline_ns: on the clock of the step; 0 = none."""
+        """Add a request. deadline_ns: on the clock of the step; 0 = none."""
         self._clients.setdefault(request.client, {}).setdefault(request.number, []).append(request)
         self._length += 1
         if deadline_ns:
             heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
 
     def remove(self, requests: list[Request]) -> None:
-        """They are marked finished by now."""
+        """Remove requests, which are marked finished already."""
         for request in requests:
             numbers = self._clients[request.client]
             choices = numbers[request.number]
@@ -55,7 +56,7 @@ class RequestIndex:
             heapq.heapify(self._deadlines)
 
     def pop_overdue(self, now_ns: int) -> list[Request]:
-        """Requests whose deadline has come; finished ones among them are left out."""
+        """Remove and return the requests whose deadline has come. Finished ones are left out."""
         overdue = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             request = heapq.heappop(self._deadlines)[2]

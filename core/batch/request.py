@@ -1,4 +1,4 @@
-"""Request: what the scheduler knows of one request apart from its row in the batch table."""
+"""Request: the scheduler's state of one request apart from its row in the batch table."""
 
 from typing import NamedTuple
 
@@ -14,15 +14,17 @@ NO_ROW = -1
 
 
 class Swapped(NamedTuple):
-    """What the host keeps of a preempted request."""
+    """The host's copy of a preempted request."""
 
     slots: Int32s  # blocks of the host pool, in the order of the request's tokens
-    num_computed_tokens: int  # that they hold
+    num_computed_tokens: int  # in these blocks
 
 
 class Request(msgspec.Struct, eq=False):
-    """One choice of what a client asks for, owned by the scheduler. While `row` is set the table holds the tokens and
-    `token_ids` is stale."""
+    """One choice of a client's request, owned by the scheduler.
+
+    While `row` is set, the table holds the tokens and `token_ids` is stale.
+    """
 
     serial: int  # arrival order over the engine's life
     client: int
@@ -37,38 +39,42 @@ class Request(msgspec.Struct, eq=False):
     root: int  # content that its first block follows, by its cache salt; see ipc/block_roots.py
     choice: int = 0
     row: int = NO_ROW
-    rank: int = 0  # of the scheduling policy: smaller goes first, then the smaller serial
-    level: int = 0  # of the scheduling policy: may take room from running requests of a larger one
+    rank: int = 0  # set by the scheduling policy: smaller goes first, then the smaller serial
+    level: int = 0  # set by the scheduling policy: the request may take room from running ones of a larger level
     arrival_ns: int = 0  # on the clock of the step
-    ticket: int = 0  # of its entry in the waiting queue; 0 = it has none
+    ticket: int = 0  # number of its entry in the waiting queue; 0 = it has none
     block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks
-    first_key: int = 0  # of its first block, if that is whole; 0 = it is not
+    first_key: int = 0  # lookup key of its first block; 0 = that block is not whole
     swapped: Swapped | None = None
-    num_preemptions: int = 0  # for the room of requests that ran already
-    num_overtaken: int = 0  # by requests that started while this one, which was first, did not fit
+    num_preemptions: int = 0  # caused by requests that ran already
+    num_overtaken: int = 0  # requests that started while this one was first and did not fit
     num_computed_before: int = 0  # most tokens computed when it was preempted: computing them again is waste
     has_started: bool = False
     is_finished: bool = False
 
     @property
     def num_tokens(self) -> int:
-        """Valid while the request waits."""
+        """Return the number of tokens. Valid while the request waits."""
         return len(self.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Valid while the request waits: its prompt is computed from the first token on, to report them."""
+        """Return whether the prompt is computed from the first token on, to report its logprobs. Valid while the
+        request waits.
+        """
         return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def num_output_tokens(self) -> int:
-        """Valid while the request waits: its tokens after the prompt."""
+        """Return the number of output tokens. Valid while the request waits."""
         return self.num_tokens - self.num_prompt_tokens
 
 
 def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int, choice: int = 0) -> Request:
-    """The message is valid: its prompt is not empty and leaves room for one token. The prompt's log probabilities are
-    the first choice's task."""
+    """Return the request of one choice of a valid message: its prompt is not empty and leaves room for one token.
+
+    Only the first choice has the prompt's log probabilities.
+    """
     params = message.params
     if choice and params.prompt_logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=None)

@@ -1,7 +1,8 @@
-"""Backlog: what waits to be sent to one client that reads too slowly; outputs of neighbouring steps become one message.
+"""Backlog: the messages that wait for one client that reads too slowly. Outputs of neighbouring steps become one
+message.
 
-Merging loses nothing: a row says from which position on its tokens are, so the rows of one request, taken together,
-are one longer row. 14 bytes for each token of each step become 4.
+Merging loses nothing. A row states the position from which its tokens count on, so the rows of one request, taken
+together, are one longer row. 14 bytes for each token of each step become 4.
 """
 
 from collections import deque
@@ -14,12 +15,12 @@ from ipc.arrays import Ints
 from ipc.messages import Outputs, ServerMessage, encode
 from ipc.scheduling_messages import RequestEvents
 
-#: Bytes of columns that are merged into one message; in it no row comes near the 65,535 tokens that a count can say.
+#: Bytes of columns that are merged into one message. No row in it comes near the 65,535 tokens that a count can hold.
 MAX_MERGED_BYTES = 64 << 10
 _ROW_COLUMNS = frozenset(
     ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events")
 )
-#: Outputs that say more than these columns are sent as they are.
+#: The other fields of Outputs and their defaults: Outputs that set one of these are sent unmerged.
 _OTHER_FIELDS = tuple(
     (field.name, field.default_factory() if callable(field.default_factory) else field.default)
     for field in msgspec.structs.fields(Outputs)
@@ -28,7 +29,7 @@ _OTHER_FIELDS = tuple(
 
 
 class Backlog:
-    """First in, first out. num_bytes: of all that waits."""
+    """A queue of messages, first in, first out. num_bytes: bytes of all that waits."""
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
@@ -38,9 +39,11 @@ class Backlog:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all that waits."""
         return self._frames_bytes + self._outputs_bytes
 
     def append(self, message: ServerMessage) -> None:
+        """Add a message at the end."""
         if isinstance(message, Outputs) and _is_mergeable(message):
             self._outputs.append(message)
             self._outputs_bytes += _num_bytes(message)
@@ -51,12 +54,13 @@ class Backlog:
             self._append_frame(encode(message))
 
     def head(self) -> bytes | None:
-        """The next frame to send."""
+        """Return the next frame to send, None when nothing waits."""
         if not self._frames:
             self._seal()
         return self._frames[0] if self._frames else None
 
     def pop_head(self) -> None:
+        """Remove the frame that head() returned."""
         self._frames_bytes -= len(self._frames.popleft())
 
     def _seal(self) -> None:
@@ -70,7 +74,7 @@ class Backlog:
 
 
 def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
-    """Messages of one client, in order, as one in which each request (and choice) has one row."""
+    """Merge messages of one client, in order, into one in which each choice of a request has one row."""
     started = b"".join(part.started for part in parts)
     events = _join_events([part.events for part in parts if part.events is not None])
     if len(parts) == 1 or not any(part.numbers for part in parts):
@@ -88,7 +92,7 @@ def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
     torn = np.flatnonzero(~is_first[1:] & (starts[1:] != ends[:-1]))
     assert not len(torn), f"request {numbers[order][torn]}: tokens up to {ends[torn]}, then from {starts[torn + 1]} on"
     firsts = np.flatnonzero(is_first)
-    row_of = np.empty(len(order), np.int64)  # of each row of the parts, in the merged message
+    row_of = np.empty(len(order), np.int64)  # row of the parts -> row of the merged message
     row_of[order] = np.cumsum(is_first) - 1
     return Outputs(
         epoch=parts[0].epoch,
@@ -106,7 +110,7 @@ def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
 
 
 def _token_order(counts: Ints, order: Ints) -> Ints:
-    """Indices that bring the rows' tokens into the order of the rows."""
+    """Return indices that bring the rows' tokens into the order of the rows."""
     starts = (np.cumsum(counts) - counts)[order]
     lengths = counts[order]
     places = np.cumsum(lengths) - lengths
@@ -132,7 +136,7 @@ def _num_bytes(message: Outputs) -> int:
 
 
 def _join_events(parts: list[RequestEvents]) -> RequestEvents | None:
-    """One after the other; None for none."""
+    """Join events one after the other; None for none."""
     if not parts:
         return None
     names = RequestEvents.__struct_fields__

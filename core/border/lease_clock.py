@@ -1,11 +1,12 @@
-"""LeaseClock: the time by which clients' leases run out."""
+"""LeaseClock: the time that clients' leases are measured in."""
 
 
 class LeaseClock:
-    """Seconds, in which a client that kept sending would have been heard.
+    """The seconds in which a message of a client would have been read.
 
-    It stands still while the engine process is stopped, suspended with its machine, or does not read its socket: that
-    is not the clients' silence. tick: the longest step it makes between two readings, in seconds.
+    The clock stands still while the engine process is stopped, is suspended with its machine, or does not read its
+    socket, because that silence is not the clients'. tick: the longest step that it makes between two readings, in
+    seconds.
     """
 
     def __init__(self, tick: float, now: float) -> None:
@@ -14,7 +15,7 @@ class LeaseClock:
         self._last = now
 
     def advance(self, now: float, *, has_read: bool) -> None:
-        """has_read: everything that had arrived by `now` was read."""
+        """Advance the clock to `now`. has_read: everything that had arrived by `now` was read."""
         if has_read:
             self.time += min(now - self._last, self.tick)
         self._last = now

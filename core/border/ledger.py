@@ -1,4 +1,4 @@
-"""RequestLedger: which request numbers a session has in use, so that sending a request twice is one request."""
+"""RequestLedger: the request numbers that a session has in use, so that a request sent twice is one request."""
 
 from collections import OrderedDict
 from enum import Enum
@@ -9,17 +9,17 @@ import numpy as np
 
 from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_choices, unpack_numbers
 
-#: Numbers of finished requests that a session remembers: more than core/border/backlog.py merges rows, 10 bytes at
-#: least each, into one message, because a number that is used again must not meet its first use there.
+#: Numbers of finished requests that a session remembers. This is more than the rows, of at least 10 bytes each, that
+#: core/border/backlog.py merges into one message: a number's second use must not be merged with its first.
 MAX_FINISHED = 8192
 
 
 class NumberStatus(Enum):
-    """Use of a request number by its session so far."""
+    """The use of a request number by its session so far."""
 
     NEW = "new"
-    SAME = "same"  # as one that is running, byte for byte
-    IN_USE = "in use"  # by a running request that is another
+    SAME = "same"  # the request equals the running one of this number, byte for byte
+    IN_USE = "in use"  # by another running request
     FINISHED = "finished"
 
 
@@ -30,28 +30,37 @@ class _Live(msgspec.Struct):
 
 
 class RequestLedger:
-    """Owned by its session; learns of a request's end from the messages on their way to the client."""
+    """The live and finished request numbers of one session, which owns the ledger.
+
+    It learns of a request's end from the messages on their way to the client.
+    """
 
     def __init__(self) -> None:
         self._live: dict[int, _Live] = {}
         self._finished: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self.num_bytes = 0  # of live requests, as they were sent
+        self.num_bytes = 0  # of the frames of live requests
 
     def status(self, number: int, frame: bytes | memoryview) -> NumberStatus:
+        """Return the status of a number for the request in this frame."""
         live = self._live.get(number)
         if live is not None:
             return NumberStatus.SAME if live.digest == _digest(frame) else NumberStatus.IN_USE
         return NumberStatus.FINISHED if number in self._finished else NumberStatus.NEW
 
     def __len__(self) -> int:
+        """Return the number of live requests."""
         return len(self._live)
 
     def add(self, number: int, frame: bytes | memoryview, num_choices: int) -> None:
+        """Enter a new request with its frame and number of choices."""
         self._live[number] = _Live(_digest(frame), len(frame), num_choices)
         self.num_bytes += len(frame)
 
     def live_among(self, abort: Abort) -> Abort | None:
-        """What of this is there to abort, each once; None for nothing. The rest costs the engine thread nothing."""
+        """Return the part of an Abort that names live requests, each once; None if there is none.
+
+        So the rest costs the engine thread nothing.
+        """
         numbers = unpack_numbers(abort.numbers)
         choices = unpack_choices(abort.choices) if abort.choices else [0] * len(numbers)
         named = dict.fromkeys(zip(numbers, choices, strict=False))  # a number without its choice names nothing
@@ -61,7 +70,10 @@ class RequestLedger:
         return Abort(kept[0].astype("<u4").tobytes(), kept[1].astype("<u2").tobytes() if abort.choices else b"")
 
     def note(self, message: ServerMessage) -> None:
-        """What the client is told now; a request ends with the last of its choices' rows, or by a failure."""
+        """Note a message that is sent to the client now.
+
+        A request ends with the last of its choices' rows, or by a failure.
+        """
         if isinstance(message, RequestFailed):
             self._end(message.number)
         elif isinstance(message, Outputs) and message.finish:

@@ -1,4 +1,4 @@
-"""What the engine demands of a request before the scheduler sees it."""
+"""Validation: the engine's checks of a request before the scheduler receives it."""
 
 import msgspec
 import numpy as np
@@ -8,13 +8,13 @@ from ipc.messages import DECODE_ERRORS, AddRequest
 from ipc.sampling_params import SamplingParams, check_num_logprobs
 
 MAX_CACHE_SALT_CHARS = 1024
-#: Numbers that a request may ask for of its prompt; 8 bytes each.
+#: Most numbers, of 8 bytes each, that a request's prompt_logprobs may ask for.
 MAX_PROMPT_LOGPROBS = 1 << 22
 _MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
 
 
 class _RequestHead(msgspec.Struct, frozen=True, array_like=True, tag=AddRequest.__struct_config__.tag):
-    """The beginning of an AddRequest: enough to say which request a bad one is."""
+    """The beginning of an AddRequest, enough to identify a bad one."""
 
     number: int
 
@@ -23,7 +23,7 @@ _head_decoder = msgspec.msgpack.Decoder(_RequestHead)
 
 
 def decode_request_number(data: bytes | memoryview) -> int | None:
-    """The number in an AddRequest whose remainder could not be decoded; None if there is none."""
+    """Return the number in an AddRequest whose remainder could not be decoded; None if there is none."""
     try:
         return _head_decoder.decode(data).number
     except DECODE_ERRORS:
@@ -31,7 +31,7 @@ def decode_request_number(data: bytes | memoryview) -> int | None:
 
 
 def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
-    """Errors: InvalidRequestError saying what is wrong and what would be right."""
+    """Check a request. Errors: InvalidRequestError that states what is wrong and what would be right."""
     _check_range("number", message.number, 0, 2**32 - 1)
     _check_range("seed", message.seed, 0, 2**64 - 1)
     _check_range("priority", message.priority, -(2**31), 2**31 - 1)
@@ -59,12 +59,12 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
         _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
         for choice, token_ids in enumerate(message.delivered)
     ]
-    if len(delivered) == message.params.n:  # else a choice has nothing yet
+    if len(delivered) == message.params.n:  # else a choice has no tokens yet
         _check_delivered(num_prompt, min(delivered), message.params.max_tokens, max_model_len)
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    """What SamplingParams cannot check itself: it knows no vocabulary."""
+    """Check what SamplingParams cannot check itself, because it knows no vocabulary."""
     if not (params.bad_words or params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids):
         return
     if params.bad_words and not params.bad_words_token_ids:
@@ -81,7 +81,7 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_prompt_logprobs(wanted: int | None, num_prompt: int, vocab_size: int) -> None:
-    """The whole of a prompt's is one answer; its size is bounded whatever max_logprobs says."""
+    """Bound the size of a prompt's logprobs, whatever max_logprobs is, because all of them are one answer."""
     each = vocab_size if wanted == -1 else min(wanted or 0, vocab_size)
     if num_prompt * each > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
@@ -92,7 +92,10 @@ def _check_prompt_logprobs(wanted: int | None, num_prompt: int, vocab_size: int)
 
 
 def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None, max_model_len: int) -> None:
-    """All of them is no error: the client may have lost only the news that the request had finished."""
+    """Check the number of delivered tokens.
+
+    All of the request's tokens are no error: the client may have lost only the message that the request had finished.
+    """
     room = max_model_len - num_prompt if max_tokens is None else min(max_tokens, max_model_len - num_prompt)
     if num_delivered > room:
         raise InvalidRequestError(
@@ -101,7 +104,7 @@ def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None
 
 
 def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:
-    """Number of tokens in an int32 column whose ids all lie in [0, vocab_size)."""
+    """Return the number of tokens in an int32 column whose ids all lie in [0, vocab_size)."""
     if len(data) % 4:
         raise InvalidRequestError(f"{name} has {len(data)} bytes, which is no whole number of int32 token ids")
     ids = np.frombuffer(data, "<i4")

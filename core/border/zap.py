@@ -1,7 +1,9 @@
-"""ZAP (rfc.zeromq.org/27): who may connect. libzmq asks before it lets a peer's first message through.
+"""ZAP (rfc.zeromq.org/27): the check of which peers may connect. libzmq asks before it passes on a peer's first
+message.
 
-On ipc only processes of the engine's own user, and of root, may. tcp, which is bound to loopback, cannot be told apart.
-Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0, which is what random bytes look like.
+On ipc, only processes of the engine's own user and of root may connect. On tcp, which is bound to loopback, users
+cannot be distinguished. Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0. Random bytes
+look like such a peer.
 """
 
 import os
@@ -16,7 +18,10 @@ _ENDPOINT = "inproc://zeromq.zap.01"
 
 
 def is_allowed(address: str, uid: int) -> bool:
-    """address: "localhost:UID:GID:PID" for an ipc peer, as libzmq has it from the kernel; an IP address for tcp."""
+    """Return whether a peer may connect.
+
+    address: "localhost:UID:GID:PID" for an ipc peer, as libzmq has it from the kernel; an IP address for tcp.
+    """
     parts = address.split(":")
     if parts[0] == "localhost" and len(parts) == 4:
         return parts[1] in (str(uid), "0")
@@ -25,7 +30,7 @@ def is_allowed(address: str, uid: int) -> bool:
 
 def start_zap(context: Context) -> None:
     """Answer for all sockets of this context with a ZAP domain, in a thread of its own, until the context ends."""
-    # A shadow context: nobody but the thread may close its socket.
+    # A shadow context: only the thread may close its socket.
     socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.linger = 0
     socket.bind(_ENDPOINT)
@@ -42,7 +47,7 @@ def _serve(socket: zmq.Socket[bytes]) -> None:
             socket.send_multipart([version, request_id, *verdict, b"", b""])
     except zmq.ContextTerminated:
         socket.close(0)
-    except BaseException as error:  # without an answer nobody can connect any more: an engine that looks alive
+    except BaseException as error:  # without answers no client could connect, and the engine would look alive
         log.say(f"engine-core: the ZAP thread failed, the engine process ends: {type(error).__name__}: {error}")
         log.flush(1.0)
         os._exit(1)

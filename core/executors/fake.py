@@ -1,7 +1,8 @@
-"""The fake executor: tokens are a seeded function of all ids before them and their position. No model, no torch.
+"""The fake executor: each token is a seeded function of all ids before it and its position. It needs no model, no
+torch.
 
-It ships with the product: process-level tests, replay without a model, and simulation run on it. Because every token
-depends on every id before it, a token lost, doubled or taken from a neighbour shows in all that follow.
+It ships with the product: process-level tests, replay without a model, and simulation run on it. Every token depends on
+every id before it, so a token that is lost, doubled or taken from a neighbour shows in all that follow.
 """
 
 import numpy as np
@@ -16,26 +17,36 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(value: UInt64s) -> UInt64s:
-    """The finalizer of splitmix64 (Steele, Lea, Flood, 2014), elementwise."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood, 2014) to each element."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
 def checksum(token_ids: AnyInts, start: int = 0) -> np.uint64:
-    """Order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
+    """Return the order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
     positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
     return np.uint64(_terms(token_ids, positions).sum(dtype=np.uint64))
 
 
 def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> Int32s:
-    """Token at `positions` after ids with these checksums; seeds are 0 for greedy rows."""
+    """Return the tokens [n] int32 at `positions` after ids with these checksums; seeds are 0 for greedy rows."""
     return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of one choice of a request, from the request's."""
+    """Return the seed that fake_tokens needs for one choice of a request."""
     return seed ^ (choice * int(_GOLDEN)) % 2**64
+
+
+def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """Return the `count` tokens that the fake executor answers to one request: the oracle of tests."""
+    ids = list(prompt)
+    for _ in range(count):
+        total = np.array([checksum(np.array(ids, np.int64))])
+        token = next_token(total, np.array([len(ids)], np.uint64), np.array([seed], np.uint64), vocab_size)
+        ids.append(int(token[0]))
+    return ids[len(prompt) :]
 
 
 def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:
@@ -43,7 +54,10 @@ def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:
 
 
 def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: Rows, vocab_size: int) -> LogprobColumns:
-    """Made up of the token and its position: the token first, of rank 3, then token + 1, token + 2, ... ids."""
+    """Make logprobs from each token [n] and its position [n].
+
+    The ids are the token first, of rank 3, then token + 1, token + 2, ...; num_top [n] of them follow the token.
+    """
     counts = 1 + np.minimum(num_top, vocab_size)
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return LogprobColumns(
@@ -57,6 +71,8 @@ def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: R
 
 
 class FakeExecutor:
+    """An Executor without a model."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.info = ModelInfo(
             name=config.model or "fake",
@@ -69,12 +85,15 @@ class FakeExecutor:
         )
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        return max(2, memory_bytes // (block_size * 4096))  # as if a token took 4 KiB
+        """Return the number of blocks in memory_bytes, as if a token took 4 KiB."""
+        return max(2, memory_bytes // (block_size * 4096))
 
     def cache_memory_bytes(self) -> int | None:
+        """Return None: there is no device with memory of its own."""
         return None
 
     def initialize_cache(self, config: EngineConfig) -> None:
+        """Allocate the mirror of the batch table and the columns of checksums and seeds."""
         self._table = RunnerTable(config.max_num_seqs, config.block_size)
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
@@ -82,10 +101,11 @@ class FakeExecutor:
         self._most = config.fake_tokens_per_step
 
     def measure_costs(self) -> Costs:
-        """Made up: a block of 16 tokens is copied five times as fast as it is computed."""
+        """Return made-up costs: copying a block of 16 tokens is five times as fast as computing it."""
         return Costs(recompute_ns_per_token=10_000, swap_ns_per_block=32_000)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Run one step; the returned step is finished."""
         table = self._table
         table.apply(plan)
         for new in plan.added:
@@ -125,7 +145,7 @@ class FakeExecutor:
         return token_ids, counts
 
     def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
-        """One row after the other, tokens already appended."""
+        """Return the logprobs of all rows, row by row. The sampled tokens are already in the table."""
         table, parts = self._table, []
         for index, row in enumerate(plan.rows.tolist()):
             end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
@@ -141,11 +161,13 @@ class FakeExecutor:
         return concat_logprobs(sorted(parts, key=lambda part: int(part.positions[0])))
 
     def prepare_ahead(self) -> bool:
+        """Return False: there is nothing to prepare."""
         return False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def create(config: EngineConfig) -> FakeExecutor:
+    """Create the executor for this config."""
     return FakeExecutor(config)

@@ -1,9 +1,10 @@
-"""BlockNames: which KV block holds which content. A radix tree laid out as columns, exact and without cryptography.
+"""BlockNames: which KV block holds which content. The names form a radix tree laid out as columns. It is exact and
+needs no cryptography.
 
 Every distinct content (a block's tokens and all tokens before them) gets a number when a block first holds it. A block
-is found under (number of the content before it, its tokens); what is found is compared with both, so a collision of
-the 64-bit keys costs a missed hit and never a wrong one. Names need no hash chain: one block per row is named with a
-few column operations, whatever the number of rows.
+is found under (number of the content before it, its tokens). The block found is compared with both, so a collision of
+the 64-bit keys costs a missed hit and never gives a wrong one. Names need no hash chain: a few column operations name
+one block per row, whatever the number of rows.
 """
 
 from functools import lru_cache
@@ -30,19 +31,22 @@ def _powers(block_size: int) -> UInt64s:
 
 
 def hash_blocks(token_ids: TokenIds) -> UInt64s:
-    """token_ids [n, block_size] -> a hash of each row; equal in every process."""
+    """Return a hash [n] uint64 of each row of token_ids [n, block_size]. It is equal in every process."""
     hashes: UInt64s = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
     return hashes
 
 
 class BlockNames:
-    """content [num_blocks] int64: number of what each block holds, UNNAMED for none.
-    block_of_key: where a block is found; only for asking whether there is one."""
+    """The names of all KV blocks.
+
+    content [num_blocks] int64: number of the content that each block holds, UNNAMED for none. block_of_key: the block
+    found under each lookup key; callers may only ask whether a key is present.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.content = np.zeros(num_blocks, np.int64)
-        self.events: KVEventLog | None = None  # set while somebody listens
+        self.events: KVEventLog | None = None  # set while a client follows
         self._parent = np.zeros(num_blocks, np.int64)
         self._key = np.zeros(num_blocks, np.uint64)
         self._tokens = np.zeros((num_blocks, block_size), np.int32)
@@ -50,12 +54,14 @@ class BlockNames:
         self._num_contents = 0
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
+        """Return the number of blocks that can be found."""
         return len(self.block_of_key)
 
     def find(self, root: int, token_ids: TokenIds, hashes: list[int]) -> tuple[Int32s, int]:
-        """Blocks of the longest known run of token_ids [n, block_size] from the start, and the content of the last.
-        hashes: of these blocks."""
+        """Find the blocks of the longest known run of token_ids [n, block_size] from the start.
+
+        hashes: one of each of these blocks. Returns the blocks and the content number of the last one.
+        """
         content, found, contents = root, [], [root]
         for value in hashes:
             block = self.block_of_key.get(block_key(content, value))
@@ -73,8 +79,11 @@ class BlockNames:
         return blocks, contents[len(blocks)]
 
     def name(self, blocks: Int32s, parents: Ints, token_ids: TokenIds) -> Ints:
-        """Name one block of each of several rows: parents [n] contents before them, token_ids [n, block_size] theirs.
-        Returns the contents [n]. The first block of a content keeps the name: block tables are append-only."""
+        """Name one block of each of several rows.
+
+        parents [n]: contents before the blocks; token_ids [n, block_size]: tokens in the blocks. Returns the contents
+        [n]. The first block of a content keeps the name, because block tables are append-only.
+        """
         contents = self._new_contents(len(blocks))
         owners = self._enter(blocks, contents, parents, token_ids)
         if owners is not None:
@@ -85,11 +94,12 @@ class BlockNames:
         return contents
 
     def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: TokenIds) -> Ints:
-        """Name consecutive blocks of several requests, none of which has any of these contents yet: request i has the
-        next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size]. Returns the content
-        of each one's last block.
+        """Name consecutive blocks of several requests. No block may have any of these contents yet.
 
-        A run's first block has a content that is new, so what follows it is new too, and numbers count up.
+        Request i has the next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size].
+        Returns the content of each request's last block.
+
+        The first block of a run has a new content, so the contents that follow are new too. Their numbers count up.
         """
         ends = lengths.cumsum()
         contents = self._new_contents(len(blocks))
@@ -104,8 +114,11 @@ class BlockNames:
         return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
 
     def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: TokenIds) -> Ints | None:
-        """Let the blocks be found under their keys. Returns None where all of them are; else who is found in place of
-        each [n]: the block that was entered first keeps the name, and the others enter nothing."""
+        """Enter the blocks under their keys. Return None where all of them were entered, else the owner of each key
+        [n].
+
+        The block that was entered first keeps the name. The other blocks of its content are not entered.
+        """
         keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
         blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
@@ -124,8 +137,11 @@ class BlockNames:
         return owners
 
     def name_run(self, blocks: Int32s, parent: int, token_ids: TokenIds, hashes: list[int]) -> int:
-        """Name consecutive blocks of one row, token_ids [n, block_size], hashes: of them; returns the content of the
-        last. An event, so it is plain Python: for a prompt's few blocks cheaper than columns."""
+        """Name consecutive blocks of one row; return the content of the last one.
+
+        token_ids [n, block_size]; hashes: one of each block. This runs once per event, in plain Python, which is
+        cheaper than columns for a prompt's few blocks.
+        """
         content, enter = parent, self.block_of_key.setdefault
         for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
             key = block_key(content, value)
@@ -145,7 +161,7 @@ class BlockNames:
         return content
 
     def forget(self, blocks: BlockIds) -> None:
-        """These blocks, which have names, are not found any more."""
+        """Remove the names of these blocks, all of which have one. They are not found any more."""
         if self.events is not None:
             self.events.removed(self.content[blocks])
         for key in self._key[blocks].tolist():
@@ -153,15 +169,17 @@ class BlockNames:
         self.content[blocks] = UNNAMED
 
     def forget_all(self) -> None:
-        """Make every block unnamed, so that none is found by its content."""
+        """Remove the names of all blocks."""
         if self.events is not None:
             self.events.cleared()
         self.block_of_key.clear()
         self.content[:] = UNNAMED
 
     def columns(self) -> tuple[Ints, Ints, Int32s]:
-        """(contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found, parents first: a
-        content is numbered after the one before it."""
+        """Return (contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found.
+
+        Parents come first, because a content is numbered after the one before it.
+        """
         named = np.flatnonzero(self.content != UNNAMED)
         named = named[np.argsort(self.content[named])]
         return self.content[named], self._parent[named], self._tokens[named]
@@ -170,7 +188,7 @@ class BlockNames:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 
     def check_integrity(self) -> None:
-        """AssertionError when a name does not lead to its block or does not say what the block holds."""
+        """Raise AssertionError when a name does not lead to its block or does not say what the block holds."""
         named = np.flatnonzero(self.content != UNNAMED)
         assert len(named) == len(self.block_of_key), f"{len(named)} named, {len(self.block_of_key)} findable"
         hashes = hash_blocks(self._tokens[named]).tolist()
@@ -182,8 +200,10 @@ class BlockNames:
 
 
 def block_key(content: _Number, value: _Number) -> _Number:
-    """Lookup key of a block: its token hash and the preceding content number, or of many blocks as columns [n] uint64.
-    Columns wrap at 64 bits by themselves."""
+    """Return the lookup key of a block from its token hash and the preceding content number.
+
+    Columns [n] uint64 give the keys of many blocks. They wrap at 64 bits by themselves.
+    """
     mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs take >> 32 for a signed number
     key: _Number = mixed ^ (mixed >> 32)
     return key

@@ -1,8 +1,8 @@
-"""BlockPool: which KV blocks are free, held, or free but still remembered by their content.
+"""BlockPool: which KV blocks are free, held, or free with their content still cached.
 
-Columns indexed by block id; every operation takes arrays, and gives int64: indexing with int32 takes NumPy five
-times as long. `blank` blocks (without a name) are given out first; then blocks of the prefix cache are forgotten: those
-whose last user was least urgent, of them the least recently freed.
+Columns are indexed by block id. Every operation takes arrays and returns int64, because indexing with int32 takes NumPy
+five times as long. Blocks without a name (`blank`) are allocated first. Then blocks of the prefix cache are evicted:
+those of the least urgent last user first, and among them the least recently freed.
 """
 
 from collections import deque
@@ -19,13 +19,13 @@ _NO_FENCE = -1
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1; block 0 is the null block, never handed out.
+    """The pool of blocks 1..num_blocks-1. Block 0 is the null block, which is never allocated.
 
-    A block is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a step
-    that touches it is in flight; free after that step's update).
+    A block is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a step that
+    touches it is in flight; free after that step's update).
 
-    num_rings: how many classes of urgency the prefix cache tells apart.
-    urgency [num_blocks] int8: in which ring a block belongs, 0 = forgotten first; the owner sets it before free().
+    num_rings: how many classes of urgency the prefix cache distinguishes. urgency [num_blocks] int8: the ring in which
+    a block belongs, 0 = evicted first; the owner sets it before free().
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_rings: int = 1) -> None:
@@ -39,13 +39,13 @@ class BlockPool:
         self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
         self.urgency = np.zeros(num_blocks, np.int8)
         self.num_free = num_blocks - 1  # blocks that allocate() can hand out now: blank and cached
-        self._place = np.zeros(num_blocks, np.int64)  # scratch: where a block stands last among those freed
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: a block's last index among those freed
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Ints]] = deque()
         self.num_fenced = 0
 
     def allocate(self, count: int) -> Ints:
-        """Blocks with ref_count 1. The caller has compared count with num_free."""
+        """Allocate blocks [count] with ref_count 1. The caller has compared count with num_free."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
         self.num_free -= count
         from_blank = min(count, self._num_blank)
@@ -60,11 +60,11 @@ class BlockPool:
         return blocks
 
     def num_revived(self, blocks: BlockIds) -> int:
-        """How many of these found blocks are free now, and would leave the free lists when held."""
+        """Return how many of these found blocks are free now and would leave the free lists when held."""
         return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
 
     def hold(self, blocks: BlockIds) -> None:
-        """One more reference to found blocks; to be done before anything is allocated, which might evict them."""
+        """Add one reference to found blocks. Call this before any allocation, which might evict them."""
         self.num_free -= self.num_revived(blocks)
         self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
         for ring in self._rings:
@@ -73,7 +73,7 @@ class BlockPool:
         self.ref_count[blocks] += 1
 
     def free(self, blocks: BlockIds, fence: int | None) -> None:
-        """Drop one reference for each of these, which go in this order: give a request's tail first.
+        """Drop one reference to each of these blocks, in this order: give a request's tail first.
 
         fence: the last step in flight that may touch them, None when there is none.
         """
@@ -90,19 +90,19 @@ class BlockPool:
             self.num_fenced += len(released)
 
     def _drop(self, blocks: BlockIds) -> Ints:
-        """One reference less for each; returns those that nobody holds any more."""
+        """Subtract one reference from each block; return the blocks that have none left."""
         places = np.arange(len(blocks))
         self._place[blocks] = places
         last = self._place[blocks] == places
         np.subtract.at(self.ref_count, blocks, 1)
-        blocks = blocks[last]  # what requests that end together share goes with the last of them
+        blocks = blocks[last]  # a block shared by requests that end together is released with the last one
         counts = self.ref_count[blocks]
         assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
         released: Ints = blocks[counts == 0]
         return released
 
     def lift_fences(self, step: int) -> None:
-        """The update of this step is done: blocks fenced by it are free."""
+        """Free the blocks fenced by this step, whose update is done."""
         while self._fenced and self._fenced[0][0] <= step:
             fence, blocks = self._fenced.popleft()
             lifted = blocks[self._fence_of[blocks] == fence]  # the others were revived meanwhile
@@ -111,13 +111,13 @@ class BlockPool:
             self._make_free(lifted)
 
     def forget(self) -> None:
-        """Empty the prefix cache: free cached blocks become blank, held ones lose their names."""
+        """Empty the prefix cache: free cached blocks become blank, held blocks lose their names."""
         self.names.forget_all()
         for ring in self._rings:
             self._push_blank(ring.clear())
 
     def forget_names(self, blocks: BlockIds) -> None:
-        """These held blocks are not found any more."""
+        """Remove the names of these held blocks, so that they are not found any more."""
         self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
 
     def _make_free(self, blocks: BlockIds) -> None:
@@ -137,7 +137,7 @@ class BlockPool:
         self._num_blank += len(blocks)
 
     def _evict(self, count: int) -> Ints:
-        """The first cached blocks to go, forgotten."""
+        """Take the first cached blocks in the order of eviction and remove their names."""
         parts = []
         for ring in self._rings:
             parts.append(ring.pop(min(count, len(ring))))
@@ -148,7 +148,7 @@ class BlockPool:
         return evicted
 
     def check_integrity(self, tables: Sequence[BlockIds]) -> None:
-        """Recount everything from scratch against the block tables of all rows. AssertionError with the numbers."""
+        """Recount all states from scratch against the block tables of all rows. AssertionError with the numbers."""
         expected = np.zeros(self.num_blocks, np.int32)
         expected[NULL_BLOCK] = 1
         for table in tables:

@@ -1,7 +1,7 @@
-"""BlockRing: free KV blocks that are still remembered, the least recently freed first.
+"""BlockRing: free KV blocks whose content is still cached, the least recently freed first.
 
-Same observable order as a linked list with removal from the middle (vLLM's FreeKVCacheBlockQueue): a ring whose entries
-go stale when a hit revives their blocks.
+The observable order is that of a linked list with removal from the middle (vLLM's FreeKVCacheBlockQueue). The
+implementation is a ring whose entries go stale when a hit revives their blocks.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _NOT_HERE = -1
 
 
 class BlockRing:
-    """All operations take arrays of block ids, and give them as what NumPy indexes with, which is int64."""
+    """The ring. All operations take arrays of block ids and return int64, NumPy's own type for indices."""
 
     def __init__(self, num_blocks: int) -> None:
         self._entries = np.zeros(2 * num_blocks, np.int64)  # oldest at head; some stale
@@ -25,12 +25,12 @@ class BlockRing:
         return self._length
 
     def holds(self, blocks: BlockIds) -> Bools:
-        """Which of these are here."""
+        """Return which of these blocks are in the ring, bool [n]."""
         here: Bools = self._position[blocks] != _NOT_HERE
         return here
 
     def push(self, blocks: BlockIds) -> None:
-        """These are the latest now, the last one most."""
+        """Append these blocks as the most recent ones; the last of them is the most recent."""
         if self._tail + len(blocks) - self._head > len(self._entries):
             self._compact()
         positions = np.arange(self._tail, self._tail + len(blocks))
@@ -44,19 +44,19 @@ class BlockRing:
         self._length += len(blocks)
 
     def discard(self, blocks: BlockIds) -> None:
-        """Take out those of these that are here."""
+        """Remove those of these blocks that are in the ring."""
         self._length -= int(np.count_nonzero(self.holds(blocks)))
         self._position[blocks] = _NOT_HERE
 
     def pop(self, count: int) -> Ints:
-        """Take out the oldest, of which there are at least so many."""
+        """Remove the `count` oldest blocks and return them. The ring holds at least so many."""
         oldest = self._oldest(count)
         self._position[oldest] = _NOT_HERE
         self._length -= count
         return oldest
 
     def clear(self) -> Ints:
-        """Take out all of them, oldest first."""
+        """Remove all blocks and return them, oldest first."""
         blocks = self._live()
         self._position[:] = _NOT_HERE
         self._head = self._tail = self._length = 0
@@ -94,6 +94,6 @@ class BlockRing:
         return np.concatenate(found)
 
     def check_integrity(self) -> None:
-        """AssertionError when the count is wrong."""
+        """Raise AssertionError when the count is wrong."""
         num_here = int(np.count_nonzero(self._position != _NOT_HERE))
         assert self._length == num_here == len(self._live()), f"{self._length} cached, {num_here} in the ring"

@@ -1,4 +1,4 @@
-"""KVFeed: the clients that follow the prefix cache, and what each step has for them."""
+"""KVFeed: the clients that follow the prefix cache, and the messages that each step has for them."""
 
 from collections.abc import Iterator
 
@@ -9,41 +9,44 @@ from core.kv.event_log import KVEventLog
 from ipc.kv_events import KVBlocksCleared, KVBlocksStored, KVEvent
 from ipc.scheduling_messages import KVEvents
 
-#: Of one message with what is cached already.
+#: Most blocks in one message of a snapshot.
 MAX_SNAPSHOT_BLOCKS = 4096
 
 
 class KVFeed:
-    """Events are collected only while somebody follows. Who begins to follow is told all that is cached at the end of
-    that step, as if it had just been stored into an empty cache; after that, every change."""
+    """The followers of the prefix cache. Events are collected only while a client follows.
+
+    A new follower receives all that is cached at the end of that step, as if it had just been stored into an empty
+    cache. After that, it receives every change.
+    """
 
     def __init__(self, names: BlockNames, epoch: int) -> None:
         self._names = names
         self._epoch = epoch
         self._sequences: dict[int, int] = {}  # by client: number of its next message
-        self._beginners: dict[int, None] = {}  # clients that are told everything; a dict, for its order
+        self._beginners: dict[int, None] = {}  # clients that receive a snapshot; a dict, for its order
 
     def follow(self, client: int) -> None:
-        """Begin, or begin again."""
+        """Let the client follow from the start, or begin again with a new snapshot."""
         self._sequences.setdefault(client, 0)
         self._beginners[client] = None
         if self._names.events is None:
             self._names.events = KVEventLog(self._names.block_size)
 
     def renew(self, client: int) -> None:
-        """The client has missed some; does nothing where it does not follow any more."""
+        """Send a new snapshot to a client that has missed messages. Do nothing where it does not follow any more."""
         if client in self._sequences:
             self.follow(client)
 
     def unfollow(self, client: int) -> None:
-        """End the client's events; a client without any is ignored."""
+        """Send this client no more events; a client that does not follow is ignored."""
         if self._sequences.pop(client, None) is not None:
             self._beginners.pop(client, None)
             if not self._sequences:
                 self._names.events = None
 
     def drain(self, step: int) -> list[tuple[int, KVEvents]]:
-        """What there is to tell at the end of a step."""
+        """Return the messages for each follower at the end of a step, with the client of each."""
         if self._names.events is None:
             return []
         events, messages = self._names.events.drain(), list[tuple[int, KVEvents]]()
@@ -61,7 +64,7 @@ class KVFeed:
         return KVEvents(self._epoch, step, sequence, events)
 
     def _snapshot(self) -> Iterator[list[KVEvent]]:
-        """All that is cached, parents before children; the first part begins with an empty cache."""
+        """Yield all that is cached, parents before children. The first part begins with an empty cache."""
         contents, parents, token_ids = self._names.columns()
         columns = (contents.astype("<i8"), parents.astype("<i8"), np.ascontiguousarray(token_ids, "<i4"))
         first: list[KVEvent] = [KVBlocksCleared()]

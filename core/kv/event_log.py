@@ -1,7 +1,7 @@
-"""KVEventLog: what the prefix cache has learned and forgotten since the last step, for routers that follow it.
+"""KVEventLog: what the prefix cache has stored and removed since the last step, for routers that follow it.
 
-Contents are numbers of this engine's life: a router matches prompts by the tokens of stored blocks and follows each
-block from there by its number and its parent's (negative: a root, -1 without a cache salt).
+Content numbers are valid for this engine's life. A router matches prompts by the tokens of stored blocks and follows
+each block from there by its number and its parent's number (negative: a root, -1 without a cache salt).
 """
 
 from itertools import groupby
@@ -13,30 +13,33 @@ from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEv
 
 
 class KVEventLog:
-    """Kept only while a client listens; drained once a step, so it holds what one step can store and evict."""
+    """The events of one step. The log exists only while a client follows.
+
+    It is drained once a step, so it holds what one step can store and evict.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[KVEvent] = []
 
     def stored(self, contents: Ints, parents: Ints, token_ids: TokenIds) -> None:
-        """contents, parents [n]; token_ids [n, block_size]."""
+        """Record that blocks were stored: contents [n], parents [n], token_ids [n, block_size]."""
         if len(contents):
             ids, before = contents.astype("<i8").tobytes(), parents.astype("<i8").tobytes()
             tokens = np.ascontiguousarray(token_ids, "<i4").tobytes()
             self._events.append(KVBlocksStored(ids, before, tokens, self._block_size))
 
     def removed(self, contents: Ints) -> None:
-        """Note that blocks with these contents [n] can no longer be found."""
+        """Record that the blocks of these contents [n] were removed."""
         if len(contents):
             self._events.append(KVBlocksRemoved(contents.astype("<i8").tobytes()))
 
     def cleared(self) -> None:
-        """Note that no block can be found any more."""
+        """Record that the prefix cache was emptied."""
         self._events.append(KVBlocksCleared())
 
     def drain(self) -> list[KVEvent]:
-        """Since the last time; blocks that were stored one after the other are one event."""
+        """Return the events since the last drain. Blocks that were stored one after the other are one event."""
         events: list[KVEvent] = []
         for kind, run in groupby(self._events, type):
             same = list(run)

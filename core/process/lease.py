@@ -1,10 +1,10 @@
 """The engine process's lease on life: the pipe from its owner, and the signals that end it.
 
 One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
-the pipe means that the owner is gone or wants no more: the process exits at once. The first Drain and the first SIGTERM
-let running requests finish; a second of its kind does not. The kinds are counted apart, because a service manager
-sends SIGTERM to the owner, which sends Drain, and to this process: that is once. SIGINT is ignored, because a
-terminal's Ctrl-C goes to the whole process group and it is the owner's to decide.
+the pipe means that the owner is gone or has closed it: the process exits at once. The first Drain and the first SIGTERM
+let running requests finish; a second of the same kind ends them. The kinds are counted apart, because a service manager
+sends SIGTERM both to this process and to the owner, which then sends Drain: that counts as once. SIGINT is ignored,
+because a terminal's Ctrl-C goes to the whole process group and the owner decides what it means.
 """
 
 import os
@@ -19,13 +19,17 @@ from ipc.pipes import FrameReader, decode_owner_message
 from ipc.sockets import remove_private_address
 from ipc.start_messages import Drain, Start
 
-EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
-_STOP_S = 1.0  # for telling the clients
+EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
+_STOP_S = 1.0  # to report the end to the clients
 _LOG_S = 0.1  # for the last lines on standard error
 
 
 class Lease:
-    """Made by the main thread, which alone may install signal handlers. Errors: MalformedMessageError, EOFError."""
+    """The pipe from the owner and the signals. Only the main thread may create it, because signal handlers need that
+    thread.
+
+    Errors: MalformedMessageError, EOFError.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -36,7 +40,7 @@ class Lease:
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the owner blocks them for exec
-        self.making_files = threading.Lock()  # held by who makes files, so that an exit removes all of them or none
+        self.making_files = threading.Lock()  # held while files are made, so that an exit removes all or none
         self._lock = threading.Lock()
         self._io: IOThread | None = None
         self._num_commands: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
@@ -46,7 +50,7 @@ class Lease:
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def on_exit(self, do: Callable[[], None]) -> None:
-        """What to call, in its thread, before this lease ends the process; the first is to remove a private address."""
+        """Call `do` in the lease's thread before it ends the process. The first such call removes a private address."""
         self._at_exit.append(do)
 
     def _remove_private_directory(self) -> None:
@@ -54,7 +58,7 @@ class Lease:
             remove_private_address(self.start.address)
 
     def serve(self, io: IOThread) -> None:
-        """From now on there may be work to finish."""
+        """Set the IO thread: from now on a drain lets its requests finish."""
         with self._lock:
             self._io = io
 

@@ -1,4 +1,4 @@
-"""The engine loop: drains the inbox, runs the step, hands over its messages; sleeps while there is nothing to do."""
+"""The engine loop: drain the inbox, run the step, send its messages to the IO thread; sleep when nothing is to do."""
 
 import time
 import traceback
@@ -11,28 +11,36 @@ from core.inputs import EngineInput, EngineReply
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-_FINISH_S = 2.0  # for telling the clients how the engine ended
+_FINISH_S = 2.0  # to report to the clients how the engine ended
 _LOG_S = 0.5  # for the last lines on standard error
-_HELD_S = 0.1  # between looks at the deadlines of requests that wait for their client or for the end of a pause
+_HELD_S = 0.1  # between checks of the deadlines of requests that wait for their client or for the end of a pause
 
 
 class Engine(Protocol):
     """An EngineCore, captured or not."""
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Return False when nothing happens until a message arrives or a deadline passes."""
 
     @property
-    def has_unfinished(self) -> bool: ...
+    def has_unfinished(self) -> bool:
+        """Return True while any request lives."""
 
-    def count_waiting(self) -> tuple[int, int]: ...
+    def count_waiting(self) -> tuple[int, int]:
+        """Return the numbers of waiting requests and of their tokens."""
 
-    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, EngineReply]]: ...
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, EngineReply]]:
+        """Run one step on these inputs, each with its client; return the replies, each with its client. now_ns:
+        monotonic time.
+        """
 
 
 def run(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> int:
-    """Serve until drained; returns the exit code of the process. An exception in a step ends the engine: its state can
-    no longer be trusted, and every client is told. prepare_ahead: the executor's."""
+    """Serve until drained; return the exit code of the process. prepare_ahead: the executor's method of that name.
+
+    An exception in a step ends the engine, because its state can no longer be trusted. Every client receives the error.
+    """
     try:
         _loop(engine, io, prepare_ahead)
     except Exception as error:
@@ -53,5 +61,5 @@ def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> No
         messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else None)
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
-            inbox.settle(*engine.count_waiting())  # before clients know: then what they see is accounted for
+            inbox.settle(*engine.count_waiting())  # before io.put(): the counts are right when clients see the outputs
             io.put(outputs)

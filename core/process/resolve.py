@@ -1,4 +1,4 @@
-"""What the engine decides at its start: the resolved EngineConfig. Pure: sizes of the machine are handed in."""
+"""The engine's decisions at its start: the resolved EngineConfig. It is pure: the machine's sizes are arguments."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
-_PROBE_BYTES = 1 << 40  # divided by the blocks that would fit it: the bytes of a block
+_PROBE_BYTES = 1 << 40  # divided by the number of blocks that fit, gives the bytes of a block
 
-#: (memory in bytes, tokens per block) -> KV blocks that fit, null block included.
+#: A function from (memory in bytes, tokens per block) to the number of KV blocks that fit, null block included.
 BlocksIn = Callable[[int, int], int]
 
 
 def default_cache_bytes(total_memory_bytes: int) -> int:
-    """A quarter of the memory, at most 4 GiB."""
+    """Return the default size of the KV cache in bytes: a quarter of the memory, at most 4 GiB."""
     return max(1, min(total_memory_bytes // 4, MAX_DEFAULT_CACHE_BYTES))
 
 
@@ -31,14 +31,16 @@ def resolve(
     num_cpus: int,
     device_bytes: int | None = None,
 ) -> EngineConfig:
-    """The config with nothing left open: dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes,
-    num_blocks_override (the number of KV blocks, null block included), threads and num_swap_blocks are set; the costs
-    of preemption are left to resolve_costs(), which needs the cache. device_bytes: free for the cache on a device of
-    its own; None: it shares the machine's memory.
+    """Return the config with every size decided.
+
+    Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
+    blocks, null block included), threads and num_swap_blocks. The costs of preemption are left to resolve_costs(),
+    which needs the cache. device_bytes: free bytes for the cache on a device with memory of its own; None: the device
+    shares the machine's memory.
 
     Errors: ConfigError when max_model_len exceeds the model's, or, without chunked prefill, the given
-    max_num_batched_tokens; OutOfMemoryError when the cache cannot hold one request of max_model_len tokens, with the
-    numbers and what to change.
+    max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states
+    the numbers and what to change.
     """
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
@@ -63,7 +65,10 @@ def resolve(
 
 
 def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineConfig:
-    """The config with the costs of preemption set: measured where they decide something and are not given."""
+    """Return the config with the costs of preemption set.
+
+    They are measured only where they decide something and are not given.
+    """
     costs = Costs(1, 1)
     if config.preemption_mode == "auto" and None in (config.recompute_ns_per_token, config.swap_ns_per_block):
         costs = measure()

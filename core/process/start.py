@@ -1,4 +1,4 @@
-"""The engine's start: socket, executor, resolved config, KV cache, EngineCore - in phases that the owner is told of."""
+"""The engine's start: socket, executor, resolved config, KV cache, EngineCore. Each phase is reported to the owner."""
 
 import contextlib
 import gc
@@ -42,14 +42,19 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class StartedEngine(NamedTuple):
+    """An engine ready to run, with its executor and IO thread."""
+
     engine: Engine
     executor: Executor
     io: IOThread  # bound, not yet running
-    close_capture: Callable[[], None]  # write what there is; any thread, and again
+    close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
 
 
 def bind(start: Start) -> tuple[Context, BoundRouter]:
-    """First of all: a bad or busy address is known before minutes go into loading. Errors: AddressError."""
+    """Bind the engine's socket, before anything else, so that a bad or busy address fails before the model loads.
+
+    Errors: AddressError.
+    """
     context: Context = zmq.Context()
     try:
         start_zap(context)
@@ -60,7 +65,9 @@ def bind(start: Start) -> tuple[Context, BoundRouter]:
 
 
 def start_engine(start: Start, context: Context, router: BoundRouter, report: Report) -> StartedEngine:
-    """Errors: those of ipc.errors that concern the config, the model's files and memory."""
+    """Load the model and make the engine. Errors: those of ipc.errors that concern the config, the model's files and
+    memory.
+    """
     config = start.config
     if (capture := capture_path(config, start.epoch)) is not None:
         check_capture(capture)
@@ -69,10 +76,10 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     default_sampling = read_default_sampling(config)
     report("import")
     if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
-        # Imported here: whose `kernels` this is was checked after core was imported.
+        # Imported late: the check that `kernels` is ours runs after the import of core.
         from kernels.cpu.library_file import find_library_soon
 
-        find_library_soon()  # torch's import takes a second of one core
+        find_library_soon()  # meanwhile torch's import takes a second of one core
     with keeping_all():
         import_executor(config)
     report("load model")
@@ -95,7 +102,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         start.owner_token,
         config.client_weights,
     )
-    gc.collect()  # among what came after the imports: under a millisecond
+    gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     io = IOThread(context, router, served)
     if capture is None:
@@ -107,9 +114,11 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
 
 @contextlib.contextmanager
 def keeping_all() -> Iterator[None]:
-    """What there is at the end stays as long as the process: the garbage collector never looks at it again, nor at
-    anything meanwhile. torch's import makes a quarter of a million objects; to look through them while it runs took a
-    tenth of the start, and a tenth of a second whenever it happened later, between two steps."""
+    """Keep all objects that exist at the end for the life of the process: the garbage collector never scans them again.
+
+    It does not run inside this context either. torch's import makes a quarter of a million objects. Scanning them
+    during the import took a tenth of the start; a later scan took a tenth of a second between two steps.
+    """
     gc.disable()
     try:
         yield
@@ -119,7 +128,7 @@ def keeping_all() -> Iterator[None]:
 
 
 def total_memory_bytes() -> int:
-    """Memory this process may use: the machine's, or less where a control group (a container) says so."""
+    """Return the memory that this process may use: the machine's, or the lower limit of a control group (container)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = _CGROUP_LIMIT.read_text().strip()

@@ -1,4 +1,4 @@
-"""OutputCollector: what a step has for the clients, gathered as columns and split by client once."""
+"""OutputCollector: a step's messages for the clients, gathered as columns and split by client once."""
 
 import struct
 from typing import NamedTuple, TypeAlias
@@ -73,7 +73,7 @@ class _Packed:
 
 
 class OutputCollector:
-    """Filled during a step, drained at its end."""
+    """The messages of a step. It is filled during the step and drained at its end."""
 
     def __init__(self, epoch: int) -> None:
         self.events = RequestEventLog()
@@ -94,12 +94,12 @@ class OutputCollector:
         stop_tokens: Bools,
         counts: Ints | None = None,
     ) -> None:
-        """One row per sampled token; with counts, rows of so many tokens each, all above 0."""
+        """Add one row per sampled token; all columns are [n]. counts: each row has so many tokens, all above 0."""
         if len(clients):
             self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens, counts))
 
     def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
-        """The request ends without a token in this step."""
+        """Add the end of a request that gets no token in this step."""
         self._rows.append(
             _Rows(
                 np.array([request.client]),
@@ -113,7 +113,7 @@ class OutputCollector:
         )
 
     def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
-        """clients, numbers, choices [L]: of each position. Once in a step."""
+        """Add logprobs, once in a step. clients, numbers, choices [L]: those of each position."""
         for client in np.unique(clients).tolist():
             mine = clients == client
             part = logprobs.where(mine)
@@ -128,19 +128,20 @@ class OutputCollector:
             )
 
     def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
-        """Before has_started of their requests is set."""
+        """Add starts. Call this before has_started of their requests is set."""
         self.events.add_starts(starts, now_ns)
         for start in starts:
             request = start.request
-            if not request.has_started and request.choice == 0:  # the others find the prompt's blocks because of it
+            if not request.has_started and request.choice == 0:  # the other choices find the blocks of choice 0
                 started = self._started.setdefault(request.client, [])
                 started += (request.number, start.num_computed_tokens)
 
     def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
+        """Add the failure of a request."""
         self._failed.append((client, RequestFailed(number, code, message)))
 
     def drain(self, step: int) -> list[ClientOutput]:
-        """Everything added since the last drain."""
+        """Return everything added since the last drain."""
         messages: list[ClientOutput] = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
@@ -151,7 +152,7 @@ class OutputCollector:
         return messages
 
     def _split(self, step: int, rows: _Rows) -> list[ClientOutput]:
-        """One message for each client, cut out of the encoded columns of all."""
+        """Return one message for each client, cut out of the encoded columns of all."""
         clients = rows.clients
         if clients[0] == clients[-1] and np.count_nonzero(clients == clients[0]) == len(clients):
             return [(int(clients[0]), self._message(step, _Packed(rows), 0, len(clients)))]

@@ -1,7 +1,7 @@
-"""The scheduling policies: who goes first, who makes room for whom.
+"""The scheduling policies: which request goes first, and which rows make room for which request.
 
 A policy gives every request a rank (smaller goes first, ties by arrival) and a level (a waiting request may take slots,
-blocks and token budget from running ones of a larger level). All else, for all policies alike, is in
+blocks and token budget from running ones of a larger level). All else is the same for all policies and is in
 core/scheduling/admission.py and core/scheduling/preemption.py.
 """
 
@@ -21,90 +21,101 @@ _FARTHEST = 2**62  # ranks are int64; 146 years
 
 
 class Policy(Protocol):
-    """line: where requests wait. Rows are of running requests."""
+    """A scheduling policy. Rows are those of running requests."""
 
     @property
-    def line(self) -> Line | FairLine: ...
+    def line(self) -> Line | FairLine:
+        """Return the line in which requests wait."""
 
     def arrive(self, request: Request) -> None:
         """Set the new request's rank and level."""
 
     def end(self, request: Request) -> None:
-        """The request has ended; it is in no line and has no row."""
+        """Note the end of a request, which is in no line and has no row."""
 
     def forget(self, client: int) -> None:
-        """The client is gone."""
+        """Forget a client that is gone."""
 
     def set_weight(self, client: int, weight: float) -> None:
-        """The client's share."""
+        """Set the client's weight, its share against clients of weight 1."""
 
     def start(self, start: RequestStart) -> None:
-        """A request starts."""
+        """Note that a request starts."""
 
     def serve(self, rows: Rows, counts: Ints) -> None:
-        """These rows get so many tokens in this step, which are not counted as computed yet; those of requests that
-        start are left out."""
+        """Note that these rows get counts [n] tokens in this step, which num_computed_tokens does not include yet.
+
+        Rows of requests that start in this step are left out.
+        """
 
     def in_order(self, rows: Ints) -> Ints:
-        """The rows, first to be served first."""
+        """Return the rows in the order in which they are served."""
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
-        """Which of the rows make room for this waiting request."""
+        """Return which of the rows make room for this waiting request, bool [n]."""
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
-        """Columns, the most significant first: the row with the largest values is the first victim."""
+        """Return columns [n], the most significant first: the row with the largest values is the first victim."""
 
 
 class Fcfs:
-    """First come, first served; the priority of requests is ignored."""
+    """First come, first served. The priority of requests is ignored."""
 
     def __init__(self, table: BatchTable) -> None:
         self.line: Line = Line()
         self._table = table
 
     def arrive(self, request: Request) -> None:
+        """Give all requests the same rank and level."""
         request.rank = request.level = 0
 
     def end(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: this policy keeps no state of requests."""
 
     def forget(self, client: int) -> None:
-        """Nothing is kept of clients."""
+        """Do nothing: this policy keeps no state of clients."""
 
     def set_weight(self, client: int, weight: float) -> None:
-        """Clients do not matter."""
+        """Do nothing: clients do not matter."""
 
     def start(self, start: RequestStart) -> None:
-        """Served tokens do not matter."""
+        """Do nothing: served tokens do not matter."""
 
     def serve(self, rows: Rows, counts: Ints) -> None:
-        """Served tokens do not matter."""
+        """Do nothing: served tokens do not matter."""
 
     def in_order(self, rows: Ints) -> Ints:
-        """rows are in this order already: ranks do not change while a request runs."""
+        """Return rows, which are in this order already: ranks do not change while a request runs."""
         return rows
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
+        """Return False for all rows."""
         return np.zeros(len(rows), np.bool_)
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
+        """Return no columns."""
         return ()
 
 
 class Priority(Fcfs):
-    """Smaller priority first, then arrival. With aging a request goes before one that is n priorities more urgent when
-    it came more than n * aging_seconds earlier; room is taken only from less urgent ones all the same."""
+    """Smaller priority first, then arrival.
+
+    With aging, a request goes before one that is n priorities more urgent when it arrived more than n * aging_seconds
+    earlier. It still takes room only from less urgent requests.
+    """
 
     def __init__(self, table: BatchTable, aging_seconds: float) -> None:
         super().__init__(table)
         self._aging_ns = round(aging_seconds * NS_PER_S)
 
     def arrive(self, request: Request) -> None:
+        """Set the level to the priority, and the rank to the priority or, with aging, to the aged arrival in ns."""
         request.level = request.priority
         rank = request.arrival_ns + request.priority * self._aging_ns if self._aging_ns else request.priority
         request.rank = max(-_FARTHEST, min(rank, _FARTHEST))
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
+        """Return which rows are less urgent and also later in the line."""
         table = self._table
         rank, level = table.rank[rows], table.level[rows]
         later = (rank > request.rank) | ((rank == request.rank) & (table.serial[rows] > request.serial))
@@ -112,15 +123,16 @@ class Priority(Fcfs):
         return yields
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
+        """Return the level: the least urgent row is the first victim."""
         return (self._table.level[rows],)
 
 
 class Fair:
-    """Every client its weighted share of tokens, and what others leave; within a client priority, then arrival.
+    """A weighted share of tokens for every client, plus what others leave. Within a client: priority, then arrival.
 
-    A waiting request takes room from a client that is more than `quantum` tokens ahead of its own, and within its
-    client from less urgent requests. What is computed again after a preemption is not counted: else two clients with
-    long prompts would take each other's room for ever, each ahead again before it has one new token.
+    A waiting request takes room from a client that is more than `quantum` tokens ahead of its own. Within its own
+    client, it takes room from less urgent requests. Tokens computed again after a preemption are not counted. Else two
+    clients with long prompts would take each other's room for ever, each ahead again before it has one new token.
     """
 
     def __init__(self, table: BatchTable, quantum: int) -> None:
@@ -130,33 +142,41 @@ class Fair:
         self.line: FairLine = FairLine(self._times)
 
     def arrive(self, request: Request) -> None:
+        """Count the request as its client's; set rank and level to the priority."""
         self._times.enter(request.client)
         request.rank = request.level = request.priority
 
     def end(self, request: Request) -> None:
+        """Count the request as ended."""
         self._times.leave(request.client)
 
     def forget(self, client: int) -> None:
+        """Remove the client's virtual time."""
         self._times.forget(client)
 
     def set_weight(self, client: int, weight: float) -> None:
+        """Set the client's weight."""
         self._times.set_weight(client, weight)
 
     def start(self, start: RequestStart) -> None:
+        """Charge the tokens of the starting request that were not computed before."""
         new = start.num_computed_tokens + start.num_tokens - start.request.num_computed_before
         self._times.charge_one(start.request.client, max(0, min(new, start.num_tokens)))
 
     def serve(self, rows: Rows, counts: Ints) -> None:
+        """Charge the rows' tokens that were not computed before."""
         table = self._table
         new = table.num_computed_tokens[rows] + counts - table.num_computed_before[rows]
         self._times.charge(table.client[rows], np.clip(new, 0, counts))
 
     def in_order(self, rows: Ints) -> Ints:
+        """Return the rows by virtual time, then client, rank and serial."""
         table = self._table
         order = np.lexsort((table.serial[rows], table.rank[rows], table.client[rows], self._at(rows)))
         return rows[order]
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
+        """Return which rows are less urgent ones of the same client, or of a client too far ahead."""
         own = self._table.client[rows] == request.client
         less_urgent = self._table.level[rows] > request.level
         ahead = self._at(rows) > self._times.of(request.client) + self._quantum
@@ -164,6 +184,7 @@ class Fair:
         return yields
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
+        """Return virtual time, client and level: the least urgent row of the client furthest ahead goes first."""
         return self._at(rows), self._table.client[rows], self._table.level[rows]
 
     def _at(self, rows: Rows) -> Ints:
@@ -171,7 +192,7 @@ class Fair:
 
 
 def build_policy(config: EngineConfig, table: BatchTable) -> Policy:
-    """That of --scheduling-policy."""
+    """Return the policy of --scheduling-policy."""
     match config.scheduling_policy:
         case "fcfs":
             return Fcfs(table)

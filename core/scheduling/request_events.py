@@ -1,5 +1,7 @@
-"""RequestEventLog: what happened to single requests - queued, scheduled, preempted, resumed - until their clients are
-told. Steps without such events pay nothing."""
+"""RequestEventLog: the events of single requests (queued, scheduled, preempted, resumed), until clients receive them.
+
+Steps without such events cost nothing.
+"""
 
 import struct
 from typing import TypeAlias
@@ -13,25 +15,29 @@ from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
 _Event: TypeAlias = tuple[int, int, int, int, int, int]
 
 _QUEUED, _SCHEDULED, _PREEMPTED, _RESUMED = map(int, EventKind)
-_FORMATS = "IHBBIq"  # of number, choice, kind, cause, amount, time
+_FORMATS = "IHBBIq"  # struct codes of an event's fields
 
 
 class RequestEventLog:
-    """Times are of the step in which it happened. That a request was queued is told when it starts: nothing can be
-    shown of it before."""
+    """The events that wait for their clients, with the times of the steps in which they happened.
+
+    QUEUED is reported only when the request starts, because clients cannot use it before.
+    """
 
     def __init__(self) -> None:
         self._events: dict[int, list[_Event]] = {}  # by client
 
     def __bool__(self) -> bool:
+        """Return whether any event waits."""
         return bool(self._events)
 
     @property
     def clients(self) -> list[int]:
+        """Return the clients that have events."""
         return list(self._events)
 
     def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
-        """Before has_started of their requests is set."""
+        """Record starts. Call this before has_started of their requests is set."""
         for start in starts:
             request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host
             events, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
@@ -42,11 +48,12 @@ class RequestEventLog:
                 events.append((number, choice, _SCHEDULED, 0, num_found, now_ns))
 
     def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
+        """Record preemptions."""
         for request, cause, _, num_swapped in preempted:
             self._add_preempted(request, EventCause(cause), num_swapped, now_ns)
 
     def add_hold(self, request: Request, now_ns: int) -> None:
-        """It gives back its row because its client does not read."""
+        """Record that a request gives back its row because its client does not read."""
         self._add_preempted(request, EventCause.HOLD, 0, now_ns)
 
     def _add_preempted(self, request: Request, cause: EventCause, num_swapped: int, now_ns: int) -> None:
@@ -54,7 +61,7 @@ class RequestEventLog:
         self._events.setdefault(request.client, []).append(event)
 
     def take(self, client: int) -> RequestEvents | None:
-        """Of this client, since the last time; None for none."""
+        """Return this client's events since the last call; None for none."""
         events = self._events.pop(client, None)
         if events is None:
             return None

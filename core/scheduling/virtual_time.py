@@ -1,7 +1,7 @@
-"""VirtualTime: how much each client has been served, in tokens divided by its weight.
+"""VirtualTime: the service that each client has had, in tokens divided by its weight.
 
-The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a client that comes
-back after a pause is lifted to the least served of those at work, so that nobody saves up a claim.
+This is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A client
+that comes back after a pause is lifted to the least served of those at work, so a pause earns no claim.
 """
 
 import numpy as np
@@ -13,7 +13,10 @@ TOKEN = 1 << 16
 
 
 class VirtualTime:
-    """Only clients with live requests count as present. A client's slot is an index into the columns."""
+    """The virtual times of all clients as columns, which a client's slot indexes.
+
+    Only clients with live requests count as present.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
@@ -21,17 +24,18 @@ class VirtualTime:
         self._times = np.zeros(16, np.int64)
         self._costs = np.full(16, TOKEN, np.int64)  # virtual time of one token
         self._num_present = np.zeros(16, np.int64)  # live requests
-        self._latest = 0  # the least time of those present when there were any
+        self._latest = 0  # the least time of the clients present, or of those last present
 
     def of(self, client: int) -> int:
+        """Return the virtual time of a client."""
         return int(self._times[self._slots[client]])
 
     def set_weight(self, client: int, weight: float) -> None:
-        """weight > 0: its share against clients of weight 1."""
+        """Set a client's weight > 0: its share against clients of weight 1."""
         self._costs[self._slot(client)] = max(1, round(TOKEN / weight))
 
     def enter(self, client: int) -> int:
-        """A request of this client arrives; returns the client's slot."""
+        """Count a new request of this client; return the client's slot."""
         slot = self._slot(client)
         if not self._num_present[slot]:
             present = self._times[self._num_present > 0]
@@ -42,14 +46,14 @@ class VirtualTime:
         return slot
 
     def leave(self, client: int) -> None:
-        """One of its requests has ended."""
+        """Count the end of one of the client's requests."""
         slot = self._slots[client]
         self._num_present[slot] -= 1
         if not self._num_present.any():
             self._latest = max(self._latest, int(self._times[slot]))
 
     def forget(self, client: int) -> None:
-        """The client is gone, and its requests are."""
+        """Remove a client that is gone. Its requests have ended before."""
         slot = self._slots.get(client)
         if slot is not None:
             assert not self._num_present[slot], f"client {client} has {self._num_present[slot]} requests"
@@ -58,20 +62,21 @@ class VirtualTime:
             self._free.append(slot)
 
     def charge(self, clients: Ints, counts: Ints) -> None:
-        """counts[i] tokens for clients[i]; a client may stand in it many times."""
+        """Charge counts[i] tokens to clients[i]. A client may occur many times."""
         tokens = np.bincount(self._slots_of(clients), counts, len(self._times)).astype(np.int64)
         self._times += tokens * self._costs
 
     def charge_one(self, client: int, count: int) -> None:
+        """Charge `count` tokens to one client."""
         slot = self._slots[client]
         self._times[slot] += count * self._costs[slot]
 
     def at(self, clients: Ints) -> Ints:
-        """Their times."""
+        """Return the virtual time of each of these clients."""
         return self._times[self._slots_of(clients)]
 
     def _slots_of(self, clients: Ints) -> Ints:
-        """Python once for each client that occurs, not for each row."""
+        """Return the slots of these clients. Python runs once for each client that occurs, not for each row."""
         different, index = np.unique(clients, return_inverse=True)
         return np.array([self._slots[client] for client in different.tolist()], np.int64)[index]
 

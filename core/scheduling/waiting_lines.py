@@ -1,33 +1,38 @@
-"""The orders in which requests wait: one line for all, or a line per client of which the least served goes first."""
+"""The orders in which requests wait: one line for all, or a line per client with the least served client first."""
 
 import heapq
 
 from core.batch.request import Request
 from core.scheduling.virtual_time import VirtualTime
 
-#: Left-over entries a line may hold beside as many as wait.
+#: Stale entries that a line may hold in addition to one for each waiting request.
 _MAX_SPARE = 64
 
 
 class Line:
-    """By (rank, serial). push and pop are O(log n); discard is O(1) amortized: it leaves the entry behind."""
+    """A line in the order of (rank, serial).
+
+    push and pop are O(log n). discard is O(1) amortized, because it leaves a stale entry behind.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Request]] = []
-        self._num_pushed = 0  # tickets given out
+        self._num_pushed = 0  # the last ticket
         self._length = 0
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self._length
 
     def push(self, request: Request) -> None:
+        """Add a request."""
         self._num_pushed += 1
         request.ticket = self._num_pushed
         heapq.heappush(self._heap, (request.rank, request.serial, request.ticket, request))
         self._length += 1
 
     def discard(self, request: Request) -> None:
-        """The request, which waits here, does so no longer."""
+        """Remove a request that waits here."""
         request.ticket = 0
         self._length -= 1
         if len(self._heap) > 2 * self._length + _MAX_SPARE:
@@ -35,14 +40,14 @@ class Line:
             heapq.heapify(self._heap)
 
     def peek(self) -> Request | None:
-        """The first."""
+        """Return the first request, None when the line is empty."""
         heap = self._heap
         while heap and heap[0][2] != heap[0][3].ticket:
             heapq.heappop(heap)
         return heap[0][3] if heap else None
 
     def pop(self) -> Request | None:
-        """Take the first out of the line."""
+        """Remove the first request and return it, None when the line is empty."""
         while self._heap:
             _, _, ticket, request = heapq.heappop(self._heap)
             if ticket == request.ticket:
@@ -52,22 +57,22 @@ class Line:
         return None
 
     def first(self, count: int) -> list[Request]:
-        """The first `count`, in order; O(n log count)."""
+        """Return the first `count` requests, in order; O(n log count)."""
         live = (entry for entry in self._heap if entry[2] == entry[3].ticket)
         return [entry[3] for entry in heapq.nsmallest(count, live)]
 
     def position(self, request: Request) -> int:
-        """How many are before this one, which waits here; O(n)."""
+        """Return how many requests are before this one, which waits here; O(n)."""
         key = (request.rank, request.serial)
         return sum(entry[:2] < key and entry[2] == entry[3].ticket for entry in self._heap)
 
     def in_order(self) -> list[Request]:
-        """All of them; O(n log n)."""
+        """Return all requests in order; O(n log n)."""
         return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3]) if entry[2] == entry[3].ticket]
 
 
 class FairLine:
-    """A line per client; the client that has been served least, in virtual time, goes first, ties by client."""
+    """A line per client. The client that has been served least, in virtual time, goes first; ties by client."""
 
     def __init__(self, times: VirtualTime) -> None:
         self._times = times
@@ -76,9 +81,11 @@ class FairLine:
         self._length = 0
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self._length
 
     def push(self, request: Request) -> None:
+        """Add a request."""
         line = self._lines.get(request.client)
         if line is None:
             line = self._lines[request.client] = Line()
@@ -87,10 +94,12 @@ class FairLine:
         self._length += 1
 
     def discard(self, request: Request) -> None:
+        """Remove a request that waits here."""
         self._lines[request.client].discard(request)
         self._length -= 1
 
     def peek(self) -> Request | None:
+        """Return the first request, None when nothing waits."""
         heap = self._heap
         while heap:
             time, client = heap[0]
@@ -105,6 +114,7 @@ class FairLine:
         return None
 
     def pop(self) -> Request | None:
+        """Remove the first request and return it, None when nothing waits."""
         first = self.peek()
         if first is not None:
             self._lines[first.client].pop()
@@ -112,11 +122,11 @@ class FairLine:
         return first
 
     def in_order(self) -> list[Request]:
-        """All of them, as if nobody were served meanwhile; O(n log n)."""
+        """Return all requests in the order that holds while no client is served; O(n log n)."""
         return [request for client in self._clients() for request in self._lines[client].in_order()]
 
     def first(self, count: int) -> list[Request]:
-        """The first `count`, as if nobody were served meanwhile."""
+        """Return the first `count` requests in the order that holds while no client is served."""
         requests: list[Request] = []
         for client in self._clients():
             if len(requests) >= count:
@@ -125,7 +135,10 @@ class FairLine:
         return requests
 
     def position(self, request: Request) -> int:
-        """How many are before this one, which waits here, as if nobody were served meanwhile."""
+        """Return how many requests are before this one, which waits here.
+
+        The order is the one that holds while no client is served.
+        """
         before = self._lines[request.client].position(request)
         for client in self._clients():
             if client == request.client:
@@ -134,7 +147,7 @@ class FairLine:
         return before
 
     def _clients(self) -> list[int]:
-        """Of the lines, the least served first."""
+        """Return the clients that have waiting requests, the least served first."""
         return sorted((client for client in self._lines if len(self._lines[client])), key=self._place)
 
     def _place(self, client: int) -> tuple[int, int]:

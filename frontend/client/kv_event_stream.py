@@ -1,4 +1,4 @@
-"""KVEventStream: what an engine's prefix cache holds, as it changes; for routers."""
+"""KVEventStream: the contents of an engine's prefix cache, as they change; for routers."""
 
 import contextlib
 import threading
@@ -10,7 +10,7 @@ from ipc.errors import EngineCoreError
 from ipc.kv_events import KVBlocksCleared
 from ipc.scheduling_messages import KVEvents
 
-#: Messages that wait for whoever reads the stream; beyond it they are dropped, and told anew from the beginning.
+#: Messages that wait to be read. Beyond this number they are dropped, and the engine sends a new snapshot.
 MAX_UNREAD = 4096
 
 
@@ -18,21 +18,28 @@ class Follower(Protocol):
     """The client that the stream belongs to."""
 
     @property
-    def error(self) -> EngineCoreError | None: ...
+    def error(self) -> EngineCoreError | None:
+        """Return the error that ended the session, None while it lives."""
 
-    def raise_if_ended(self) -> None: ...
+    def raise_if_ended(self) -> None:
+        """Raise the error that ended the session, if any."""
 
-    def begin_kv_events(self, timeout: float | None = None) -> None: ...
+    def begin_kv_events(self, timeout: float | None = None) -> None:
+        """Ask the engine for a snapshot and all changes after it; wait at most `timeout` seconds for the answer."""
 
-    def end_kv_events(self, timeout: float | None = None) -> None: ...
+    def end_kv_events(self, timeout: float | None = None) -> None:
+        """Ask the engine to send no more events; wait at most `timeout` seconds for the answer."""
 
 
 class KVEventStream:
-    """An iterator over KVEvents messages. Apply their events in order to a picture that begins empty. KVBlocksCleared
-    empties it: that is how a beginning is told, and how the stream goes on after a gap - one in the engine's messages
-    (`gap`, or a sequence number that is missing), a connection that was cut, or a reader that was too slow.
+    """An iterator over KVEvents messages.
 
-    Ends (StopIteration, None of get()) with close(); raises the client's error once the session has ended.
+    Apply their events in order to a copy of the cache that begins empty. KVBlocksCleared empties the copy. It begins
+    each snapshot: the first one, and the one after a gap. A gap is in the engine's messages (`gap`, or a missing
+    sequence number), or comes from a connection that was cut or a reader that was too slow.
+
+    The stream ends (StopIteration, None from get()) with close(). It raises the client's error once the session has
+    ended.
     """
 
     def __init__(self, client: Follower) -> None:
@@ -40,12 +47,12 @@ class KVEventStream:
         self._messages: deque[KVEvents] = deque()
         self._changed = threading.Condition()
         self._is_open = True
-        self._is_broken = False  # some were dropped here: what arrives is worth nothing before the next beginning
+        self._is_broken = False  # messages were dropped here: drop what arrives before the next snapshot
         self._listener: Callable[[], None] | None = None
 
     def get(self, timeout: float | None = None) -> KVEvents | None:
-        """The next message; waits at most `timeout` seconds (None = for ever), then None."""
-        if self.is_broken:  # without the lock: the answer comes through put()'s thread
+        """Return the next message. Wait at most `timeout` seconds (None = for ever), then return None."""
+        if self.is_broken:  # without the lock, because the thread that calls put() delivers the answer
             self._client.begin_kv_events()
         with self._changed:
             self._changed.wait_for(self._has_news, timeout)
@@ -65,7 +72,7 @@ class KVEventStream:
         return message
 
     def close(self) -> None:
-        """Stop following. Never raises for an engine that is gone; does nothing the second time."""
+        """Stop following. This raises no error for an engine that is gone; further calls do nothing."""
         with self._changed:
             if not self._is_open:
                 return
@@ -76,20 +83,21 @@ class KVEventStream:
             self._client.end_kv_events()
 
     def set_listener(self, listener: Callable[[], None]) -> None:
-        """Call it, from the transport's thread, when there is news."""
+        """Call the listener, from the transport's thread, when there is news."""
         self._listener = listener
 
     @property
     def is_broken(self) -> bool:
-        """Nobody read in time: get() has the engine begin again, and waits for its answer."""
+        """Return whether messages were dropped unread. get() then asks for a new snapshot and waits for it."""
         return self._is_broken and self._is_open and not self._messages
 
     @property
     def is_open(self) -> bool:
+        """Return whether close() has not been called."""
         return self._is_open
 
     def put(self, message: KVEvents) -> None:
-        """From the transport's thread."""
+        """Add a message, from the transport's thread."""
         with self._changed:
             if not self._is_open:
                 return
@@ -105,7 +113,7 @@ class KVEventStream:
         self.wake()
 
     def wake(self) -> None:
-        """There is news, or the session has ended."""
+        """Wake the readers: there is news, or the session has ended."""
         with self._changed:
             self._changed.notify_all()
         if self._listener is not None:

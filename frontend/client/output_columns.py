@@ -1,4 +1,4 @@
-"""An Outputs message as NumPy columns, checked to fit one another."""
+"""OutputColumns: an Outputs message as NumPy columns, checked to fit one another."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class OutputColumns(NamedTuple):
     choices: Ints | None = None  # [R]; None = all 0
 
     def where(self, keep: Bools) -> "OutputColumns":
-        """The columns of the rows in the mask keep [R]."""
+        """Return the columns of the rows in the mask keep [R]."""
         return OutputColumns(
             self.numbers[keep],
             self.positions[keep],
@@ -34,7 +34,7 @@ class OutputColumns(NamedTuple):
 
 
 def columns_of(outputs: Outputs) -> OutputColumns:
-    """Errors: MalformedMessageError when the columns are not of one length."""
+    """Return the message's columns. Errors: MalformedMessageError when the columns do not fit one another."""
     try:
         columns = OutputColumns(
             np.frombuffer(outputs.numbers, "<u4").astype(np.int64),

@@ -10,25 +10,27 @@ from ipc.messages import Logprobs
 
 
 class PositionLogprobs(NamedTuple):
-    """At one position: the token there first, then the most likely ones."""
+    """The log probabilities at one position: its own token first, then the most likely ones."""
 
-    rank: int  # of the first
+    rank: int  # of the first token
     token_ids: Int32s  # [n]
     values: Floats  # [n]
 
 
 class ReceivedLogprobs:
-    """Those of one choice, each position once however often it is delivered. `prompt` begins with the second token of
-    the prompt: nothing predicts the first."""
+    """The log probabilities of one choice. Each position is kept once, however often it is delivered.
+
+    `prompt` begins with the second token of the prompt, because the first has no prediction.
+    """
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.prompt: list[PositionLogprobs] = []
         self.output: list[PositionLogprobs] = []
         self._num_prompt_tokens = num_prompt_tokens
-        self._next: int | None = None  # position; None: whatever comes first
+        self._next: int | None = None  # position that is due; None: any
 
     def add(self, position: int, logprobs: PositionLogprobs) -> None:
-        """AssertionError when one is missing."""
+        """Add a position; ignore one that is here already. AssertionError when one before it is missing."""
         if self._next is not None and position < self._next:
             return
         assert self._next in (None, position), f"log probabilities of {position} follow, {self._next} is due"
@@ -37,7 +39,7 @@ class ReceivedLogprobs:
 
 
 class LogprobColumns(NamedTuple):
-    """The wire's columns, L positions."""
+    """The wire's columns of L positions. counts: entries of each position, which token_ids and values hold in a row."""
 
     numbers: UInt32s
     positions: UInt32s
@@ -48,7 +50,7 @@ class LogprobColumns(NamedTuple):
     choices: UInt16s
 
     def split(self) -> list[tuple[int, int, int, PositionLogprobs]]:
-        """(number, choice, position, what is there) of each."""
+        """Return (number, choice, position, log probabilities) of each position."""
         ends = np.cumsum(self.counts, dtype=np.int64)
         return [
             (number, choice, position, PositionLogprobs(rank, self.token_ids[start:end], self.values[start:end]))
@@ -65,7 +67,7 @@ class LogprobColumns(NamedTuple):
 
 
 def logprob_columns_of(message: Logprobs) -> LogprobColumns:
-    """Errors: MalformedMessageError when the columns do not fit one another."""
+    """Return the message's columns. Errors: MalformedMessageError when the columns do not fit one another."""
     try:
         numbers = np.frombuffer(message.numbers, "<u4")
         columns = LogprobColumns(

@@ -10,17 +10,22 @@ from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
 
 @dataclass(slots=True, frozen=True)
 class RequestEvent:
-    """time: seconds on the engine's clock, which is not this process's: compare it with other events' only."""
+    """One event of a request.
+
+    time: seconds on the engine's clock, which differs from this process's. Compare it with other events' times only.
+    """
 
     kind: EventKind
     time: float
     choice: int = 0
     cause: EventCause = EventCause.NONE  # of PREEMPTED
-    amount: int = 0  # PREEMPTED: blocks copied to the host, 0 = it is computed again; else: tokens that were found
+    amount: int = 0  # PREEMPTED: blocks copied to the host, 0 = it is computed again; else: cached tokens found
 
 
 def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
-    """(request number, event) of each, in order. Errors: MalformedMessageError when the columns do not fit."""
+    """Return (request number, event) of each event, in order. Errors: MalformedMessageError when the columns do not
+    fit.
+    """
     try:
         parts = (
             np.frombuffer(columns.numbers, "<u4").tolist(),
@@ -39,7 +44,7 @@ def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
 
 
 def time_in_queue(events: tuple[RequestEvent, ...]) -> float | None:
-    """Seconds from QUEUED to SCHEDULED of whichever choice was scheduled first; None before that."""
+    """Return the seconds from QUEUED to SCHEDULED of the first choice to be scheduled; None before that."""
     queued = [event.time for event in events if event.kind is EventKind.QUEUED]
     scheduled = [event.time for event in events if event.kind is EventKind.SCHEDULED]
     return min(scheduled) - min(queued) if queued and scheduled else None

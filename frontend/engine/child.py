@@ -1,4 +1,4 @@
-"""EngineChild: the operating system's side of an engine process - spawning it, its pipes, its pidfd, its end."""
+"""EngineChild: the operating system's side of an engine process: spawn it, its pipes, its pidfd, its end."""
 
 import fcntl
 import os
@@ -24,7 +24,10 @@ _ENGINE_PACKAGE = f"{ipc.__name__.removesuffix('ipc')}core"
 
 
 class EngineChild(msgspec.Struct, eq=False, weakref=True):
-    """A spawned engine and all that must be released for it. Holds no reference to the EngineProcess it belongs to."""
+    """A spawned engine and all that must be released for it.
+
+    It holds no reference to the EngineProcess that it belongs to, so that a finalizer can own it.
+    """
 
     process: subprocess.Popen[bytes]
     pidfd: int  # readable once the process is dead; -1 once released, like the two below
@@ -34,11 +37,11 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
     owner: int  # process id: a fork of the owner must not end the engine
 
     def describe_exit(self) -> str:
-        """What follows "the engine process": "exited with code 1"."""
+        """Return how the process ended, in words that follow "the engine process": "exited with code 1"."""
         return _describe(self.process.poll())
 
     def wait(self, timeout: float | None) -> bool:
-        """False when the process has not ended within `timeout` seconds."""
+        """Wait for the end of the process; return False when it has not ended within `timeout` seconds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -46,10 +49,11 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
         return True
 
     def close_lease(self) -> None:
+        """Close the write end of the lease pipe, which ends the engine."""
         self._close("lease_fd")
 
     def end(self, timeout: float) -> None:
-        """Close the lease; after `timeout` seconds kill."""
+        """Close the lease; kill the process after `timeout` seconds."""
         self.close_lease()
         if self.process.returncode is None:
             poller = select.poll()
@@ -59,7 +63,7 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
         self.process.wait()
 
     def release(self, timeout: float) -> None:
-        """End the process and free what it took. In a fork of the owner only the file descriptors are closed."""
+        """End the process and free all that it took. In a fork of the owner, only close the file descriptors."""
         if self.owner == os.getpid():
             if self.pidfd >= 0:
                 self.end(timeout)
@@ -75,7 +79,7 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
             os.close(fd)
 
 
-#: Forks of this process inherit lease pipes, and one left open would let an engine outlive its owner.
+#: All children, to close their leases in a fork: an inherited lease left open would let an engine outlive its owner.
 _children: "weakref.WeakSet[EngineChild]" = weakref.WeakSet()
 
 
@@ -114,8 +118,10 @@ def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
 
 
 def _pipe() -> tuple[int, int]:
-    """(read end, write end) above the standard streams: where one of those is closed, a pipe would take its number and
-    the child's stream would overwrite it."""
+    """Return (read end, write end) of a pipe, with numbers above the standard streams.
+
+    Where a standard stream is closed, a pipe would take its number, and the child's stream would overwrite the pipe.
+    """
     low = os.pipe()
     try:
         return fcntl.fcntl(low[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(low[1], fcntl.F_DUPFD_CLOEXEC, 3)
@@ -125,7 +131,10 @@ def _pipe() -> tuple[int, int]:
 
 
 def _is_inherited(fd: int) -> bool:
-    """False for a closed standard stream, also where a file of ours has taken its number since."""
+    """Return whether a standard stream is open and inheritable.
+
+    It is False also where another file has taken its number since.
+    """
     try:
         return os.get_inheritable(fd)
     except OSError:
@@ -133,7 +142,7 @@ def _is_inherited(fd: int) -> bool:
 
 
 def _write_start(fd: int, start: Start) -> None:
-    """Nobody reads the pipe yet, so what it cannot hold must not be waited for. Errors: EngineStartError."""
+    """Write the Start message without blocking, because the pipe has no reader yet. Errors: EngineStartError."""
     os.set_blocking(fd, False)
     try:
         write_frame(fd, start)
@@ -143,7 +152,7 @@ def _write_start(fd: int, start: Start) -> None:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """The child's environment; what the user has set stays."""
+    """Return the child's environment. Variables that the user has set keep their values."""
     threads = str(config.threads or len(os.sched_getaffinity(0)))
     defaults = {
         "OMP_NUM_THREADS": threads,
@@ -160,7 +169,7 @@ def _environment(config: EngineConfig) -> dict[str, str]:
 
 
 def _home() -> str | None:
-    """The directory of our packages, where it is not on every interpreter's path: a checkout that is not installed.
+    """Return the directory of our packages where they are not installed (a checkout), else None.
 
     site-packages is left out: on PYTHONPATH it would come before the standard library.
     """

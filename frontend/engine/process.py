@@ -1,4 +1,4 @@
-"""EngineProcess: starts an engine in a process of its own, watches it and ends it. Imports neither torch nor core.
+"""EngineProcess: start an engine in a process of its own, watch it and end it. This imports neither torch nor core.
 
 The engine is started by name with exec, never by fork or multiprocessing, so the user's script needs no main guard. A
 pipe is its lease on life: when this process ends, however it ends, the pipe closes and the engine exits.
@@ -26,7 +26,7 @@ from ipc.start_messages import Drain, Ready, Start, StartFailed, StartPhase
 
 OnPhase = Callable[[str, float], None]
 
-_FAILED_START_S = 0.5  # for a process whose start failed to end by itself; there is nothing to lose
+_FAILED_START_S = 0.5  # for a process to end by itself after its start failed; it has no requests to lose
 
 _ERRORS = {
     kind.__name__: kind
@@ -39,9 +39,9 @@ _ERRORS = {
 class EngineProcess:
     """One engine process.
 
-    config: of the engine. listen: address to listen on; None = a private ipc address, removed at the end.
-    start_timeout: seconds from start() to readiness. on_phase: called by wait_ready with the name of each phase of the
-    start and the seconds since the process began. May be started again after close(), with the next epoch.
+    config: the engine's. listen: address to listen on; None = a private ipc address, removed at the end. start_timeout:
+    seconds from start() to readiness. on_phase: called by wait_ready() with the name of each phase of the start and the
+    seconds since the process began. start() may be called again after close(); the epoch then counts up.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class EngineProcess:
         start_timeout: float = 300.0,
         on_phase: OnPhase | None = None,
     ) -> None:
-        """Errors: AddressError."""
+        """Check the address; start nothing. Errors: AddressError."""
         if listen is not None:
             check_address(listen, binding=True)
         self.config = config
-        self.owner_token = secrets.token_bytes(16)  # who sends it in Hello may pause, drain and shut the engine down
-        self.epoch = -1  # of the running engine: 0 for the first start
+        self.owner_token = secrets.token_bytes(16)  # a client that sends it may pause, drain and shut down
+        self.epoch = -1  # of the running engine; 0 for the first start
         self._listen = listen
         self._start_timeout = start_timeout
         self._on_phase = on_phase
@@ -69,8 +69,11 @@ class EngineProcess:
         self._exit = "has not been started"
 
     def start(self) -> None:
-        """Spawn the process and return at once; a model with a Hugging Face name is found or downloaded first, and
-        `config` has its path from here on. Errors: EngineStartError; AddressError; ModelFileError for such a name."""
+        """Spawn the process and return at once.
+
+        A model with a Hugging Face name is found or downloaded first; afterwards `config` has its path. Errors:
+        EngineStartError; AddressError; ModelFileError for such a name.
+        """
         if self._child is not None:
             raise EngineStartError(f"engine process {self.pid} was started already; close() it first")
         self.config = _with_local_model(self.config)
@@ -92,7 +95,7 @@ class EngineProcess:
         """Wait until the engine answers on `address`.
 
         Errors: EngineStartError with the phase and the reason; or the engine's own ConfigError, ModelFileError,
-        OutOfMemoryError, AddressError. The process is gone then.
+        OutOfMemoryError, AddressError. After an error the process has ended.
         """
         if self._address is not None:
             return
@@ -116,35 +119,38 @@ class EngineProcess:
 
     @property
     def address(self) -> str:
-        """Where the engine listens; known after wait_ready()."""
+        """Return the address that the engine listens on; known after wait_ready(). Errors: EngineStartError."""
         if self._address is None:
             raise EngineStartError("the engine has no address before wait_ready()")
         return self._address
 
     @property
     def pid(self) -> int:
+        """Return the process id. Errors: EngineStartError when there is no process."""
         return self._live().process.pid
 
     @property
     def pidfd(self) -> int:
-        """Readable once the process is dead; to be polled together with the socket. Owned by this object."""
+        """Return a descriptor that is readable once the process is dead. This object owns it; poll it together with the
+        socket.
+        """
         return self._live().pidfd
 
     @property
     def exit_code(self) -> int | None:
-        """None while the process lives or when it was closed; negative: the signal that ended it."""
+        """Return the exit code; None while the process lives or after close(). Negative: the signal that ended it."""
         return None if self._child is None else self._child.process.poll()
 
     def describe_exit(self) -> str:
-        """How the process ended, in words that follow "the engine process"."""
+        """Return a sentence part on how the process ended: "the engine process ..."."""
         if self._child is None:
             return f"the engine process {self._exit}"
         return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
 
     def drain(self) -> None:
-        """Tell the engine to take no more requests, finish the running ones and exit; does not wait.
+        """Let the engine take no more requests, finish the running ones and exit. This does not wait.
 
-        The second time: to tell its clients and exit at once, with code 143.
+        A second call lets it report the end to its clients and exit at once, with code 143.
         """
         child = self._child
         if child is not None and child.lease_fd >= 0:
@@ -152,16 +158,16 @@ class EngineProcess:
                 write_frame(child.lease_fd, Drain())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the process has ended; False when it has not within `timeout` seconds."""
+        """Wait until the process has ended; return False when it has not within `timeout` seconds."""
         return self._child is None or self._child.wait(timeout)
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the engine: close its lease, wait, after `timeout` seconds kill it. Requests in flight are lost."""
+        """End the engine: close its lease, wait, and kill it after `timeout` seconds. Requests in flight are lost."""
         if self._child is not None:
             self._child.end(timeout)
 
     def close(self) -> None:
-        """stop(), then release everything. May be called again."""
+        """Call stop(), then release everything. Further calls do nothing."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -187,7 +193,7 @@ class EngineProcess:
         return self._child
 
     def _reports(self) -> Iterator[StartPhase | Ready | StartFailed]:
-        """What the child says, until it ends or the time is up. Errors: EngineStartError."""
+        """Yield the child's reports until it ends or the time is up. Errors: EngineStartError."""
         child = self._live()
         reader = FrameReader()
         poller = select.poll()
@@ -224,6 +230,9 @@ class EngineProcess:
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
-    """Both processes must read one snapshot of a model with a Hugging Face name: this one alone says which."""
+    """Return the config with the path of a model that has a Hugging Face name.
+
+    Both processes must read one snapshot, so this process alone chooses it.
+    """
     path = locate_model(config.model, with_weights=config.load_format != "dummy")
     return msgspec.structs.replace(config, model=path)

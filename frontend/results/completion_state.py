@@ -1,4 +1,4 @@
-"""CompletionState: one choice of a request - its tokens, its text, its log probabilities, its end."""
+"""CompletionState: one choice of a request, with its tokens, text, log probabilities and end."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,17 @@ _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", Fin
 
 
 def needs_every_token(params: SamplingParams) -> bool:
-    """Whether tokens matter before the request has finished: they are shown, or may complete a stop string."""
+    """Return whether tokens matter before the request has finished: they are shown, or may complete a stop string."""
     return params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop_strings)
 
 
 class CompletionState:
-    """Texts are decoded here: once, at the end, where only that is asked for; else as tokens arrive.
+    """One choice of a request. It decodes the text: once, at the end, where only that is asked for, else as tokens
+    arrive.
 
-    tokenizer: None = token ids only, texts stay "". context: what prompt_context() returns. `num_tokens` is where the
-    next Progress must begin; `finished` becomes true with the last output, which may be before the engine knows
-    (`stop_string` is set).
+    tokenizer: None = token ids only, texts stay "". context: the result of prompt_context(). `num_tokens` is the
+    position at which the next Progress must begin. `finished` becomes true with the last output. This may be before the
+    engine has finished the choice; then `stop_string` is set.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class CompletionState:
         self._num_shown = 0  # tokens of earlier outputs
 
     def update(self, progress: Progress) -> bool:
-        """Take what is new; whether anything is."""
+        """Take new tokens and log probabilities; return whether there is anything new."""
         assert not self.finished, self.index
         new = progress.token_ids.tolist()
         if self._params.logprobs is not None and progress.logprobs is not None:
@@ -65,7 +66,7 @@ class CompletionState:
         return self.finished or bool(new)
 
     def output(self) -> CompletionOutput:
-        """What is shown now: all so far, or with DELTA what is new since the last output."""
+        """Return the output to show now: all so far, or with DELTA the part that is new since the last output."""
         first = self._num_shown if self._params.output_kind == RequestOutputKind.DELTA else 0
         self._num_shown = len(self.token_ids)
         output = CompletionOutput(self.index, self._text(), self.token_ids[first:])
@@ -80,7 +81,7 @@ class CompletionState:
         return output
 
     def _detokenize(self, detokenizer: Detokenizer, new: list[int]) -> None:
-        """Feed the detokenizer; a stop string ends the choice, whose tokens are cut after it."""
+        """Feed the detokenizer. A stop string ends the choice and cuts its tokens behind the one that completed it."""
         detokenizer.update(new[:-1] if self._hides_last_token() else new)
         if self._finish != FinishReason.NONE:
             detokenizer.finish()
@@ -90,7 +91,10 @@ class CompletionState:
             del self._logprobs[detokenizer.num_tokens :]
 
     def _hides_last_token(self) -> bool:
-        """EOS and stop tokens are part of token_ids; of the text only where the caller wants to see what stopped it."""
+        """Return whether the text leaves out the last token.
+
+        EOS and stop tokens are part of token_ids. They are part of the text only with include_stop_str_in_output.
+        """
         return self._finish == FinishReason.STOP and not self._params.include_stop_str_in_output
 
     def _text(self) -> str:

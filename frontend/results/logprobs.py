@@ -1,4 +1,4 @@
-"""Log probabilities as a caller is given them: one dict for each position, shaped as vLLM's."""
+"""Log probabilities in the form that a caller receives: one dict for each position, shaped as vLLM's."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,11 @@ from frontend.text.token_texts import TokenTexts
 
 
 def logprob_dicts(positions: Sequence[PositionLogprobs], texts_of: TokenTexts | None) -> list[TokenLogprobs]:
-    """One dict for each position, as vLLM's: the token there first with its rank, then the most likely ones with
-    theirs. texts_of: None = without texts."""
+    """Return one dict for each position, as vLLM's.
+
+    The position's own token comes first with its rank, then the most likely ones with theirs. texts_of: None = without
+    texts.
+    """
     dicts = []
     for rank, token_ids, values in positions:
         ids = token_ids.tolist()

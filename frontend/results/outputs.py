@@ -1,4 +1,4 @@
-"""What generate() gives back: RequestOutput and its parts, shaped as vLLM's."""
+"""The results of generate(): RequestOutput and its parts, shaped as vLLM's."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -8,21 +8,24 @@ from frontend.client.request_events import RequestEvent
 
 @dataclass(slots=True)
 class Logprob:
-    """One token: its log probability as the model gave it (or what the engine's logprobs_mode says); its rank, from 1;
-    its text, of a part of a character what it completes."""
+    """The log probability of one token.
+
+    logprob: the model's, or what the engine's logprobs_mode selects. rank: from 1. decoded_token: the token's text; a
+    token that is a part of a character has the text that it completes.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-#: Of one position: the token there first, then the most likely ones.
+#: The log probabilities at one position by token id: the position's own token first, then the most likely ones.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request on this machine's monotonic clock, seconds; 0.0 = has not happened."""
+    """The times of one request on this machine's monotonic clock, in seconds; 0.0 = has not happened."""
 
     arrival_time: float
     first_token_time: float = 0.0
@@ -30,18 +33,18 @@ class RequestMetrics:
     finished_time: float = 0.0
     num_generation_tokens: int = 0  # of the longest choice
     first_scheduled_time: float = 0.0  # arrival_time + time_in_queue: no clock of another process
-    time_in_queue: float | None = None  # seconds in the engine before it began; None = it has not, as far as is known
+    time_in_queue: float | None = None  # seconds in the engine before it began; None = no start is known
     num_preemptions: int = 0  # of all choices
-    events: tuple[RequestEvent, ...] = ()  # in the order in which the engine told them
+    events: tuple[RequestEvent, ...] = ()  # in the order in which the engine reported them
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token, seconds; None before it came."""
+        """Return the time to first token in seconds; None before the first token."""
         return self.first_token_time - self.arrival_time if self.first_token_time else None
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per output token after the first, seconds; None with fewer than two tokens."""
+        """Return the mean time per output token after the first in seconds; None with fewer than two tokens."""
         if self.num_generation_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
@@ -49,7 +52,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice of a request. `text` and `token_ids` are all so far, or with DELTA what is new."""
+    """One choice of a request. `text` and `token_ids` are all so far, or with DELTA the part that is new."""
 
     index: int
     text: str
@@ -61,6 +64,7 @@ class CompletionOutput:
     lora_request: None = None
 
     def finished(self) -> bool:
+        """Return whether the choice has ended."""
         return self.finish_reason is not None
 
 
@@ -74,7 +78,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing predicts
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token: it has no prediction
     lora_request: None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values the engine already had
     encoder_prompt: None = None

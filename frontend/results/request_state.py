@@ -1,4 +1,4 @@
-"""RequestState: one request as its caller sees it; turns journal progress into RequestOutputs."""
+"""RequestState: one request from its caller's side. It turns journal progress into RequestOutputs."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,11 @@ from ipc.scheduling_messages import EventKind
 
 
 class RequestState:
-    """The choices of one request, aggregated: CUMULATIVE shows all of them at every output, DELTA those with news,
-    FINAL_ONLY all of them once. `finished` becomes true with the last output."""
+    """The choices of one request, aggregated.
+
+    CUMULATIVE shows all choices at every output, DELTA those with news, FINAL_ONLY all of them once. `finished` becomes
+    true with the last output.
+    """
 
     def __init__(
         self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None
@@ -32,16 +35,16 @@ class RequestState:
         context = self._context_of(prompt.token_ids)
         self.completions = [CompletionState(index, params, self._tokenizer, context) for index in range(params.n)]
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._progress: dict[int, Progress] = {}  # the last of each choice
+        self._progress: dict[int, Progress] = {}  # the last Progress of each choice
         self._stopped: list[int] = []
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(choice, position from which its Progress must begin) of what the next update() takes."""
+        """Return (choice, position from which its Progress must begin) for each Progress that update() takes next."""
         return [(one.index, one.num_tokens) for one in self.completions if not one.finished]
 
     def update(self, *progress: Progress) -> RequestOutput | None:
-        """Take what is new, a Progress for each that is wanted; None where there is nothing to show (yet)."""
+        """Take a Progress for each wanted choice; return the output, None where there is nothing to show yet."""
         assert not self.finished, self.number
         going = [one for one in self.completions if not one.finished]
         changed = []
@@ -68,12 +71,17 @@ class RequestState:
         )
 
     def take_stopped(self) -> list[int]:
-        """Choices that a stop string has ended since the last call, of which the engine does not know."""
+        """Return the choices that a stop string has ended since the last call. The engine has not been informed of
+        these.
+        """
         stopped, self._stopped = self._stopped, []
         return stopped
 
     def _take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """The first choice's task, complete from its first token on; with DELTA they are shown once."""
+        """Return the prompt's log probabilities to show now.
+
+        They come with the first choice and are complete from its first token on. With DELTA they are shown once.
+        """
         first = self._progress.get(0)
         if self._params.prompt_logprobs is None or first is None or first.logprobs is None:
             return None

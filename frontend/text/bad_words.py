@@ -1,4 +1,4 @@
-"""Bad words: from the words a caller names to the token sequences the engine forbids."""
+"""Bad words: turn the words that a caller names into the token sequences that the engine forbids."""
 
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError
@@ -6,8 +6,11 @@ from ipc.sampling_params import MAX_BAD_WORD_TOKENS
 
 
 def bad_words_token_ids(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Each word as it begins a text, and behind a space where that is another sequence of as many tokens, as in vLLM.
-    Errors: InvalidRequestError for a word of too many tokens."""
+    """Return the token sequences of each word, as in vLLM.
+
+    A word is encoded as the beginning of a text. It is also encoded behind a space where that gives another sequence of
+    as many tokens. Errors: InvalidRequestError for a word of too many tokens.
+    """
     sequences: list[list[int]] = []
     for word in words:
         bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)

@@ -1,13 +1,13 @@
-"""Chat messages: what a caller may write, checked and brought to the form that chat templates are written for.
+"""Chat messages: check what a caller wrote and bring it to the form that chat templates are written for.
 
-- content: a str, or a list of {"type": "text", "text": ...}, which is joined by newlines for a template that takes
-  strings only, and in a message of role "tool". None is an empty text, as in vLLM. A message with tool calls needs no
-  content: it is None for a template that asks whether it is none, else an empty text, since None would be printed.
-- tool_calls: a list of {"function": {"name", "arguments"}}; arguments are a mapping, or a JSON object as text, as
-  OpenAI's clients send it, which becomes a mapping. No text at all is a call without arguments. A list without calls,
-  or None, is left out: to many templates its presence is a call.
+- content: a str, or a list of {"type": "text", "text": ...}. The list is joined by newlines in a message of role
+  "tool" and for a template that takes strings only. None is an empty text, as in vLLM. A message with tool calls needs
+  no content: it is None for a template that tests for none, else an empty text, since None would be printed.
+- tool_calls: a list of {"function": {"name", "arguments"}}. Arguments are a mapping, or a JSON object as text, as
+  OpenAI's clients send it, which becomes a mapping. Empty text or None means a call without arguments. An empty list
+  or None is left out, because many templates read its presence as a call.
 
-Everything is copied; the caller's messages stay as they are.
+Everything is copied; the caller's messages are not changed.
 """
 
 import json
@@ -44,7 +44,10 @@ def read_messages(
 
 
 def plain_data(value: Any, where: str) -> Any:
-    """A copy made of scalars, dicts, lists and tuples only: the sandbox cannot judge foreign objects."""
+    """Return a copy made of scalars, dicts, lists and tuples only, because the sandbox cannot judge foreign objects.
+
+    Errors: InvalidRequestError, which names the place `where`.
+    """
     try:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_scalar)
     except (TypeError, ValueError, RecursionError) as error:
@@ -89,7 +92,10 @@ def _read_content(message: dict[str, Any], where: str, *, keep_parts: bool, keep
 
 
 def _parse_arguments(calls: list[dict[str, Any]], where: str) -> None:
-    """Calls may have their function's fields directly, as transformers' users write them."""
+    """Replace JSON text by mappings in the calls' arguments.
+
+    A call may have its function's fields directly, as transformers' users write them.
+    """
     for index, call in enumerate(calls):
         place = f'{where}["tool_calls"][{index}]'
         if isinstance(call.get("function"), dict):
@@ -116,7 +122,7 @@ def _parse_object(text: str | None, where: str) -> dict[str, Any]:
 
 
 def _plain_scalar(value: object) -> object:
-    """Subclasses of str, int and float (NumPy's float64 among them) lose what they add."""
+    """Return the plain str, int or float of a subclass such as NumPy's float64; TypeError for another type."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):

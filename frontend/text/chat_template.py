@@ -1,8 +1,8 @@
-"""Chat templates: a list of messages to the prompt text a model was trained on.
+"""Chat templates: turn a list of messages into the prompt text that a model was trained on.
 
-A template is a Jinja program that comes with the model; it is run in Jinja's sandbox, with the conventions of
-Hugging Face's apply_chat_template (trim_blocks, lstrip_blocks, tojson without HTML escapes, raise_exception,
-strftime_now, break and continue, generation blocks). It sees plain JSON-like data only, never a caller's objects.
+A template is a Jinja program that comes with the model. It runs in Jinja's sandbox, with the conventions of Hugging
+Face's apply_chat_template (trim_blocks, lstrip_blocks, tojson without HTML escapes, raise_exception, strftime_now,
+break and continue, generation blocks). It gets plain JSON-like data only, never a caller's objects.
 """
 
 import json
@@ -21,7 +21,7 @@ from ipc.errors import InvalidRequestError
 
 _MAX_JSON_INDENT = 64  # columns
 
-#: What a template's own expressions raise on messages they were not written for, besides Jinja's errors.
+#: Jinja's errors, and those that a template's expressions raise on messages they were not written for.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -44,12 +44,14 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> str:
-    """The prompt for these messages; `kwargs` are further variables of the template (enable_thinking, documents, ...).
+    """Return the prompt for these messages. `kwargs` are further variables of the template (enable_thinking, documents,
+    ...).
 
-    Encode it with add_special_tokens=False: a template writes its special tokens itself. chat_messages.py says what
-    messages may be. Arguments of tool calls that are JSON text become mappings, which templates are written for; a
-    template that puts them into a text, and so fails with a mapping, gets the text. Errors: InvalidRequestError for
-    messages of another form, a model without a template, and whatever the template itself refuses.
+    Encode the prompt with add_special_tokens=False, because a template writes its special tokens itself.
+    chat_messages.py states what messages may be. JSON text in the arguments of tool calls becomes mappings, which
+    templates are written for. A template that fails with a mapping, because it puts the arguments into a text, gets the
+    text. Errors: InvalidRequestError for messages of another form, for a model without a template, and for what the
+    template refuses.
     """
     if template is None:
         raise InvalidRequestError("this model has no chat template; write the prompt yourself and call generate()")
@@ -101,11 +103,11 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 class _Compiled(NamedTuple):
     template: jinja2.Template
     takes_parts: bool  # it loops over a message's content, or over a variable called content
-    tests_none: bool  # it asks whether the content is none
+    tests_none: bool  # it tests whether the content is none
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; for a prompt it is its content."""
+    """The block `{% generation %}`, which marks the assistant's text for training. A prompt gets its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 

@@ -1,11 +1,11 @@
-"""Detokenizer: the text of one request, growing as its tokens arrive, cut where a stop string appears.
+"""Detokenizer: the text of one request, which grows as its tokens arrive and is cut where a stop string appears.
 
-Text is shown only when no later token can change it: the bytes of an unfinished character wait, and with stop strings
-so do the last characters that could be the beginning of one.
+Text is shown only when no later token can change it. The bytes of an unfinished character wait. With stop strings, the
+last characters wait too where a stop string could begin with them.
 
-An output continues its prompt: its text is that of prompt and output together, without what this begins with of the
-text of the prompt alone. So the two texts in a row are the text of all tokens, unless the prompt ends within a
-character that the output completes: the whole character is then the output's.
+An output continues its prompt. Its text is the text of prompt and output together, without the part that equals the
+beginning of the text of the prompt alone. So the two texts in a row are the text of all tokens. There is one exception:
+a prompt that ends within a character that the output completes. The whole character then belongs to the output.
 """
 
 import codecs
@@ -23,44 +23,50 @@ _EAGER_TOKENS = 16
 
 
 class TokenStream(Protocol):
-    """Tokens in, settled text out: the concatenation of all pushes and the flush is the decoding of all the tokens,
-    behind that of a context."""
+    """A stream of tokens that returns settled text.
+
+    The concatenation of all pushes and the flush is the decoding of all the tokens, behind the text of a context.
+    """
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that these tokens settle; every piece is a prefix of what is still to come, whatever follows."""
+        """Return the text that these tokens settle. No later token can change it."""
 
     def flush(self) -> str:
-        """The rest, with U+FFFD for bytes that make no character. Nothing may be pushed afterwards."""
+        """Return the rest, with U+FFFD for bytes that make no character. Nothing may be pushed afterwards."""
 
-    def copy(self) -> "TokenStream": ...
+    def copy(self) -> "TokenStream":
+        """Return an independent copy."""
 
 
 class ByteStream:
-    """Stream of a byte-level vocabulary: a token is some bytes, a text their concatenation read as UTF-8.
+    """The stream of a byte-level vocabulary. A token is some bytes; a text is their concatenation read as UTF-8.
 
-    Exact for any ids: Python's decoder replaces invalid bytes as Rust's from_utf8_lossy does (one U+FFFD per maximal
-    part of a sequence; Unicode 3.9, table 3-11).
+    It is exact for any ids: Python's decoder replaces invalid bytes as Rust's from_utf8_lossy does (one U+FFFD per
+    maximal part of a sequence; Unicode 3.9, table 3-11).
     """
 
     def __init__(self, table: TokenTable, context: Sequence[int] = ()) -> None:
         self._table = table
         self._pending = b""  # at most 3 bytes: the beginning of a character
-        self._is_within_context = False  # the pending character began there, and is a U+FFFD in the context's own text
+        self._is_within_context = False  # the pending character began in the context, whose text has U+FFFD for it
         if context:
             self.push(context)
         self._is_within_context = bool(self._pending)
 
     def push(self, ids: Sequence[int]) -> str:
+        """Return the text that these tokens settle."""
         data = self._pending + b"".join(map(self._table.__getitem__, ids))
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return self._behind_context(text) if self._is_within_context else text
 
     def flush(self) -> str:
+        """Return the rest, with U+FFFD for an unfinished character."""
         text, self._pending = self._pending.decode("utf-8", "replace"), b""
         return self._behind_context(text) if self._is_within_context else text
 
     def copy(self) -> "ByteStream":
+        """Return an independent copy."""
         twin = object.__new__(ByteStream)
         twin.__dict__.update(self.__dict__)
         return twin
@@ -71,11 +77,13 @@ class ByteStream:
 
 
 class WindowStream:
-    """Stream of any other vocabulary: decodes the last settled tokens (context) and the new ones (pending) together
-    and takes what is longer than the context alone - the prefix and read offsets of TGI and vLLM.
+    """The stream of any other vocabulary. It uses the prefix and read offsets of TGI and vLLM.
 
-    Tokens stay pending while their text ends in U+FFFD (an unfinished character) or in a byte-fallback token (a run
-    of those is decoded as a whole: one bad byte later turns all of it into U+FFFD).
+    It decodes the last settled tokens (context) and the new ones (pending) together. The part behind the context's own
+    text is new.
+
+    Tokens stay pending while their text ends in U+FFFD (an unfinished character) or in a byte-fallback token. A run of
+    byte-fallback tokens is decoded as a whole: one bad byte later turns all of it into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -87,6 +95,7 @@ class WindowStream:
         self._next_try = 1  # pending tokens
 
     def push(self, ids: Sequence[int]) -> str:
+        """Return the text that these tokens settle."""
         table = self._table
         self._pending += [token_id for token_id in ids if table[token_id]]
         if len(self._pending) < self._next_try:
@@ -101,9 +110,11 @@ class WindowStream:
         return self._settle(text)
 
     def flush(self) -> str:
+        """Return the text of the pending tokens."""
         return self._settle(self._decode(self._context + self._pending)) if self._pending else ""
 
     def copy(self) -> "WindowStream":
+        """Return an independent copy."""
         twin = object.__new__(WindowStream)
         twin.__dict__.update(self.__dict__, _context=self._context.copy(), _pending=self._pending.copy())
         return twin
@@ -117,18 +128,18 @@ class WindowStream:
         return new
 
     def _decode(self, ids: Sequence[int]) -> str:
-        # Skipped and unknown tokens are gone already.
+        # push() has removed skipped and unknown tokens.
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class Detokenizer:
-    """Text of one request.
+    """The text of one request.
 
-    context: what prompt_context() returns of its prompt, with the same skip_special_tokens; it is not shown, nor part
-    of a stop string. `num_tokens` counts the tokens taken: all, or those up to and including the one that completed
-    `stop_string`.
-    Of several stop strings the one that is complete first wins, of those complete at the same character the longest.
-    A stop string must be completed by text that comes after that of the first `min_tokens` tokens.
+    context: the result of prompt_context() for its prompt, with the same skip_special_tokens. It is not shown, and no
+    stop string may begin in it. `num_tokens` counts the tokens taken: all, or those up to and including the one that
+    completed `stop_string`. Of several stop strings, the one that is complete first wins. Of those complete at the same
+    character, the longest wins. A stop string must be completed by text that comes after that of the first `min_tokens`
+    tokens.
     """
 
     def __init__(
@@ -151,7 +162,8 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._include_stop = include_stop_str_in_output
-        # The last characters of the text, in which a stop string may have begun; shown only where stop strings are.
+        # The last characters of the text, in which a stop string may have begun. They are shown at once only where stop
+        # strings are part of the output.
         self._num_recent = max(map(len, self._stop), default=1) - 1
         self._recent = ""
         self._shown: list[str] = []
@@ -160,18 +172,18 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text that may be shown so far. Costs its length; a stream of deltas should use delta()."""
+        """Return all text that may be shown so far. This costs its length; use delta() for a stream."""
         self._shown = ["".join(self._shown)]
         return self._shown[0]
 
     def delta(self) -> str:
-        """Text that may be shown and was not part of an earlier delta."""
+        """Return the text that may be shown and was not part of an earlier delta."""
         delta = "".join(self._undelivered)
         self._undelivered.clear()
         return delta
 
     def update(self, token_ids: Sequence[int] | Int32s) -> None:
-        """Take further tokens; after a stop string was found they are ignored."""
+        """Take further tokens. Tokens after a completed stop string are ignored."""
         assert not self._finished, f"update() after finish(), {self.num_tokens} tokens taken"
         ids: Sequence[int] = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
         if self._stop and self.num_tokens < self._min_tokens and self.stop_string is None:
@@ -183,7 +195,7 @@ class Detokenizer:
             self._advance(ids)
 
     def finish(self) -> None:
-        """No more tokens will come: show everything that waits. May still complete a stop string."""
+        """Show all text that waits, because no more tokens will come. This may still complete a stop string."""
         if self._finished:
             return
         self._finished = True
@@ -205,7 +217,7 @@ class Detokenizer:
         self.num_tokens += len(ids)
 
     def _extend_or_stop(self, new: str) -> int:
-        """Add text, up to a stop string if one is completed in it. Returns the number of new characters needed."""
+        """Add text, up to a stop string if one is completed in it. Return the number of new characters needed."""
         buffer = self._recent + new
         found = _first_completed(self._stop, buffer, len(self._recent)) if new else None
         if found is None:
@@ -228,7 +240,10 @@ class Detokenizer:
 
 
 def _first_completed(stop: Sequence[str], buffer: str, old: int) -> tuple[int, int, str] | None:
-    """(end, start, stop string) of the occurrence with the smallest end, then start, that ends after buffer[:old]."""
+    """Find the occurrence of a stop string that ends after buffer[:old] with the smallest end, then the smallest start.
+
+    Returns (end, start, stop string), or None.
+    """
     first = None
     for string in stop:
         start = buffer.find(string, max(0, old - len(string) + 1))
@@ -238,7 +253,7 @@ def _first_completed(stop: Sequence[str], buffer: str, old: int) -> tuple[int, i
 
 
 def _tokens_for(stream: TokenStream, ids: Sequence[int], num_chars: int) -> int:
-    """How many of the ids it takes to settle num_chars characters."""
+    """Return how many of the ids it takes to settle num_chars characters."""
     for index, token_id in enumerate(ids):
         num_chars -= len(stream.push((token_id,)))
         if num_chars <= 0:

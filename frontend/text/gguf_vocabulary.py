@@ -1,9 +1,9 @@
-"""A `tokenizers.Tokenizer` out of a GGUF file's metadata.
+"""GGUF vocabularies: build a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
-A GGUF file has no tokenizer.json: it names a vocabulary kind (`tokenizer.ggml.model`), a pre-tokenizer
-(`tokenizer.ggml.pre`, llama.cpp's names) and lists tokens, token types and merges. Pre-tokenizer and normalizer here
-are those of the tokenizer.json the model was published with: the merges were learned on text split that way.
-A SentencePiece vocabulary has scores in the merges' place (frontend/text/gguf_sentencepiece.py).
+A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
+(`tokenizer.ggml.pre`, llama.cpp's names), and lists tokens, token types and merges. The pre-tokenizer and normalizer
+here are those of the tokenizer.json that the model was published with, because the merges were learned on text split
+that way. A SentencePiece vocabulary has scores instead of merges (frontend/text/gguf_sentencepiece.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,11 +40,11 @@ _Item = TypeVar("_Item", str, int, float)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
-    """The tokenizer this metadata describes: "gpt2" is byte-level BPE, "llama" SentencePiece.
+    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece.
 
-    Control tokens and the unknown token become special tokens; user-defined ones (`<think>`) become added tokens that
-    are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer we
-    do not have; ModelFileError for lists that are missing or contradict each other.
+    Control tokens and the unknown token become special tokens. User-defined ones (`<think>`) become added tokens, which
+    are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer that
+    is not supported; ModelFileError for lists that are missing or contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -72,7 +72,9 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
 
 
 def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
-    """Id under `tokenizer.ggml.<name>_token_id`; None when the file does not name one. Errors: ModelFileError."""
+    """Return the id under `tokenizer.ggml.<name>_token_id`; None when the file does not name one. Errors:
+    ModelFileError.
+    """
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key)
     if token_id is None:
@@ -131,7 +133,9 @@ def _pre_tokenizer(pre: str) -> Any:
 
 
 def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Checked here: the library panics (an exception outside Exception) on a merge whose result is no token."""
+    """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is no
+    token.
+    """
     merges = []
     for index, line in enumerate(lines):
         left, _, right = line.partition(" ")
@@ -145,7 +149,7 @@ def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[s
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
-    """What a text is encoded with before and after it: BOS and EOS where the file or, for BOS, its kind says so."""
+    """Set the tokens before and after an encoded text: BOS and EOS where the file or its kind asks for them."""
     ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
     is_llama3 = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES and ids["bos"] is not None
     adds_bos = metadata["tokenizer.ggml.model"] == "llama" or is_llama3
@@ -178,7 +182,7 @@ def _per_token(
     tokens: Sequence[str],
     default: _Item | None = None,
 ) -> list[_Item]:
-    """A list with an entry for each token; `default` for all where the file has none."""
+    """Return a list with an entry for each token; `default` for all where the file has none."""
     if key not in metadata and default is not None:
         return [default] * len(tokens)
     values = _list(metadata, key, item)

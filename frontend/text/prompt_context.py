@@ -1,7 +1,7 @@
-"""prompt_context: the last tokens of a prompt, without which the text of the next tokens is not known.
+"""prompt_context: the last tokens of a prompt, which the text of the next tokens depends on.
 
-Most tokenizers write a token differently at the beginning of a text than within one: SentencePiece and Metaspace
-leave out the space of the first word there, WordPiece puts none before it. An output begins within a text.
+Most tokenizers write a token differently at the beginning of a text than within one. SentencePiece and Metaspace leave
+out the space of the first word there; WordPiece puts none before it. An output begins within a text.
 """
 
 import codecs
@@ -10,24 +10,24 @@ from itertools import takewhile
 
 from frontend.text.tokenizer import Tokenizer, TokenTable, is_byte_token
 
-#: Tokens decoded again so that the ones behind them are decoded in their context; also WindowStream's.
+#: Tokens decoded again so that the ones behind them are decoded in their context; WindowStream uses it too.
 CONTEXT_TOKENS = 6
 #: Bytes an unfinished UTF-8 character can have.
 _UNFINISHED_BYTES = 3
 
 
 def prompt_context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """Return the last tokens of the prompt that add something to its text, as many as the output's text depends on.
+    """Return the last tokens of the prompt that add to its text, as many as the output's text depends on.
 
     Byte-level vocabularies: the tokens of the last three bytes, in which a character may have begun. Others: the last
-    CONTEXT_TOKENS, and of byte-fallback tokens behind them those of an unfinished character. Special tokens that are
-    skipped are not among them.
+    CONTEXT_TOKENS, and after them the byte-fallback tokens of an unfinished character. Special tokens that are skipped
+    are left out.
     """
     table = tokenizer.token_table(skip_special_tokens)
     visible = (token_id for token_id in reversed(prompt_token_ids) if table[token_id])
     if tokenizer.is_byte_level:
         return _last_bytes(visible, table)
-    run: list[int] = []  # of byte-fallback tokens at the prompt's end, backwards
+    run: list[int] = []  # byte-fallback tokens at the prompt's end, last first
     before: list[int] = []
     for token_id in visible:
         if not before and tokenizer.has_byte_fallback and is_byte_token(table[token_id]):
@@ -53,8 +53,8 @@ def _last_bytes(visible: Iterable[int], table: TokenTable) -> list[int]:
 def _unfinished(run: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return the byte tokens of the character that the run leaves unfinished, or all of them where they are no UTF-8.
 
-    A run is decoded as a whole: one bad byte makes all of it U+FFFD. Finished characters are the prompt's and stay
-    out, so that a bad byte of the output does not take them back.
+    A run is decoded as a whole: one bad byte makes all of it U+FFFD. Finished characters belong to the prompt and stay
+    out, so that a bad byte of the output does not change them.
     """
     data = b"".join(tokenizer.bytes_of(token_id) or b"" for token_id in run)
     try:
@@ -65,8 +65,11 @@ def _unfinished(run: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def text_behind(context: str, text: str) -> str:
-    """Return the rest of `text`, which begins with `context`. A context that ended within a character has U+FFFD for
-    it; where `text` has the character instead, the rest begins with the character."""
+    """Return the rest of `text`, which begins with `context`.
+
+    A context that ended within a character has U+FFFD for it. Where `text` has the character instead, the rest begins
+    with the character.
+    """
     if text.startswith(context):
         return text[len(context) :]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(context, text, strict=False))

@@ -1,4 +1,4 @@
-"""Prompts: every form a caller may write one in, to token ids."""
+"""Prompts: read every form in which a caller may write one, and return token ids."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,15 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 
 
 class TextPrompt(TypedDict, total=False):
+    """A prompt written as text."""
+
     prompt: str
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
+    """A prompt written as token ids."""
+
     prompt_token_ids: Sequence[int]
     prompt: str  # the text they came from, for the output only
     cache_salt: str
@@ -39,7 +43,7 @@ class Prompt(NamedTuple):
 
 
 def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """One prompt or many, as a list: a str, a dict and a list of ints are one prompt."""
+    """Return one prompt or many as a list. A str, a dict and a list of ints are one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray):
@@ -60,11 +64,11 @@ def read_prompts(
     add_special_tokens: bool = True,
     truncation: Sequence[int | None] | None = None,
 ) -> list[Prompt]:
-    """The prompts, tokenized (together, which is parallel) and checked.
+    """Return the prompts, tokenized and checked. All texts are tokenized together, in parallel.
 
-    vocab_size: token ids the model knows. max_model_len: tokens of prompt and output together. truncation: of each
-    prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. Errors: InvalidRequestError saying
-    which prompt is wrong, how, and what would be right.
+    vocab_size: token ids that the model knows. max_model_len: tokens of prompt and output together. truncation: for
+    each prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. Errors: InvalidRequestError that
+    states which prompt is wrong, how, and what would be right.
     """
     forms = [_read_form(prompt, _name(index, len(prompts))) for index, prompt in enumerate(prompts)]
     texts = [text for text, token_ids, _ in forms if text is not None and token_ids is None]
@@ -91,7 +95,7 @@ def read_prompts(
 
 
 def _read_form(prompt: PromptInput, name: str) -> tuple[str | None, Any, str]:
-    """(text, token ids, cache salt); token ids as they were given, None where the text is to be encoded."""
+    """Return (text, token ids, cache salt). Token ids are as given, None where the text is to be encoded."""
     if isinstance(prompt, str):
         return prompt, None, ""
     if not isinstance(prompt, Mapping):
@@ -142,7 +146,9 @@ def _read_token_ids(token_ids: object, name: str) -> list[int]:
 
 
 def _check_vocabulary(ids: list[int], name: str, vocab_size: int) -> None:
-    """Errors: InvalidRequestError, also for a text: a tokenizer may know more tokens than the model."""
+    """Raise InvalidRequestError for an id outside the vocabulary. A text can have one: a tokenizer may know more
+    tokens.
+    """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise InvalidRequestError(

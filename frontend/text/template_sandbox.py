@@ -1,7 +1,7 @@
-"""TemplateSandbox: Jinja's sandbox with the size of what one expression makes bounded.
+"""TemplateSandbox: Jinja's sandbox with a bound on the size of each expression's result.
 
-Jinja's own limits range() and what can be reached; it does not stop "x" * 10**12, "%0999999999d" % 1 or a filter that
-pads to a billion columns. Sizes are computed before the work is done. What is left to a template is to loop.
+Jinja's own sandbox limits range() and what can be reached. It does not stop "x" * 10**12, "%0999999999d" % 1 or a
+filter that pads to a billion columns. Here, sizes are computed before the work is done. A template can still loop.
 """
 
 import re
@@ -20,13 +20,13 @@ MAX_PROMPT_CHARS = 16 << 20
 _MAX_POWER_BITS = 4096
 
 _SIZED = (str, list, tuple)
-#: One conversion of a %-format as templates write them; what has other forms is refused.
+#: One conversion of a %-format as templates write them; other forms are refused.
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?[#0\- +]*(\d*)(?:\.(\d*))?[a-zA-Z%]")
 _WIDTH_METHODS = frozenset(("center", "ljust", "rjust", "zfill"))
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """`a ~ b` goes through the environment too."""
+    """Jinja's code generator, with `a ~ b` compiled to a call of the environment's concatenate()."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
         self.write("environment.concatenate((")
@@ -37,6 +37,8 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The environment in which templates run. Oversized results raise TemplateRuntimeError."""
+
     intercepted_binops = frozenset(("*", "**", "%", "+"))
     code_generator_class = _CodeGenerator
 
@@ -45,6 +47,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters |= {"center": _center, "format": _format, "indent": _indent, "join": _join, "replace": _replace}
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """Check the size of the result, then apply the operator."""
         if operator == "**":
             size = left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
             check_size("**", size, _MAX_POWER_BITS)
@@ -58,11 +61,13 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def concatenate(self, parts: tuple[Any, ...]) -> str:
+        """Return the texts of the parts joined, after a check of their size."""
         texts = [str(part) for part in parts]
         check_size("~", sum(map(len, texts)))
         return "".join(texts)
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or method; check the size of the result first where it is a method of str."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str):
@@ -71,7 +76,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def check_size(operation: str, size: int, limit: int = MAX_PROMPT_CHARS) -> None:
-    """Errors: TemplateRuntimeError, which render_chat makes an InvalidRequestError."""
+    """Raise TemplateRuntimeError when size exceeds the limit; render_chat turns it into an InvalidRequestError."""
     if size > limit:
         raise jinja2.TemplateRuntimeError(
             f"the result of {operation} would have size {size}; in a template {limit} is allowed"
@@ -79,7 +84,7 @@ def check_size(operation: str, size: int, limit: int = MAX_PROMPT_CHARS) -> None
 
 
 def _method_size(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """At most how long the result of this method of str is; 0 for those that make nothing longer."""
+    """Return an upper bound of the length of this str method's result; 0 for methods that make nothing longer."""
     first = args[0] if args else kwargs.get("tabsize", 8)
     if name in _WIDTH_METHODS and isinstance(first, int):
         return first
@@ -109,11 +114,11 @@ def _brace_size(form: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int
 
 
 def _number(digits: str) -> int:
-    return int(digits[:12] or 0)  # so many digits are too many already; int() of thousands is an error of its own
+    return int(digits[:12] or 0)  # 12 digits exceed every limit already; int() of thousands of digits raises
 
 
 def _longest(values: Any) -> int:
-    """Length of the longest text in the arguments of a format."""
+    """Return the length of the longest text in the arguments of a format."""
     if isinstance(values, str):
         return len(values)
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()

@@ -1,4 +1,4 @@
-"""TokenTexts: the text of each token where it stands: one that is a part of a character shows what it completes."""
+"""TokenTexts: the text of each token in its place. A token that is a part of a character shows what it completes."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from frontend.text.prompt_context import text_behind
 from frontend.text.tokenizer import Tokenizer
 
-#: A character has up to 4 bytes and a token at least one: so many tokens before may be its beginning.
+#: Tokens before a token that may begin its character: a character has up to 4 bytes and a token at least one.
 _UNFINISHED_TOKENS = 3
 
 
 class TokenTexts:
-    """Goes through one sequence, position after position. context: what prompt_context() returns of the tokens in
-    front of the first, with the same skip_special_tokens.
+    """The texts of the tokens of one sequence, position after position.
 
-    The texts of the tokens that stand there are, one after the other, the text of the sequence, but for U+FFFD. A
-    token that is a part of a character shows the characters that it completes together with the tokens before it,
-    without what it leaves unfinished: perhaps nothing. U+FFFD is shown only for the character of that name, and by
-    vocabularies that are neither bytes nor fall back to them. Special tokens that the text skips show their names.
+    context: the result of prompt_context() for the tokens in front of the first, with the same skip_special_tokens.
+
+    The texts of the sequence's own tokens, one after the other, are the text of the sequence, except for U+FFFD. A
+    token that is a part of a character shows the characters that it completes together with the tokens before it. It
+    leaves out what it leaves unfinished, so its text may be empty. U+FFFD is shown only for the character of that name,
+    and by vocabularies that are neither bytes nor fall back to them. Special tokens that the text skips show their
+    names.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
@@ -29,7 +31,7 @@ class TokenTexts:
             self.take([token_id])
 
     def take(self, ids: Sequence[int]) -> list[str]:
-        """Texts of the tokens at the next position: the one that stands there first, then others that might have."""
+        """Return the texts of the tokens at the next position: the sequence's own first, then alternatives."""
         texts, pending = [], b""
         for index, (token_id, text) in enumerate(zip(ids, self._decode_each(ids), strict=True)):
             data = self._tokenizer.bytes_of(token_id) if self._pending or "\ufffd" in text else None
@@ -46,7 +48,7 @@ class TokenTexts:
         return texts
 
     def _decode_each(self, ids: Sequence[int]) -> list[str]:
-        """Text that each id adds to the token before; bytes that are no whole character are U+FFFD."""
+        """Return the text that each id adds to the token before. Bytes that are no whole character are U+FFFD."""
         if self._tokenizer.is_byte_level or not self._before:
             return self._tokenizer.decode_batch([[token_id] for token_id in ids])
         before, *texts = self._tokenizer.decode_batch([self._before, *([*self._before, token_id] for token_id in ids)])

@@ -1,6 +1,6 @@
-"""Tokenizer: text to token ids and back, from the text files a model is published with.
+"""Tokenizer: text to token ids and back, from the text files that a model is published with.
 
-Built from bytes, not from a path: a client that connects to an engine elsewhere is sent these files.
+It is built from bytes, not from a path, because a client of an engine elsewhere receives these files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,11 @@ _GGUF_TEMPLATE = "tokenizer.chat_template."
 
 
 class TokenTable(dict[int, bytes]):
-    """Token id -> what it adds to the text; filled on first use, so that loading costs nothing per token.
+    """A map from token id to what the token adds to the text. It is filled on first use, so loading costs nothing per
+    token.
 
-    Byte-level: the bytes the token stands for. Else: its name in the vocabulary, UTF-8. b"" = adds nothing (the id is
-    unknown, or special and skipped). It never outgrows the vocabulary.
+    Byte-level: the bytes that the token stands for. Other vocabularies: its name in the vocabulary, UTF-8. b"" = the
+    token adds nothing (the id is unknown, or special and skipped). The map never outgrows the vocabulary.
     """
 
     def __init__(self, hf: tokenizers.Tokenizer, skipped: frozenset[int], *, byte_level: bool) -> None:
@@ -41,11 +42,11 @@ class TokenTable(dict[int, bytes]):
 
 
 class Tokenizer:
-    """Text side of one model.
+    """The text side of one model.
 
-    `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none;
-    `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default"
-    for plain chats, "tool_use" for those with tools.
+    `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none.
+    `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default" for
+    plain chats, "tool_use" for those with tools.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
-        """The tokenizer of these files (file name -> content; "gguf-header" = a GGUF file's metadata section).
+        """Return the tokenizer of these files (file name -> content; "gguf-header" = a GGUF file's metadata section).
 
         Errors: ModelFileError naming the file that is missing or corrupt; UnsupportedModelError for a GGUF vocabulary
-        of a kind we do not have.
+        of a kind that is not supported.
         """
         if "tokenizer.json" in files:
             return _from_folder(files)
@@ -96,38 +97,48 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. `add_special_tokens=False` for a rendered chat template, which writes its own.
-        Errors: InvalidRequestError for what is not text."""
+        """Return the token ids of a text.
+
+        Use `add_special_tokens=False` for a rendered chat template, which writes its own. Errors: InvalidRequestError
+        for a value that is not text.
+        """
         _check_text(text)
         return self.hf.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError."""
+        """Return the token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError."""
         for text in texts:
             _check_text(text)
         encodings = self.hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of these ids; ids the vocabulary does not have add nothing."""
+        """Return the text of these ids. Ids that the vocabulary does not have add nothing."""
         return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def chat_template(self) -> str | None:
+        """Return the default chat template, None where the model has none."""
         return self.chat_templates.get("default")
 
     def choose_chat_template(self, given: str | None, *, with_tools: bool) -> str | None:
-        """`given` is a template or the name of one; None = the model's own, of chats with tools the one for them."""
+        """Return the chat template to use.
+
+        `given` is a template or the name of one. None means the model's own: the one for tools where the chat has tools
+        and the model has one, else the default.
+        """
         if given is not None:
             return self.chat_templates.get(given, given)
         return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each sequence of ids, special ones included; bytes that are no whole character become U+FFFD."""
+        """Return the text of each sequence of ids, special ones included. Bytes that are no whole character become
+        U+FFFD.
+        """
         return self.hf.decode_batch(sequences, skip_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """The bytes a token stands for; None for a text, and for an id the vocabulary does not have."""
+        """Return the bytes that a token stands for; None for a token of text and for an id outside the vocabulary."""
         token = self.hf.id_to_token(token_id)
         if token is None:
             return None
@@ -136,6 +147,7 @@ class Tokenizer:
         return bytes.fromhex(token[3:5]) if self.has_byte_fallback and is_byte_token(token.encode()) else None
 
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
+        """Return the table of what each token adds to the text."""
         return self._tables[skip_special_tokens]
 
 
@@ -162,7 +174,10 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
     model = _read_object(files, "config.json")
 
     def token_ids(name: str) -> list[int]:
-        """Ids the files give this token, the tokenizer's own first; config.json's only where no other file has one."""
+        """Return the ids that the files give this token, the tokenizer's own first.
+
+        config.json counts only where no other file has one.
+        """
         texts = [_token_text(source.get(f"{name}_token")) for source in (config, names)]
         ids: list[object] = [hf.token_to_id(text) for text in texts if text]
         ids += _as_list(generation.get(f"{name}_token_id"))
@@ -206,13 +221,13 @@ def _as_list(value: object) -> list[object]:
 
 
 def _token_text(value: object) -> str | None:
-    """Special tokens are written as a string or as an object with its `content`."""
+    """Return the text of a special token, which is written as a string or as an object with its `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; chat_template.jinja is the default one, whatever tokenizer_config.json says."""
+    """Return the templates by name. chat_template.jinja overrides the default one of tokenizer_config.json."""
     given = config.get("chat_template")
     named: dict[object, object] = {"default": given}
     if isinstance(given, list):
@@ -235,13 +250,15 @@ def _check_text(text: object) -> None:
 
 
 def is_byte_token(token: bytes) -> bool:
-    """Whether this is the name of a byte-fallback token."""
+    """Return whether this is the name of a byte-fallback token."""
     return len(token) == 6 and token.startswith(b"<0x") and token.endswith(b">")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte in the names of byte-level tokens: GPT-2 writes printable Latin-1 as itself and maps the
-    other bytes, in order, to the code points from 256 on."""
+    """Return the map from character to byte in the names of byte-level tokens.
+
+    GPT-2 writes printable Latin-1 as itself and maps the other bytes, in order, to the code points from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -251,7 +268,11 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """Added tokens are written in plain text; one character outside the byte alphabet tells (the library's rule)."""
+    """Return the bytes of a byte-level token.
+
+    Added tokens are written in plain text. One character outside the byte alphabet marks such a token (the library's
+    rule).
+    """
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:

@@ -1,11 +1,11 @@
-"""Bounds-checked reader of GGUF headers, versions 2 and 3, little-endian.
+"""A bounds-checked reader of GGUF headers, versions 2 and 3, little-endian.
 
 Layout (gguf.md of ggml's docs): "GGUF", version u32, tensor count u64, key count u64; then the metadata
 `key, value type u32, value`; then per tensor `name, number of dimensions u32, dimensions u64 (innermost first),
 type u32, offset u64 from the data section`; then padding to general.alignment; then the data section.
 A string is a length u64 and UTF-8 bytes; an array is an element type u32, a count u64 and the elements.
 
-Every count is held against the bytes that are there before anything is read or allocated for it.
+Every count is compared with the bytes that are left before anything is read or allocated for it.
 """
 
 import math
@@ -79,17 +79,17 @@ _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # name length, name, dimensions, one 
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     name: str
-    shape: tuple[int, ...]  # outermost first, as in NumPy; the file has them the other way round
+    shape: tuple[int, ...]  # outermost first, as in NumPy; the file has the reverse order
     type: str  # a name of TENSOR_TYPES
     offset: int  # bytes from the start of the file
     num_bytes: int
 
 
 class GgufHeader(msgspec.Struct, frozen=True):
-    """All of a GGUF file but its tensors' data."""
+    """All of a GGUF file except its tensors' data."""
 
     version: int
     metadata: dict[str, GgufValue]
@@ -100,11 +100,11 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The header of a GGUF file, every tensor of which lies inside the file and overlaps no other.
+    """Return the header of a GGUF file. Every tensor lies inside the file and overlaps no other.
 
-    A vocabulary takes tenths of a second, so the last file's header is kept until it changes or forget_gguf().
-    Errors: ModelFileError naming the file, the byte offset and what was expected; UnsupportedModelError for a sound
-    file of another version, byte order or tensor type.
+    Reading a vocabulary takes tenths of a second, so the last file's header is kept until the file changes or
+    forget_gguf(). Errors: ModelFileError naming the file, the byte offset and what was expected; UnsupportedModelError
+    for a sound file of another version, byte order or tensor type.
     """
     try:
         status = path.stat()
@@ -114,13 +114,13 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def forget_gguf() -> None:
-    """Give back the memory of the header that read_gguf() keeps."""
+    """Free the memory of the header that read_gguf() keeps."""
     _read_header.cache_clear()
 
 
 @lru_cache(maxsize=1)
 def _read_header(path: Path, state: tuple[int, ...]) -> GgufHeader:
-    """state: what changes with the file's content."""
+    """Read the header. state: values of the file's status that change with its content."""
     with map_file(path) as data:
         cursor = _Cursor(data, str(path))
         version, num_tensors, metadata = _read_metadata(cursor)
@@ -134,14 +134,14 @@ def _read_header(path: Path, state: tuple[int, ...]) -> GgufHeader:
 
 
 def parse_gguf_metadata(data: bytes, source: str = "GGUF metadata") -> dict[str, GgufValue]:
-    """The metadata at the start of `data`; what follows it is not looked at. Errors: as read_gguf."""
+    """Return the metadata at the start of `data`; the bytes behind it are not read. Errors: those of read_gguf."""
     return _read_metadata(_Cursor(data, source))[2]
 
 
 def cut_gguf_metadata(path: Path) -> bytes:
-    """A file's first bytes up to the end of its metadata, with the tensor count set to 0: a GGUF file of its own.
+    """Return a file's first bytes up to the end of its metadata, as a GGUF file of its own with a tensor count of 0.
 
-    Errors: as read_gguf.
+    Errors: those of read_gguf.
     """
     with map_file(path) as data:
         cursor = _Cursor(data, str(path))
@@ -162,7 +162,7 @@ class _Cursor:
         raise ModelFileError(f"{self.source}: byte {self.position}: {what}")
 
     def check_count(self, count: int, size: int, what: str) -> None:
-        """count items of at least size bytes can still follow."""
+        """Fail unless `count` items of at least `size` bytes can still follow."""
         left = self.end - self.position
         if count * size > left:
             limit = f" of the {MAX_HEADER_BYTES} a header may have" if self.end < len(self.data) else ""
@@ -188,7 +188,7 @@ class _Cursor:
 
 
 def _read_metadata(cursor: _Cursor) -> tuple[int, int, dict[str, GgufValue]]:
-    """(version, tensor count, metadata)."""
+    """Return (version, tensor count, metadata)."""
     cursor.check_count(1, 4, "magic number")
     if (magic := cursor.data[:4]) != b"GGUF":
         cursor.fail(f"expected the magic number b'GGUF', got {magic!r}")
@@ -240,7 +240,7 @@ def _read_numbers(cursor: _Cursor, kind: int, count: int, key: str) -> list[Gguf
 
 
 def _read_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
-    """A loop of its own without calls: vocabularies make up nearly all of a header."""
+    """Read strings in a loop without calls, because vocabularies make up nearly all of a header."""
     cursor.check_count(count, 8, f"strings of {key!r:.80}")
     data, end, position = cursor.data, cursor.end, cursor.position
     unpack = _U64.unpack_from
@@ -269,7 +269,7 @@ def _alignment(cursor: _Cursor, metadata: dict[str, GgufValue]) -> int:
 
 
 def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """One tensor info; its offset is still relative to the data section."""
+    """Read one tensor info. Its offset is still relative to the data section."""
     name = cursor.read_string("tensor name")
     num_dimensions = cursor.read(_U32, f"number of dimensions of {name!r:.80}")
     if not name or not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -290,7 +290,7 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 
 def _place_tensors(tensors: list[GgufTensor], data_offset: int, file_bytes: int, source: str) -> dict[str, GgufTensor]:
-    """Tensors by name, in the file's order, with absolute offsets."""
+    """Return the tensors by name, in the file's order, with absolute offsets."""
     placed: dict[str, GgufTensor] = {}
     for tensor in tensors:
         if tensor.name in placed:

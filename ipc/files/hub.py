@@ -1,7 +1,7 @@
-"""Models by their Hugging Face names, `org/name` or `org/name@revision`: found in the Hub's cache, else downloaded.
+"""Models by their Hugging Face names, `org/name` or `org/name@revision`: find them in the Hub's cache or download them.
 
-Only the process that starts an engine does this, and hands the folder on, so that both processes read one snapshot. A
-snapshot in the cache is used as it is, without a look at the network; `hf download org/name` brings it up to date.
+Only the process that starts an engine does this. It passes the folder on, so that both processes read one snapshot. A
+snapshot in the cache is used as it is, without network access; `hf download org/name` brings it up to date.
 """
 
 import re
@@ -25,22 +25,22 @@ _IGNORED = ["*/*", "consolidated*.safetensors"]
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether this can be a name on the Hub: one slash, and no .gguf file's name."""
+    """Return whether this can be a name on the Hub: one slash, and not a .gguf file's name."""
     return _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
 def hub_name(path: Path) -> str | None:
-    """org/name of a snapshot in the Hub's cache (models--org--name/snapshots/commit); None for another path."""
+    """Return org/name of a snapshot in the Hub's cache (models--org--name/snapshots/commit); None for another path."""
     owner = path.parent.parent.name
     is_snapshot = path.parent.name == "snapshots" and owner.startswith("models--")
     return owner.removeprefix("models--").replace("--", "/") if is_snapshot else None
 
 
 def fetch_model(name: str, *, with_weights: bool = True) -> Path:
-    """The folder of a snapshot with config.json, the tokenizer's files and, unless told otherwise, the safetensors.
+    """Return the folder of a snapshot with config.json, the tokenizer's files and, with_weights, the safetensors.
 
-    Downloads what the cache lacks, with progress on standard error. Errors: ModelFileError saying what is missing in
-    the cache, why it could not be had, and what to do.
+    What the cache lacks is downloaded, with progress on standard error. Errors: ModelFileError that states what is
+    missing in the cache, why it could not be downloaded, and what to do.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
@@ -63,7 +63,7 @@ def fetch_model(name: str, *, with_weights: bool = True) -> Path:
                 ignore_patterns=_IGNORED,
                 local_files_only=local_only,
             )
-        # The library lets its HTTP client's errors through, whose classes change between its versions.
+        # The library passes on its HTTP client's errors, and their classes change between its versions.
         except Exception as error:
             reason = _reason(error)
             continue
@@ -78,7 +78,7 @@ def fetch_model(name: str, *, with_weights: bool = True) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what went wrong first: the library wraps a lost connection in an error of its own."""
+    """Return the first line of the original error. The library wraps a lost connection in an error of its own."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -86,7 +86,7 @@ def _reason(error: Exception) -> str:
 
 
 def _lacks(folder: Path, with_weights: bool) -> str:
-    """What a snapshot lacks, in words; "" if nothing. One whose download was interrupted looks like a whole one."""
+    """Return what a snapshot lacks, in words; "" if nothing. An interrupted download looks like a complete snapshot."""
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json"
     if not with_weights:

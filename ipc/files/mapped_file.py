@@ -1,4 +1,4 @@
-"""A regular file mapped into memory, or a ModelFileError that says why it cannot be."""
+"""Map a regular file into memory, or raise a ModelFileError that states why it cannot be mapped."""
 
 import mmap
 import stat
@@ -8,7 +8,8 @@ from ipc.errors import ModelFileError
 
 
 def map_file(path: Path, access: int = mmap.ACCESS_READ) -> mmap.mmap:
-    """The whole file. access=mmap.ACCESS_COPY gives a private writable mapping: still no copy of what is only read.
+    """Map the whole file. access=mmap.ACCESS_COPY gives a private writable mapping, which copies only pages that are
+    written.
 
     Errors: ModelFileError if the path is missing, unreadable, empty, or not a regular file (a FIFO would block).
     """

@@ -1,4 +1,4 @@
-"""Where a model's files are, and what identifies them. Used by both processes; reads no weights."""
+"""The places and identities of a model's files. Both processes use this; it reads no weights."""
 
 import hashlib
 import importlib.util
@@ -31,9 +31,9 @@ _SAMPLE_BYTES = 4096
 
 
 def resolve_model(model: str | None) -> Path:
-    """The absolute path of a model folder or .gguf file here; None = the demo model.
+    """Return the absolute path of a local model folder or .gguf file; None = the demo model.
 
-    Errors: ModelFileError saying what is accepted.
+    Errors: ModelFileError that states what is accepted.
     """
     if model is None:
         return _demo_model()
@@ -54,8 +54,11 @@ def resolve_model(model: str | None) -> Path:
 
 
 def locate_model(model: str | None, *, with_weights: bool = True) -> str | None:
-    """`model` with a Hugging Face name replaced by the path of its snapshot, which is downloaded if need be; all else
-    is left to resolve_model, and a path of the same name wins. Errors: ModelFileError."""
+    """Return `model`, with a Hugging Face name replaced by the path of its snapshot.
+
+    The snapshot is downloaded if need be. A local path of the same name takes precedence. All other values are left to
+    resolve_model. Errors: ModelFileError.
+    """
     if model is None or not is_hub_name(model) or os.path.exists(os.path.expanduser(model)):
         return model
     return str(fetch_model(model, with_weights=with_weights))
@@ -74,11 +77,11 @@ def _demo_model() -> Path:
 
 
 def read_tokenizer_files(path: Path, *, optional: bool = False) -> dict[str, bytes]:
-    """File name -> content of all that a tokenizer needs of this model; {GGUF_HEADER: metadata section} for a .gguf.
+    """Return file name -> content of all files that a tokenizer of this model needs.
 
-    optional: {} for a folder that has no tokenizer, whatever else it has.
-    The metadata section is a GGUF file of its own without tensors, which parse_gguf_metadata reads.
-    Errors: ModelFileError.
+    For a .gguf file it is {GGUF_HEADER: metadata section}. The metadata section is a GGUF file of its own without
+    tensors, which parse_gguf_metadata reads. optional: return {} for a folder without a tokenizer, whatever else it
+    has. Errors: ModelFileError.
     """
     if path.suffix == ".gguf":
         return {GGUF_HEADER: cut_gguf_metadata(path)}
@@ -88,7 +91,7 @@ def read_tokenizer_files(path: Path, *, optional: bool = False) -> dict[str, byt
 
 
 def read_small_file(path: Path) -> bytes:
-    """All of a file of at most MAX_TOKENIZER_FILE_BYTES. Errors: ModelFileError."""
+    """Return the content of a file of at most MAX_TOKENIZER_FILE_BYTES. Errors: ModelFileError."""
     with map_file(path) as data:
         if len(data) > MAX_TOKENIZER_FILE_BYTES:
             raise ModelFileError(f"{path}: {len(data)} bytes; at most {MAX_TOKENIZER_FILE_BYTES} are allowed")
@@ -96,7 +99,7 @@ def read_small_file(path: Path) -> bytes:
 
 
 def tokenizer_hash(files: dict[str, bytes]) -> str:
-    """Hex SHA-256 of the files' names and contents, whatever their order."""
+    """Return the hex SHA-256 of the files' names and contents, whatever their order."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         _add(digest, name.encode())
@@ -105,10 +108,11 @@ def tokenizer_hash(files: dict[str, bytes]) -> str:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Hex SHA-256 of the configuration and of each weight file's name, size, header and 64 pages spread over it.
+    """Return the hex SHA-256 of the configuration and of the weight files.
 
-    The pages tell fine-tunes of one model apart, whose headers and sizes are equal, without reading all weights. A
-    .gguf file's name does not count, nor does the folder's. Errors: ModelFileError.
+    Of each weight file, its name, size, header and 64 pages spread over it are hashed. The pages distinguish fine-tunes
+    of one model, whose headers and sizes are equal, without reading all weights. The name of a .gguf file or of the
+    folder does not count. Errors: ModelFileError.
     """
     digest = hashlib.sha256()
     if path.suffix == ".gguf":
@@ -123,7 +127,7 @@ def model_fingerprint(path: Path) -> str:
 
 
 def _add(digest: "hashlib._Hash", part: bytes) -> None:
-    """Length first, so that no two lists of parts run together to the same bytes."""
+    """Add the part's length and then the part, so that no two lists of parts give the same bytes."""
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)
 

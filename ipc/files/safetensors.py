@@ -1,7 +1,7 @@
-"""Bounds-checked reader of safetensors headers: one file, or a folder of them under an index.
+"""A bounds-checked reader of safetensors headers: one file, or a folder of them under an index.
 
 Layout (huggingface/safetensors, README): header length u64 little-endian, header JSON, data. The header maps a tensor's
-name to {dtype, shape, data_offsets: [begin, end) from the start of the data}; the tensors fill the data without holes
+name to {dtype, shape, data_offsets: [begin, end) from the start of the data}. The tensors fill the data without holes
 or overlaps. "__metadata__" is a map of strings.
 """
 
@@ -43,7 +43,7 @@ DTYPE_BYTES = {
 
 
 class SafetensorsTensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     dtype: str  # a name of DTYPE_BYTES
     shape: tuple[int, ...]
@@ -52,9 +52,9 @@ class SafetensorsTensor(msgspec.Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
-    """The tensors of one file, by name.
+    """Return the tensors of one file, by name.
 
-    Errors: ModelFileError naming the file and what is wrong; UnsupportedModelError for a dtype we do not know.
+    Errors: ModelFileError naming the file and what is wrong; UnsupportedModelError for an unknown dtype.
     """
     with map_file(path) as data:
         header, data_begin = _read_header(data, path)
@@ -68,15 +68,16 @@ def read_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
 
 
 def read_safetensors_header_bytes(path: Path) -> bytes:
-    """The file's first bytes up to its data. Errors: as read_safetensors."""
+    """Return the file's first bytes up to its data. Errors: those of read_safetensors."""
     with map_file(path) as data:
         return data[: _header_end(data, path)]
 
 
 def read_safetensors_folder(folder: Path) -> dict[Path, dict[str, SafetensorsTensor]]:
-    """The tensors of every weight file of a model folder: the files its index names, or else model.safetensors.
+    """Return the tensors of every weight file of a model folder.
 
-    Errors: ModelFileError if there are none, a file is missing, a tensor is in two files, or the index lies.
+    The weight files are those that its index names, or else model.safetensors. Errors: ModelFileError if there are
+    none, a file is missing, a tensor is in two files, or the index is wrong.
     """
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -96,7 +97,7 @@ def read_safetensors_folder(folder: Path) -> dict[Path, dict[str, SafetensorsTen
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, sorted. Errors: ModelFileError if there are none."""
+    """Return the weight files of a model folder, sorted. Errors: ModelFileError if there are none."""
     index = folder / INDEX_FILE
     if index.is_file():
         return [folder / name for name in sorted(set(_read_index(index).values()))]
@@ -109,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> name of the file beside the index that holds it."""
+    """Return tensor name -> name of the file beside the index that holds it."""
     with map_file(path) as data:
         if len(data) > MAX_HEADER_BYTES:
             raise ModelFileError(f"{path}: {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")
@@ -135,7 +136,7 @@ def _header_end(data: mmap.mmap, path: Path) -> int:
 
 
 def _read_header(data: mmap.mmap, path: Path) -> tuple[dict[str, object], int]:
-    """(JSON object, bytes before the data)."""
+    """Return (JSON object, bytes before the data)."""
     end = _header_end(data, path)
     if data[8:9] != b"{":
         raise ModelFileError(f"{path}: byte 8: expected '{{', got {data[8:9]!r}: not a safetensors file")
@@ -180,7 +181,7 @@ def _read_tensor(name: str, entry: object, data_begin: int, file_bytes: int, pat
 
 
 def _are_counts(values: object) -> bool:
-    # 2**48: products of MAX_DIMENSIONS such numbers stay cheap and printable
+    # below 2**48, so that products of MAX_DIMENSIONS such numbers stay cheap and printable
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 

@@ -1,4 +1,4 @@
-"""What a large tensor wants of the system's memory: huge pages, and pages before they are written."""
+"""Requests to the system for a large tensor's memory: huge pages, and pages before they are written."""
 
 import ctypes
 import mmap
@@ -12,20 +12,26 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 
 def want_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system for pages of 2 MiB where the tensor has not been touched yet: with pages of 4 KiB, what is read or
-    written at random places waits for a translation first. Nothing happens where there are none."""
+    """Ask the system for pages of 2 MiB where the tensor has not been touched yet.
+
+    With pages of 4 KiB, a read or write at a random place waits for an address translation first. A system without huge
+    pages ignores this.
+    """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None and tensor.nbytes >= _HUGE:  # else there is no such page in it
+    if advice is not None and tensor.nbytes >= _HUGE:  # a smaller tensor holds no whole huge page
         _advise(tensor.data_ptr(), tensor.nbytes, advice)
 
 
 def take_pages(tensor: torch.Tensor, begin: int, end: int) -> bool:
-    """Have the system find memory for these bytes of the tensor now, whose content stays; False where it cannot."""
+    """Let the system assign memory to these bytes of the tensor now; return False where it cannot.
+
+    Their content stays.
+    """
     return _advise(tensor.data_ptr() + begin, end - begin, _POPULATE_WRITE)
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Of all pages that have one of these bytes."""
+    """Call madvise for all pages that have one of these bytes; return whether it succeeded."""
     page = mmap.PAGESIZE
     first, last = address // page * page, round_up(address + num_bytes, page)
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))

@@ -1,8 +1,8 @@
-"""The paged KV cache: K and V of every layer in blocks of block_size tokens. Owns the physical layout.
+"""The paged KV cache: K and V of every layer in blocks of block_size tokens. This file owns the physical layout.
 
 Logically each layer holds keys and values [num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block,
 which holds zeros and is never written. Physically a layer is one tensor [num_blocks, 2 (K, V), num_kv_heads,
-block_size, head_dim]: one head's tokens of a block lie together, so gathering whole (block, K or V, head) runs already
+block_size, head_dim]. One head's tokens of a block lie together. So gathering whole (block, K or V, head) runs already
 yields the operands of a batched product per head, without a transposition.
 """
 
@@ -14,15 +14,17 @@ from kernels.memory.huge_pages import want_huge_pages
 
 
 def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype) -> int:
-    """Bytes one block takes in all layers, K and V together."""
+    """Return the bytes that one block takes in all layers, K and V together."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 class KVCache:
-    """The blocks of all layers. Memory is reserved at once but not touched: pages cost nothing until they are written,
-    or taken ahead (kernels/memory/blocks_ahead.py), though they are huge where the system has such, and unwritten slots
-    hold arbitrary bits, NaN included (but for the null block). device: None = the CPU's memory; pinned: which a GPU
-    reads and writes by itself.
+    """The blocks of all layers.
+
+    Memory is reserved at once but not touched: pages cost nothing until they are written, or taken ahead
+    (kernels/memory/blocks_ahead.py). They are huge where the system has huge pages. Unwritten slots hold arbitrary
+    bits, NaN included (except for the null block). device: None = the CPU's memory. pinned: memory of the host that a
+    GPU reads and writes by itself.
 
     Errors: MemoryError with the sizes when it cannot be reserved.
     """
@@ -45,11 +47,11 @@ class KVCache:
         self.dtype = dtype
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         try:
-            if pinned:  # at once: torch takes a power of two of bytes for each tensor
+            if pinned:  # one tensor for all layers: torch takes a power of two of bytes for each tensor
                 self.layers = list(torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind())
             elif device is not None:
                 self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-            else:  # at once: only whole huge pages count
+            else:  # one tensor for all layers: only whole huge pages count
                 whole = torch.empty((num_layers, *shape), dtype=dtype)
                 want_huge_pages(whole)
                 self.layers = list(whole.unbind())
@@ -63,16 +65,19 @@ class KVCache:
             tensor[0].zero_()
 
     def keys(self, layer: int) -> torch.Tensor:
-        """Logical view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return the logical view [num_blocks, block_size, num_kv_heads, head_dim] of a layer's keys."""
         return self.layers[layer][:, 0].transpose(1, 2)
 
     def values(self, layer: int) -> torch.Tensor:
-        """Logical view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return the logical view [num_blocks, block_size, num_kv_heads, head_dim] of a layer's values."""
         return self.layers[layer][:, 1].transpose(1, 2)
 
     def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where tokens are written: slots [T] int64 (block * block_size + offset, each >= block_size) -> [T * 2 * Hkv]
-        rows of head_dim numbers in a layer, ordered (token, K or V, head). The same for every layer."""
+        """Return the rows of a layer to which tokens are written, [T * 2 * Hkv], ordered (token, K or V, head).
+
+        A row has head_dim numbers. slots [T] int64: block * block_size + offset, each >= block_size. The rows are the
+        same for every layer.
+        """
         block, offset = slots // self.block_size, slots % self.block_size
         heads = torch.arange(2 * self.num_kv_heads)
         return ((block[:, None] * (2 * self.num_kv_heads) + heads) * self.block_size + offset[:, None]).flatten()
@@ -85,5 +90,5 @@ class KVCache:
                 other.index_copy_(0, write, layer.index_select(0, read))
 
     def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store kv [T, 2 * Hkv * D] (K heads, then V heads) at slot_rows(slots)."""
+        """Store kv [T, 2 * Hkv * D] (K heads, then V heads) at the rows of slot_rows(slots)."""
         self.layers[layer].view(-1, self.head_dim).index_copy_(0, rows, kv.reshape(-1, self.head_dim))

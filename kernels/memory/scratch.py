@@ -6,14 +6,16 @@ import torch
 
 
 class Scratch:
-    """One buffer per name and dtype, grown to the largest size asked for. A buffer holds garbage, and whoever asks for
-    the same name again gets the same memory: it belongs to one kernel call at a time."""
+    """One buffer per name and dtype, grown to the largest size asked for.
+
+    A buffer holds garbage. The same name gives the same memory again, so a buffer belongs to one kernel call at a time.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor, uninitialised."""
+        """Return a contiguous, uninitialised tensor of this shape."""
         size = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or len(buffer) < size:

@@ -1,5 +1,6 @@
-"""Paged attention from torch's batched products: the path of machines without the C kernels and of transformers'
-models. Numerics level L0: the order of torch's sums depends on the shapes of a product, and on the make of the CPU.
+"""Paged attention from torch's batched products, for machines without the C kernels and for transformers' models.
+
+Numerics level L0: the order of torch's sums depends on the shapes of a product, and on the make of the CPU.
 """
 
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ from kernels.arrays import AnyInts, Ints
 from kernels.memory.kv_cache import KVCache
 from kernels.rounding import ceil_div
 
-#: Scores (4 bytes each) that one product makes for each head, at most: bounds memory, and stays in a CPU's cache.
+#: Most scores (4 bytes each) that one product makes for each head. It bounds memory, and fits a CPU's cache.
 _MAX_SCORES = 1 << 18
 
 
 class WorkGroup(NamedTuple):
-    """n requests with T query tokens each, their contexts padded to L positions: one batched product."""
+    """One batched product: n requests with T query tokens each, their contexts padded to L positions."""
 
     tokens: torch.Tensor  # [n * T] int64 rows of q
     num_requests: int  # n
@@ -30,7 +31,7 @@ class WorkGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's attention work, made once and used by every layer; see attention_metadata()."""
+    """One step's attention work, made once by attention_metadata() and used by every layer."""
 
     num_tokens: Ints  # [R]
     context_lens: Ints  # [R]
@@ -45,10 +46,10 @@ def attention_metadata(
     """Work out the attention of a batch whose tokens are packed request after request.
 
     num_tokens [R] > 0: tokens computed in this step; context_lens [R]: tokens in the cache after it, these included;
-    block_tables [R, P]: block ids, enough for context_lens (what lies beyond is ignored).
+    block_tables [R, P]: block ids, enough for context_lens (entries beyond are ignored).
     """
     counts, lengths = num_tokens.astype(np.int64), context_lens.astype(np.int64)
-    ends = np.cumsum(counts)  # of each request's tokens, rows of q
+    ends = np.cumsum(counts)  # row of q behind each request's tokens
     groups = []
     for requests, positions in _cuts(counts, lengths):
         num_blocks = ceil_div(int(positions.max() + 1), cache.block_size)
@@ -74,7 +75,9 @@ def attention_metadata(
 
 def _cuts(counts: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Cut a batch into groups of at most _MAX_SCORES scores a head: (requests [n], their tokens' positions [n, T]).
-    Decoding requests are grouped with those of like context; a prompt's chunk is cut into runs of tokens."""
+
+    Decoding requests are grouped with those of like context. A prompt's chunk is cut into runs of tokens.
+    """
     decoding = np.flatnonzero(counts == 1)
     decoding = decoding[np.argsort(lengths[decoding], kind="stable")[::-1]]
     while len(decoding):
@@ -91,8 +94,10 @@ def _cuts(counts: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints]]:
 def paged_attention(
     q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetadata, scale: float
 ) -> torch.Tensor:
-    """Causal attention of a mixed batch. q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype. The step's own
-    K and V are in the cache already."""
+    """Compute the causal attention of a mixed batch: q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype.
+
+    The step's own K and V are in the cache already.
+    """
     out = torch.empty(q.shape, dtype=cache.dtype)
     for group in metadata.groups:
         out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale).to(cache.dtype))
@@ -111,7 +116,8 @@ def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale
     by_token = scores.view(n, num_kv_heads, num_heads // num_kv_heads, -1, group.context)
     by_token.masked_fill_(~group.is_visible, -torch.inf)
     if not values.sum().isfinite():
-        # The weight of an invisible position is 0, but 0 * NaN is NaN: a V that is not finite shows by its score.
+        # The weight of an invisible position is 0, but 0 * NaN is NaN. So a V that is not finite is set to 0, and a
+        # visible one's score becomes NaN instead.
         is_bad = ~values.isfinite().all(-1).view(n, num_kv_heads, 1, 1, group.context)
         by_token.masked_fill_(is_bad & group.is_visible, torch.nan)
         values.nan_to_num_(0.0, 0.0, 0.0)

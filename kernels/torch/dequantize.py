@@ -1,4 +1,4 @@
-"""GGUF tensor data to float32: plain floats, 32-weight blocks (Q8_0, Q4_0 ... Q5_1), 256-weight blocks (Q4_K ... Q6_K).
+"""GGUF tensors as float32: plain floats, 32-weight blocks (Q8_0, Q4_0 ... Q5_1), 256-weight blocks (Q4_K ... Q6_K).
 
 Blocks (ggml-common.h), scales and minima float16, little-endian:
     Q8_0  scale, 32 x int8                                  weight = scale * q
@@ -9,7 +9,7 @@ Blocks (ggml-common.h), scales and minima float16, little-endian:
     Q4_K  scale, minimum, 8 x (6-bit s, 6-bit m), 128 such bytes            weight = scale * s * q - minimum * m
     Q5_K  scale, minimum, 8 x (6-bit s, 6-bit m), 256 fifth bits, 128 such  weight = scale * s * q - minimum * m
     Q6_K  128 bytes of two low 4 bits, 64 of four high 2 bits, 16 x int8 s, scale       weight = scale * s * (q - 32)
-The two halves of a byte belong to weights 16 (in K blocks 32, in Q6_K 64) apart: the low half is the earlier one's.
+The two halves of a byte belong to weights 16 (in K blocks 32, in Q6_K 64) apart: the low half to the earlier one.
 
 Products and sums are rounded one by one in float32, so results equal those of the gguf package bit for bit.
 """
@@ -36,15 +36,15 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "Q6_K": (K_BLOCK, 210),
 }
 
-#: Bytes of blocks that are converted at once: so few that what lies between stays in the CPU's cache.
+#: Bytes of blocks that are converted at once: so few that intermediate results stay in the CPU's cache.
 _CHUNK_BYTES = 1 << 18
 
 
 def dequantize(data: torch.Tensor, type_name: str) -> torch.Tensor:
-    """float32[n] of uint8[n / weights in a block * bytes of a block].
+    """Return float32[n] from data uint8[n / weights in a block * bytes of a block].
 
-    `data` is contiguous and begins on a multiple of 4 bytes in its storage; the F32 result shares its memory.
-    Errors: KeyError for a type not in BLOCK_SIZES; RuntimeError for a size that is not a number of blocks.
+    `data` is contiguous and begins on a multiple of 4 bytes in its storage; the F32 result shares its memory. Errors:
+    KeyError for a type not in BLOCK_SIZES; RuntimeError for a size that is not a number of blocks.
     """
     weights, block_bytes = BLOCK_SIZES[type_name]
     blocks = data.view(-1, block_bytes)
@@ -83,13 +83,16 @@ def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Bit i of byte j of the fifth bits belongs to weight 32 * i + j."""
+    """Convert Q5_K blocks. Bit i of byte j of the fifth bits belongs to weight 32 * i + j."""
     fifth = (blocks[:, None, 16:48] >> _shifts(blocks, 1)) & 1
     return _scale_k((_nibbles(blocks[:, 48:], 32) | fifth.view(-1, K_BLOCK) << 4).float(), blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Bits 2i and 2i + 1 of byte j of the high bits belong, in each half of the block, to weight 32 * i + j of it."""
+    """Convert Q6_K blocks.
+
+    Bits 2i and 2i + 1 of byte j of the high bits belong, in each half of the block, to its weight 32 * i + j.
+    """
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(blocks, 2)) & 3
     numbers = (_nibbles(blocks[:, :128], 64) | high.view(-1, K_BLOCK) << 4).float().sub_(32.0)
     scales = blocks[:, 192:208].view(torch.int8).float().mul_(_scalar(blocks, 208))
@@ -97,23 +100,26 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scalar(blocks: torch.Tensor, offset: int) -> torch.Tensor:
-    """float32[blocks, 1]: the float16 at this byte of each block."""
+    """Return float32[blocks, 1]: the float16 at this byte of each block."""
     return blocks[:, offset : offset + 2].view(torch.float16).float()
 
 
 def _shifts(blocks: torch.Tensor, width: int) -> torch.Tensor:
-    """uint8[8 / width, 1]: 0, width, 2 * width, ..., which bring each part of a byte to its low end."""
+    """Return uint8[8 / width, 1]: 0, width, 2 * width, ..., which bring each part of a byte to its low end."""
     return torch.arange(0, 8, width, dtype=torch.uint8, device=blocks.device)[:, None]
 
 
 def _nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
-    """uint8[blocks, 2n], each 0 to 15, of uint8[blocks, n]: of each group of bytes the low halves, then the high."""
+    """Return the half-bytes uint8[blocks, 2n], each 0 to 15, of uint8[blocks, n].
+
+    The low halves of each group of bytes come first, then the high ones.
+    """
     groups = packed.reshape(len(packed), -1, group)
     return torch.stack((groups & 15, groups >> 4), dim=2).view(len(packed), -1)
 
 
 def _five_bits(packed: torch.Tensor) -> torch.Tensor:
-    """float32[blocks, 32], each 0 to 31, of 4 bytes of fifth bits, lowest bit first, and 16 bytes of nibbles."""
+    """Return float32[blocks, 32], each 0 to 31, from 4 bytes of fifth bits, lowest bit first, and 16 of nibbles."""
     fifth = (packed[:, :4, None] >> _shifts(packed, 1).view(-1)) & 1
     return (_nibbles(packed[:, 4:], 16) | fifth.view(-1, BLOCK) << 4).float()
 
@@ -121,8 +127,8 @@ def _five_bits(packed: torch.Tensor) -> torch.Tensor:
 def _scale_k(numbers: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Scale and shift float32[blocks, 256] by the first 16 bytes of Q4_K and Q5_K blocks.
 
-    Their 12 bytes of 6-bit numbers: s 0 to 3, m 0 to 3 in the low bits of the first 8; of s and m 4 to 7 the low four
-    bits in the halves of the last 4, the high two bits on top of the first 8.
+    12 of these bytes hold 6-bit numbers. s 0 to 3 and m 0 to 3 are in the low bits of the first 8. s and m 4 to 7 have
+    their low four bits in the halves of the last 4, and their high two bits on top of the first 8.
     """
     first, last = blocks[:, 4:12], blocks[:, 12:16]
     high = (first >> 2) & 0x30

@@ -7,13 +7,16 @@ _SQRT_8_OVER_PI = 1.5957691216057308
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2 * I] -> [T, I], the same dtype; float32 inside, rounded once."""
+    """Compute silu(gate) * up: gate_up [T, 2 * I] -> [T, I], the same dtype; float32 inside, rounded once."""
     gate, up = gate_up.chunk(2, -1)
     return silu(gate.float()).mul_(up).to(gate_up.dtype)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As silu_mul, with gelu's tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
+    """Compute gelu(gate) * up like silu_mul.
+
+    gelu is the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
+    """
     gate, up = (half.float() for half in gate_up.chunk(2, -1))
     # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u): the small results of large negative numbers keep their digits.
     twice_u = gate.square().mul_(0.044715).add_(1.0).mul_(gate).mul_(_SQRT_8_OVER_PI)

@@ -1,18 +1,24 @@
-"""TorchLinear: a linear layer of torch's products. How torch sums over K depends on the number of rows and on the make
-of the CPU: numerics level L0. kernels/cpu/gemm.py has the products of level L2."""
+"""TorchLinear: a linear layer of torch's products, numerics level L0.
+
+How torch sums over K depends on the number of rows and on the make of the CPU. kernels/cpu/gemm.py has the products of
+level L2.
+"""
 
 from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear
 
-#: A tensor to a tensor: what models are put together from.
+#: A function from a tensor to a tensor: the parts of models.
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TorchLinear:
-    """y = x @ weight.T + bias; weight [out, in] float32 or bfloat16, bias [out] float32. The product is rounded to the
-    weight's dtype before and after the bias is added; out_dtype: of the result, None = the weight's."""
+    """The layer y = x @ weight.T + bias; weight [out, in] float32 or bfloat16, bias [out] float32.
+
+    The product is rounded to the weight's dtype before and after the bias is added. out_dtype: the result's, None = the
+    weight's.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -21,14 +27,17 @@ class TorchLinear:
         self._bias, self._out_dtype = bias, out_dtype or weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, out] of out_dtype."""
+        """Compute x [T, in] -> [T, out] of out_dtype."""
         y = self._product(x)
         return (y if self._bias is None else y.add_(self._bias)).to(self._out_dtype)
 
 
 def prepacked_product(weight: torch.Tensor) -> Operation:
-    """Return the product with a weight [out, in] in oneDNN's own blocked layout: for few rows two to three times as
-    fast as F.linear. Errors: RuntimeError or AttributeError where this build or CPU has none for the dtype."""
+    """Return the product with a weight [out, in] in oneDNN's own blocked layout.
+
+    For few rows it is two to three times as fast as F.linear. Errors: RuntimeError or AttributeError where this build
+    or CPU has none for the dtype.
+    """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     product = torch.ops.mkldnn._linear_pointwise.default
     product(weight.new_zeros(1, weight.shape[1]), packed, None, "none", [], "")

@@ -8,15 +8,17 @@ from kernels.memory.kv_cache import KVCache
 
 
 def rotary_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """[head_dim / 2] float32, radians per token."""
+    """Return the frequencies [head_dim / 2] float32, in radians per token."""
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
 
 
 def rotary_tables(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [T] int64 -> cos, sin [T, 1, head_dim] float32, times factor; sin carries the sign of its half:
-    (-sin, +sin)."""
+    """Compute positions [T] int64 -> cos, sin [T, 1, head_dim] float32, times factor.
+
+    sin carries the sign of its half: (-sin, +sin).
+    """
     angles = positions[:, None].float() * frequencies
     # In float64, rounded once: in float32 the last bit depends on the make of the CPU, and on the place in the tensor.
     angles = angles.double()
@@ -25,9 +27,9 @@ def rotary_tables(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] -> [T, H, D] float32: pairs (x[i], x[i + D/2]) turned by their angle."""
+    """Rotate x [T, H, D] -> [T, H, D] float32: turn each pair (x[i], x[i + D/2]) by its angle."""
     x = x.float()
-    # Two products and a sum, each rounded: a fused multiply-add would be used for some positions and not for others.
+    # Two products and a sum, each rounded: torch would use a fused multiply-add for some positions only.
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
@@ -41,10 +43,10 @@ def rope_kv_write(
     write_tokens: torch.Tensor | slice,
     before: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
 ) -> torch.Tensor:
-    """Rotate Q and K, store K and V; returns Q [T, H, D] float32.
+    """Rotate Q and K, store K and V; return Q [T, H, D] float32.
 
-    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to what is rotated, float32.
-    qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, cos and sin of rotary_tables. write_tokens picks the tokens that
+    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate. qkv [T, (H
+    + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables. write_tokens picks the tokens that
     have a slot, write_rows = cache.slot_rows(their slots). K is overwritten in qkv.
     """
     kv_width = cache.num_kv_heads * cache.head_dim

@@ -1,7 +1,7 @@
 """Rotary frequencies stretched for longer contexts: frequencies [D / 2] float32, in radians per token -> as many.
 
-Operations are those of the published models' own code, in its order: an angle is a frequency times a position, so a
-frequency's last bit counts.
+The operations and their order are those of the published models' own code. An angle is a frequency times a position, so
+a frequency's last bit counts.
 """
 
 import math
@@ -10,14 +10,18 @@ import torch
 
 
 def linear(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
+    """Divide all frequencies by the factor."""
     return frequencies / factor
 
 
 def llama3(
     frequencies: torch.Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: float
 ) -> torch.Tensor:
-    """Wavelengths above original_length / low_freq_factor are stretched, those below original_length / high_freq_factor
-    kept, and those between them by a weighted mean."""
+    """Stretch long wavelengths and keep short ones.
+
+    Those above original_length / low_freq_factor are stretched. Those below original_length / high_freq_factor are
+    kept. Wavelengths between the two get a weighted mean.
+    """
     wavelengths = 2 * math.pi / frequencies
     low, high = original_length / low_freq_factor, original_length / high_freq_factor
     smooth = (original_length / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
@@ -34,8 +38,11 @@ def yarn(
     beta_slow: float,
     truncate: bool,
 ) -> torch.Tensor:
-    """From theta itself: dimensions that turn more than beta_fast times within original_length are kept, those that
-    turn less than beta_slow times are stretched, with a linear passage between the two."""
+    """Return the frequencies [head_dim / 2] of YaRN, computed from theta.
+
+    Dimensions that turn more than beta_fast times within original_length are kept. Those that turn less than beta_slow
+    times are stretched. Between the two, the passage is linear.
+    """
 
     def dimension(rotations: float) -> float:
         return (head_dim * math.log(original_length / (rotations * 2 * math.pi))) / (2 * math.log(theta))

@@ -1,4 +1,4 @@
-"""What prefill and decode share: queries of one request and KV head against one tile of its K and V."""
+"""The tile step of prefill and decode attention: queries of one request and KV head against one tile of its K and V."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_queries(q, row, mine, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """q's rows of HEAD_DIM numbers, row [M]; zeros where not mine -> [M, BLOCK_D]."""
+    """Load q's rows of HEAD_DIM numbers, row [M] -> [M, BLOCK_D]; zeros where not mine."""
     d = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(q + row[:, None] * HEAD_DIM + d, mask=mine[:, None] & (d < HEAD_DIM), other=0.0)
 
@@ -24,8 +24,8 @@ def fold_tile(
 ):
     """Add the tokens from start on, BLOCK_N of them but none from end on, to maximum, total [M] and sums [M, BLOCK_D].
 
-    own [M]: the queries' positions, -1 = no query. What a row does not see adds exact zeros to it. WINDOW: tokens that
-    a row sees, itself included; 0 = all before it.
+    own [M]: the queries' positions, -1 = no query. A token that a row does not see adds exact zeros to it. WINDOW:
+    tokens that a row sees, itself included; 0 = all before it.
     """
     at = start + tl.arange(0, BLOCK_N)
     there = at < end

@@ -1,5 +1,8 @@
-"""TritonWork: which queries a step's attention kernels compute. A request with one query token is the decode kernel's;
-the tokens of others are cut into tiles for the prefill kernel. Both find positions and blocks on the device."""
+"""TritonWork: the queries that a step's attention kernels compute.
+
+The decode kernel computes requests with one query token. The tokens of other requests are cut into tiles for the
+prefill kernel. Both kernels find positions and blocks on the device.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +13,7 @@ from kernels.arrays import AnyInts, Int32s
 from kernels.rounding import ceil_div
 from kernels.triton.device import power_of_2
 
-#: Tokens of context that one decode program reads: fixed, so that the order of summation is the request's own.
+#: Tokens of context that one decode program reads: fixed, so that the order of summation depends on the request alone.
 SPLIT = 256
 
 #: Rows of a prefill program's products: tokens of a query tile x query heads of one KV head, filled up.
@@ -18,42 +21,46 @@ PREFILL_ROWS = 64
 
 
 class TritonWork(NamedTuple):
-    """The tensors are int32 and on the device."""
+    """One step's attention work. The tensors are int32 and on the device."""
 
     rows: torch.Tensor  # [T] row of the block tables of each token; -1 = padding
     positions: torch.Tensor  # [T]; -1 = padding
-    tables: torch.Tensor  # [rows, P] block ids; what lies beyond a request's context is never read
+    tables: torch.Tensor  # [rows, P] block ids; entries beyond a request's context are never read
     decode_tokens: torch.Tensor  # [n] indices of the tokens that are their request's only ones
     tile_tokens: torch.Tensor  # [m] index of each query tile's first token
     tile_counts: torch.Tensor  # [m] tokens of the tile
-    num_splits: int  # of SPLIT tokens that the longest context of decode_tokens takes, or more
+    num_splits: int  # splits of SPLIT tokens in the longest context of decode_tokens, or more
     window: int | None = None  # tokens that a row sees, itself included; None = all before it
 
     @property
     def num_rows(self) -> int:
+        """Return the number of tokens, padding included."""
         return len(self.rows)
 
 
 def tile_tokens(group_size: int) -> int:
-    """Tokens of a query tile; group_size: query heads of a KV head."""
+    """Return the tokens of a query tile; group_size: query heads of a KV head."""
     return max(1, PREFILL_ROWS // power_of_2(group_size))
 
 
 def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens of a KV tile; divides SPLIT. Fewer where a token's numbers are many: a tile has to fit shared memory, and
-    a float32 product, which no matrix unit does, is unrolled into registers."""
+    """Return the tokens of a KV tile, which divide SPLIT.
+
+    They are fewer where a token has many numbers. A tile has to fit shared memory, and a float32 product, which no
+    matrix unit does, is unrolled into registers.
+    """
     if dtype.itemsize == 4:
         return 32 if head_dim <= 64 else 16
     return 64 if head_dim <= 128 else 32
 
 
 def prefill_options(dtype: torch.dtype) -> dict[str, int]:
-    """How a prefill program is compiled: float32 products need more registers than 4 warps have."""
+    """Return the compiler options of a prefill program: float32 products need more registers than 4 warps have."""
     return {"num_warps": 8, "num_stages": 2} if dtype.itemsize == 4 else {"num_warps": 4, "num_stages": 3}
 
 
 class WorkColumns(NamedTuple):
-    """Of the host, before they are sent: int32."""
+    """The columns of a TritonWork in the host's memory, before they are sent: int32."""
 
     decode_tokens: Int32s
     tile_tokens: Int32s
@@ -62,8 +69,11 @@ class WorkColumns(NamedTuple):
 
 
 def work_columns(num_tokens: AnyInts, context_lens: AnyInts, group_size: int) -> WorkColumns:
-    """num_tokens [R] > 0 tokens of each request, packed one request after the other; context_lens [R]: tokens in the
-    cache after the step, these included. Column operations only."""
+    """Work out the columns of a batch by column operations only.
+
+    num_tokens [R] > 0: tokens of each request, packed one request after the other; context_lens [R]: tokens in the
+    cache after the step, these included.
+    """
     first = np.cumsum(num_tokens) - num_tokens
     alone = num_tokens == 1
     longest = int(context_lens[alone].max(initial=0))
@@ -88,7 +98,7 @@ def triton_work(
     device: torch.device,
     window: int | None = None,
 ) -> TritonWork:
-    """As kernels.attention_metadata: of columns and block tables [R, P] in the host's memory."""
+    """Make a TritonWork from columns and block tables [R, P] in the host's memory, like kernels.attention_metadata."""
     columns = work_columns(num_tokens, context_lens, group_size)
     rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
     last = np.cumsum(num_tokens) - 1

@@ -11,7 +11,7 @@ _MAX_BLOCK = 2048
 
 @triton.jit
 def _copy(source, target, source_ids, target_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK numbers of one KV block a program."""
+    """Copy BLOCK numbers of one KV block in each program."""
     pair = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -21,8 +21,11 @@ def _copy(source, target, source_ids, target_ids, WIDTH: tl.constexpr, BLOCK: tl
 
 
 def copy_blocks(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """target[target_ids] = source[source_ids]; both [blocks, ...] contiguous, of one dtype and device, and of one shape
-    but for the number of blocks. ids [n] int32; no target is twice there, or a source too."""
+    """Copy blocks: target[target_ids] = source[source_ids].
+
+    Both are [blocks, ...] contiguous, of one dtype and device, and of one shape but for the number of blocks. ids [n]
+    int32; no target is named twice, or is a source too.
+    """
     assert source.is_contiguous(), source.stride()
     assert target.is_contiguous(), target.stride()
     assert source.shape[1:] == target.shape[1:], (source.shape, target.shape)

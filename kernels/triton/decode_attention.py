@@ -1,6 +1,9 @@
-"""Attention of requests with one query token, by Triton: one program for SPLIT tokens of context and a KV head, all its
-query heads together, and a merge in the order of the splits. Where they lie depends on the request's own length alone,
-so its bits do not depend on the batch."""
+"""Attention of requests with one query token, by Triton.
+
+One program computes SPLIT tokens of context and a KV head, all its query heads together. A merge follows in the order
+of the splits. The bounds of the splits depend on the request's own length alone, so its bits do not depend on the
+batch.
+"""
 
 import torch
 import triton
@@ -21,8 +24,11 @@ def _decode(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """DIRECT, for one split: the result goes to out; else what has been summed goes to partial_sums
-    [n, splits, H, D] and partial_stats [n, splits, H, 2] (maximum, total), also of a split that sees nothing."""
+    """Compute one split of one request and KV head.
+
+    DIRECT, for one split: the result goes to out. Else the sums so far go to partial_sums [n, splits, H, D] and
+    partial_stats [n, splits, H, 2] (maximum, total), also from a split that sees nothing.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     index = tl.program_id(0)
     head = tl.program_id(1)
@@ -75,7 +81,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One query head of a token a program: its splits folded in ascending order."""
+    """Fold the splits of one query head of a token in ascending order, one head a program."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(tokens + index).to(tl.int64)
@@ -108,7 +114,10 @@ def decode_attention(
     out: torch.Tensor,
     soft_cap: float | None = None,
 ) -> None:
-    """As prefill_attention, of work's decode_tokens: q [T, H, D] -> out [T, H, D]; zeros for padding."""
+    """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D].
+
+    Padding gets zeros.
+    """
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:
         return

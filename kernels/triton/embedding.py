@@ -11,7 +11,7 @@ _MAX_BLOCK = 1024
 
 @triton.jit
 def _gather(ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK numbers of one row a program."""
+    """Compute BLOCK numbers of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -20,7 +20,7 @@ def _gather(ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-    """ids [T] int64, table [V, d] contiguous -> its rows times scale [T, d] float32."""
+    """Return the rows of a table times scale, [T, d] float32; ids [T] int64, table [V, d] contiguous."""
     assert table.is_contiguous(), table.stride()
     width = table.shape[1]
     out = torch.empty((len(ids), width), dtype=torch.float32, device=table.device)

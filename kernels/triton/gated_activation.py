@@ -12,7 +12,7 @@ _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 @triton.jit
 def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """BLOCK numbers of one row a program."""
+    """Compute BLOCK numbers of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -29,12 +29,12 @@ def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.cons
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2 * I] contiguous -> [T, I], the same dtype; float32 inside, rounded once."""
+    """Compute silu(gate) * up: gate_up [T, 2 * I] contiguous -> [T, I], same dtype; float32 inside, rounded once."""
     return _run(gate_up, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As silu_mul, with gelu's tanh approximation."""
+    """Compute gelu(gate) * up like silu_mul, with gelu's tanh approximation."""
     return _run(gate_up, gelu=True)
 
 

@@ -1,7 +1,7 @@
 """TritonKVCache: a KVCache in a device's memory, or in pinned memory of the host, to which blocks are swapped.
 
-The layout is the torch path's: a head's tokens of a block lie together, so that a program, which reads one head, reads
-whole lines.
+The layout is that of the torch path. A head's tokens of a block lie together, so a program, which reads one head, reads
+whole cache lines.
 """
 
 import numpy as np
@@ -13,11 +13,14 @@ from kernels.triton.copy_blocks import copy_blocks
 
 
 class TritonKVCache(KVCache):
-    """Errors: MemoryError with the sizes when it cannot be reserved."""
+    """The blocks of all layers. Errors: MemoryError with the sizes when they cannot be reserved."""
 
     def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
-        """target's blocks targets [n] become this cache's blocks sources [n], in all layers. The copies are in the
-        order of the device's stream, and the host does not wait for them; it must not look into a pinned cache."""
+        """Copy this cache's blocks sources [n] to target's blocks targets [n], in all layers.
+
+        The copies are in the order of the device's stream. The host does not wait for them, so it must not read a
+        pinned cache.
+        """
         mine, theirs = self.layers[0].device, target.layers[0].device
         if mine == theirs:
             on_device = [torch.from_numpy(np.ascontiguousarray(ids)).to(mine) for ids in (sources, targets)]
@@ -30,7 +33,7 @@ class TritonKVCache(KVCache):
 
 
 def _runs(sources: Int32s, targets: Int32s) -> list[tuple[int, int, int]]:
-    """(source, target, count) of blocks that stand together on both sides: one transfer each."""
+    """Return (source, target, count) of blocks that are consecutive on both sides: one transfer each."""
     breaks = (np.diff(sources) != 1) | (np.diff(targets) != 1)
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1)) if len(sources) else np.zeros(0, np.int64)
     counts = np.diff(starts, append=len(sources))

@@ -1,18 +1,23 @@
-"""DeviceLinear: a linear layer by torch's own product on the device. How it sums over K depends on the number of rows:
-numerics level L0."""
+"""DeviceLinear: a linear layer by torch's own product on the device, numerics level L0.
+
+How the product sums over K depends on the number of rows.
+"""
 
 import torch
 from torch.nn.functional import linear
 
-# Sums are float32, and float32 operands are not cut to TF32: not where the environment asks for it
-# (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers), and not where a sum over K is split.
+# Sums are float32, also where a sum over K is split. float32 operands are not cut to TF32, even where the environment
+# asks for it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers).
 torch.set_float32_matmul_precision("highest")
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class DeviceLinear:
-    """weight [out, in], kept as it is; bias [out] of any type; out_dtype: None = the weight's."""
+    """The layer y = x @ weight.T + bias.
+
+    weight [out, in], kept as it is; bias [out] of any type; out_dtype: the result's, None = the weight's.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -22,8 +27,9 @@ class DeviceLinear:
 
     @property
     def variant(self) -> str:
+        """Return the name of the product, for reports."""
         return f"torch-{self.weight.device.type}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, out] of out_dtype."""
+        """Compute x [T, in] -> [T, out] of out_dtype."""
         return linear(x, self.weight, self.bias).to(self.out_dtype)

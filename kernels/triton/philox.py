@@ -10,8 +10,10 @@ _SAMPLE_TOKEN = tl.constexpr(SAMPLE_TOKEN)
 
 @triton.jit
 def uniform(seed, position, choice):
-    """seed int64 (the bits of a uint64), position, choice int32: of one shape, [n] -> float64 in (0, 1) [n]; as
-    kernels.philox.uniform with lane 0, for drawing tokens."""
+    """Return float64 in (0, 1) [n], as kernels.philox.uniform with lane 0, for drawing tokens.
+
+    seed int64 [n] (the bits of a uint64), position and choice int32 [n].
+    """
     zero = position.to(tl.uint32) * 0
     high, low, _, _ = tl.philox(
         seed.to(tl.uint64, bitcast=True), position.to(tl.uint32), choice.to(tl.uint32), zero + _SAMPLE_TOKEN, zero

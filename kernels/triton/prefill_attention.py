@@ -58,8 +58,11 @@ def prefill_attention(
     out: torch.Tensor,
     soft_cap: float | None = None,
 ) -> None:
-    """Causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D], both contiguous and of the
-    cache's dtype. A row's bits depend on its own tokens only. soft_cap: scores become cap * tanh(score / cap)."""
+    """Compute the causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D].
+
+    Both are contiguous and of the cache's dtype. A row's bits depend on its own tokens only. soft_cap: scores become
+    cap * tanh(score / cap).
+    """
     num_tiles, num_heads = len(work.tile_tokens), q.shape[1]
     if num_tiles == 0:
         return

@@ -1,5 +1,7 @@
-"""What a step's tokens are and where their K and V go, read on the device from its tables of tokens and blocks: a token
-that the step before has just sampled never has to be known to the host."""
+"""A step's token ids and KV slots, read on the device from its tables of tokens and blocks.
+
+So the host never has to know a token that the step before has just sampled.
+"""
 
 import torch
 import triton
@@ -36,8 +38,10 @@ def _prepare(
 def prepare_inputs(
     rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, blocks: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows, positions [T] int32, -1 = padding; tokens [rows, length], blocks [rows, P] int32 -> ids [T] int64, 0 for
-    padding, and slots [T] int64, -1 for padding."""
+    """Return ids [T] int64, 0 for padding, and slots [T] int64, -1 for padding.
+
+    rows, positions [T] int32, -1 = padding; tokens [rows, length], blocks [rows, P] int32.
+    """
     ids = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(ids)
     if len(rows):

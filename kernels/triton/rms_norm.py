@@ -1,5 +1,4 @@
-"""TritonNorm: root mean square normalisation, and the addition before it; kernels/torch/rms_norm.py is its
-reference."""
+"""TritonNorm: root mean square normalisation, and the addition before it. Its reference: kernels/torch/rms_norm.py."""
 
 import torch
 import triton
@@ -10,7 +9,7 @@ from kernels.triton.device import power_of_2
 
 @triton.jit
 def _norm(hidden, x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
-    """One row a program. ADDS: hidden += x, and hidden is what is normalised; else x."""
+    """Normalise one row in each program. ADDS: hidden += x, and the result is hidden normalised; else x normalised."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -24,17 +23,19 @@ def _norm(hidden, x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 
 
 class TritonNorm:
-    """x / sqrt(mean(x ** 2) + eps) * weight [d] float32, rounded once to dtype; float32 inside."""
+    """The norm x / sqrt(mean(x ** 2) + eps) * weight [d] float32, rounded once to dtype; float32 inside."""
 
     def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> None:
         self.weight, self.eps, self.dtype = weight.contiguous(), eps, dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, d] contiguous, any floating type -> [T, d] of dtype."""
+        """Normalise x [T, d] contiguous, any floating type -> [T, d] of dtype."""
         return self._run(x, x, adds=False)
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """hidden [T, d] float32 += x [T, d], both contiguous; then hidden normalised -> [T, d] of dtype."""
+        """Add x [T, d] to hidden [T, d] float32 in place; return hidden normalised, [T, d] of dtype. Both are
+        contiguous.
+        """
         return self._run(hidden, x, adds=True)
 
     def _run(self, hidden: torch.Tensor, x: torch.Tensor, *, adds: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rotary embedding, head norms and the KV cache write by Triton; kernels/torch/rope.py is its reference."""
+"""Rotary embedding, head norms and the KV cache write by Triton; their reference is kernels/torch/rope.py."""
 
 import torch
 import triton
@@ -15,8 +15,10 @@ def _rope(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, NORMS: tl.constexpr,
 ):
-    """One token a program. cos and sin [T, D] float32 as of kernels.torch.rope.rotary_tables: sin's second half is
-    +sin."""
+    """Compute one token in each program.
+
+    cos and sin [T, D] float32 come from kernels.torch.rope.rotary_tables: sin's second half is +sin.
+    """
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     qkv += token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -58,7 +60,10 @@ def _rope(
 
 
 class TritonRope:
-    """One layer's. head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation."""
+    """The rotary embedding of one layer.
+
+    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation.
+    """
 
     def __init__(self, num_heads: int, head_norms: torch.Tensor | None = None, eps: float = 0.0) -> None:
         self.num_heads, self.eps = num_heads, eps
@@ -73,8 +78,11 @@ class TritonRope:
         layer: int,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, cos and sin of rotary_tables, slots [T] int64 (-1: do not
-        store) -> Q [T, H, D], the cache's dtype."""
+        """Rotate Q and K, store K and V; return Q [T, H, D] of the cache's dtype.
+
+        qkv [T, (H + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables; slots [T] int64 (-1: do
+        not store).
+        """
         assert qkv.is_contiguous(), qkv.stride()
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim % 2 == 0, cache.head_dim

@@ -1,8 +1,8 @@
-"""Draws one token from each row of logits, as core/sampling/sampler.py does, without sorting.
+"""Sampling by Triton: draw one token from each row of logits, as core/sampling/sampler.py does, without sorting.
 
-A draw is one Philox number pushed through the inverse cumulative distribution of the tokens left: of rows with top_k or
-top_p in order of descending logit, ties by lower id; of other rows in vocabulary order. One program a row, so a token
-depends on nothing but its row. Sums are float64.
+A draw pushes one Philox number through the inverse cumulative distribution of the tokens left. Rows with top_k or top_p
+take the tokens in order of descending logit, ties by lower id; other rows in vocabulary order. One program computes a
+row, so a token depends on its row alone. Sums are float64.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _NUM_WORDS = 8
 
 @triton.jit
 def _largest(row, vocab_size, BLOCK: tl.constexpr):
-    """The largest logit, NaN if there is one, and its index: the first of equals."""
+    """Return the largest logit, NaN if there is one, and its index: the first of equals."""
     best = tl.full((), -float("inf"), tl.float32)
     index = tl.zeros((), tl.int32)
     num_nan = tl.zeros((), tl.int32)
@@ -45,7 +45,7 @@ def _largest(row, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _target(u, total):
-    """u * total, below total also after rounding."""
+    """Return u * total, below total also after rounding."""
     return tl.minimum(u * total, total * (1.0 - 2.0**-52))
 
 
@@ -70,7 +70,7 @@ def _in_vocabulary_order(row, vocab_size, temperature, maximum, min_p, u, BLOCK:
 
 @triton.jit
 def _nth_of_key(row, vocab_size, temperature, key, n, BLOCK: tl.constexpr):
-    """The id of the n-th token, from 0, whose scaled logit has this key."""
+    """Return the id of the n-th token, from 0, whose scaled logit has this key."""
     found = vocab_size + tl.zeros((), tl.int32)
     before = tl.zeros((), tl.int64)
     for start in range(0, vocab_size, BLOCK):
@@ -89,7 +89,7 @@ def _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, to
     if (top_k > 0) & (top_k < vocab_size):
         low = find_key(row, vocab_size, temperature, maximum, min_p, low, top_k.to(tl.float64), True, BLOCK)
     _, total = measure(row, vocab_size, temperature, maximum, min_p, low, BLOCK)
-    cut = low - 1  # the key of which only some tokens stay
+    cut = low - 1  # the key that keeps only some of its tokens
     num_cut = tl.zeros((), tl.int64)
     if top_p < 1:
         # A token stays if those before it weigh less than goal.
@@ -162,8 +162,11 @@ def pack_columns(
 
 
 def sample_tokens(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """logits [S, V] float32 contiguous, words: of pack_columns, on the device -> token ids [S] int32, also there; -1
-    where a row's largest logit over its temperature is no finite number."""
+    """Return token ids [S] int32 on the device; -1 where the largest scaled logit is no finite number.
+
+    logits [S, V] float32 contiguous; words from pack_columns, on the device. A scaled logit is divided by the row's
+    temperature.
+    """
     assert logits.is_contiguous(), logits.stride()
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)

@@ -1,31 +1,36 @@
-"""Top-k, top-p and the draw in descending order without sorting: the value where a count, or a sum of weights, over all
-larger logits passes a goal is found by bisection over the 32 bits of a float."""
+"""Threshold search: top-k, top-p and the draw in descending order without sorting.
+
+It finds the value where a count, or a sum of weights, over all larger logits passes a goal, by bisection over the 32
+bits of a float.
+"""
 
 import triton
 import triton.language as tl
 
-#: Below every key of a number.
+#: A key below that of every number.
 LOWEST_KEY = tl.constexpr(-(2**31))
 
 
 @triton.jit
 def ordered_key(x):
-    """float32 -> int64 in the order of the numbers; -0 and 0 have one key."""
+    """Map float32 to int64 in the order of the numbers; -0 and 0 have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def load_scaled(row, at, vocab_size, temperature):
-    """Logits over the temperature, -inf past the end."""
+    """Load logits divided by the temperature, -inf past the end."""
     values = tl.load(row + at, mask=at < vocab_size, other=-float("inf"))
     return tl.where(values == -float("inf"), values, values / temperature)
 
 
 @triton.jit
 def measure(row, vocab_size, temperature, maximum, min_p, key, BLOCK: tl.constexpr):
-    """Over the tokens whose key is at least `key` and that min_p leaves: their number and the sum of exp(logit -
-    maximum), float64, added up in vocabulary order in blocks."""
+    """Return the number of tokens taken and the sum of exp(logit - maximum) over them, float64.
+
+    A token is taken if its key is at least `key` and min_p leaves it. The sum is in vocabulary order, in blocks.
+    """
     count = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.float64)
     for start in range(0, vocab_size, BLOCK):
@@ -39,8 +44,10 @@ def measure(row, vocab_size, temperature, maximum, min_p, key, BLOCK: tl.constex
 
 @triton.jit
 def find_key(row, vocab_size, temperature, maximum, min_p, low, goal, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key >= low such that the tokens from it on number at least goal (COUNTS), or weigh more than goal;
-    low if there is none."""
+    """Return the largest key >= low whose tokens from it on number at least goal (COUNTS), or weigh more than goal.
+
+    It is low if there is none.
+    """
     high = ordered_key(maximum)
     while low < high:
         middle = low + (high - low + 1) // 2

@@ -10,8 +10,11 @@ from kernels.torch.attention import AttentionMetadata
 def reference_attention(
     q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetadata, scale: float
 ) -> torch.Tensor:
-    """Do what paged_attention() does, in float64 -> [T, H * D] float64. A token's bits depend on its own request up to
-    its own position alone: no product has a shape that depends on anything else."""
+    """Compute what paged_attention() does, in float64 -> [T, H * D] float64.
+
+    A token's bits depend only on its own request up to its own position, because no product's shape depends on anything
+    else.
+    """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group_size = q.shape[1] // cache.num_kv_heads
     token = 0
