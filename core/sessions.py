@@ -147,7 +147,7 @@ class Sessions:
     # --- sending ---
 
     def send(self, session: Session, message: ServerMessage, now: float) -> None:
-        """Send, or keep for later; closes the session of a client that is gone, ends that of one that is too slow. KV
+        """Send, or keep for later; loses the session of a client that is gone, ends that of one that is too slow. KV
         events are not kept: of those that a client does not read it is told that there is a gap."""
         backlog = session.backlog
         if session.client in self._backlogged:
@@ -159,7 +159,7 @@ class Sessions:
                 if self._try_send(session.identity, encode(message)):
                     return
             except _Unreachable:
-                self.close(session)
+                self.lose(session)
                 return
             self._backlogged[session.client] = session
         if not isinstance(message, KVEvents):
@@ -187,7 +187,7 @@ class Sessions:
                 backlog.pop_head()
                 progress = True
         except _Unreachable:
-            self.close(session)
+            self.lose(session)
             return True
         if backlog.num_bytes == 0:
             self._backlogged.pop(session.client)
