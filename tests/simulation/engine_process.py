@@ -1,0 +1,317 @@
+"""EngineProcess: the pure core and the border under the world's clock, put together as core/io_thread.py and
+core/process.py do it with threads."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from core.border import Addressed, Border
+from core.engine import EngineCore, HoldClient, ReleaseClient
+from core.executor.fake import FakeExecutor, create
+from core.executor.interface import StepHandle
+from core.plan import SchedulerOutput
+from core.reception import Served
+from ipc.config import EngineConfig
+from ipc.messages import (
+    MAX_CLIENT_MESSAGE_BYTES,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    EngineStopping,
+    Limits,
+    ModelInformation,
+    TokenizerFiles,
+    Welcome,
+)
+from tests.core.driving import PagedExecutor
+from tests.simulation.network import Router
+from tests.simulation.world import MS, World
+
+OWNER_TOKEN = b"o" * 16
+_HELD_NS = 100 * MS  # core/process.py's
+_STEPS_PER_CHECK = 8
+_SENT_BY_ENGINE = 2  # core/io_thread.py's
+
+
+class StepFailure(Exception):
+    """What a faulty executor raises in the middle of a step."""
+
+
+class FailingExecutor:
+    """An executor that can be made to fail at its next step."""
+
+    def __init__(self, executor: FakeExecutor | PagedExecutor) -> None:
+        self.info = executor.info
+        self.fails = False
+        self._execute = executor.execute
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        if self.fails:
+            raise StepFailure("the played executor fails")
+        return self._execute(plan)
+
+
+def ready_executor(config: EngineConfig) -> FakeExecutor:
+    executor = create(config)
+    executor.initialize_cache(config)
+    return executor
+
+
+class EngineProcess:
+    """is_paged: the executor reads every context back from its blocks, and gives no log probabilities. poison: a token
+    after which a request fails, for a paged one. on_drain, on_death: called when it begins to drain, and when it has
+    ended."""
+
+    def __init__(
+        self,
+        world: World,
+        config: EngineConfig,
+        *,
+        generation: int,
+        lease_ms: int,
+        capacity: int,
+        is_paged: bool,
+        poison: int | None,
+        on_drain: Callable[[], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self._world = world
+        self._on_drain = on_drain
+        self._on_death = on_death
+        self.router = Router(world, capacity, self._read_soon, self._wake_late)
+        self.executor = FailingExecutor(PagedExecutor(config, poison) if is_paged else ready_executor(config))
+        self.core = EngineCore(config, self.executor, generation)  # type: ignore[arg-type]
+        self.border = Border(
+            self.router,  # type: ignore[arg-type]
+            self.router,  # type: ignore[arg-type]
+            _served(config, self.executor, generation, lease_ms),
+            world.seconds(),
+            on_drain=self.drain,
+            on_shutdown=lambda: None,
+        )
+        self.is_dead = False
+        self.stopped_until_ns = 0
+        self._round_at_ns: int | None = None  # when the next round is due
+        self._is_stepping = False  # a step is under way, or due; else the engine thread reads the socket
+        self._is_reading = False  # the engine thread is about to
+        self._num_steps = 0
+        world.engine = self
+
+    # --- what can be done to it ---
+
+    def stop_for(self, duration_ns: int) -> None:
+        """As SIGSTOP and SIGCONT do."""
+        self.stopped_until_ns = max(self.stopped_until_ns, self._world.now_ns + duration_ns)
+
+    def drain(self) -> None:
+        self._on_drain()
+        self.border.drain_asked = True
+        self.wake()
+
+    def kill(self, *, loses_frames: bool) -> None:
+        if not self.is_dead:
+            self.is_dead = True
+            self._world.engine = None
+            self._world.note("the engine is dead")
+            self.router.close(loses_frames=loses_frames)
+            self._on_death()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._world.now_ns < self.stopped_until_ns
+
+    # --- the IO thread ---
+
+    def wake(self) -> None:
+        self._round_later(self._world.now_ns + self._world.delay() // 8)
+
+    def _wake_late(self) -> None:
+        """The monitor has an event; a message that arrived after it may be read before it."""
+        self._round_later(self._world.now_ns + self._world.random.randrange(self._world.max_delay_ns))
+
+    def answer_now(self) -> bool:
+        """Read and answer all that has arrived; False where the engine cannot."""
+        while not (self.is_dead or self.is_stopped or self.border.inbox.is_overfull or self.border.shutdown_asked):
+            if self._is_stepping:
+                self._round()
+            else:
+                self._read()
+            if not self.border.has_unread:
+                return True
+        return False
+
+    def _round_later(self, time_ns: int) -> None:
+        if self._round_at_ns is None or time_ns < self._round_at_ns:
+            self._round_at_ns = time_ns
+            self._world.at(time_ns, self._round_if_due)
+
+    def _round_if_due(self) -> None:
+        if self.is_dead or self._round_at_ns is None or self._round_at_ns > self._world.now_ns:
+            return  # there was a sooner round in its place
+        self._round_at_ns = None
+        if self.is_stopped:
+            self._round_later(self.stopped_until_ns)
+        else:
+            self._round()
+
+    def _round(self) -> None:
+        due_s = self.border.round(self._world.seconds())
+        if self.border.shutdown_asked:
+            self._stop("its owner has shut it down")
+            return
+        if due_s is not None:
+            self._round_later(self._world.now_ns + int(due_s * 1e9))
+        if not self.border.inbox.is_empty:
+            self._step_later(self._world.delay() // 8)
+
+    def _stop(self, error: str) -> None:
+        """Tell all sessions, and end."""
+        while not self.border.outbox.empty():
+            self.border.round(self._world.seconds())
+        self.border.send_to_all(EngineStopping(error), self._world.seconds())
+        self.kill(loses_frames=False)
+
+    # --- the engine thread ---
+
+    def _read_soon(self) -> None:
+        """A message has come: it wakes the engine thread where that has nothing to run, else the IO thread."""
+        if self._is_stepping:
+            self.wake()
+        elif not self._is_reading:
+            self._is_reading = True
+            self._world.after(self._world.delay() // 8, self._read_in_time)
+
+    def _read_in_time(self) -> None:
+        if self.is_dead:
+            return
+        if self.is_stopped:
+            self._world.at(self.stopped_until_ns, self._read_in_time)
+            return
+        self._is_reading = False
+        self._read()
+
+    def _read(self) -> None:
+        has_read = self.border.receive(self._world.seconds())
+        due_s = self.border.due_s(may_receive=has_read)
+        if self.border.shutdown_asked:
+            self.wake()
+        elif due_s is not None:
+            self._round_later(self._world.now_ns + int(due_s * 1e9))
+        if not self.border.inbox.is_empty:
+            self._step_later(0)
+
+    def _step_later(self, delay_ns: int) -> None:
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._world.after(delay_ns, self._step)
+
+    def _step(self) -> None:
+        if self.is_dead:
+            return
+        if self.is_stopped:
+            self._world.at(self.stopped_until_ns, self._step)
+            return
+        self._is_stepping = False
+        core, inbox = self.core, self.border.inbox
+        messages = inbox.drain()
+        if not messages and not core.has_unfinished:
+            if inbox.has_ended:
+                self._stop("")
+            return
+        for client, message in messages:
+            self._world.note("engine: step with {} of session {}", type(message).__name__, client)
+            if isinstance(message, (HoldClient, ReleaseClient)):
+                self._world.count(type(message).__name__)
+        try:
+            outputs = core.step(messages, self._world.now_ns)
+        except StepFailure as error:
+            self._stop(f"StepFailure: {error}")
+            return
+        self._num_steps += 1
+        if self._num_steps % _STEPS_PER_CHECK == 0:
+            core.scheduler.check_integrity()
+        self._is_stepping = True
+        duration_ns = self._world.max_delay_ns // 4 + self._world.delay()
+        self._world.after(duration_ns, partial(self._end_step, outputs))
+
+    def _end_step(self, outputs: Sequence[Addressed]) -> None:
+        if self.is_dead:
+            return
+        if self.is_stopped:
+            self._world.at(self.stopped_until_ns, partial(self._end_step, outputs))
+            return
+        self._is_stepping = False
+        border, core = self.border, self.core
+        border.inbox.settle(*core.count_waiting())
+        if outputs and len(outputs) <= _SENT_BY_ENGINE and border.outbox.empty() and self._world.chance(0.5):
+            border.send(outputs, self._world.seconds())
+            if border.sessions.has_unsent:
+                self.wake()
+        elif outputs:
+            border.outbox.put(outputs)
+            self.wake()
+        if core.has_work or not border.inbox.is_empty:
+            self._step_later(0)
+        elif core.has_unfinished:
+            self._world.after(_HELD_NS, partial(self._step_later, 0))
+        elif border.inbox.has_ended:
+            self._step_later(0)
+
+    # --- what is left ---
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is on its way inside the process."""
+        inbox = self.border.inbox
+        return (
+            not self.core.has_unfinished
+            and not self._is_stepping
+            and inbox.is_empty
+            and self.border.outbox.empty()
+            and not self.border.sessions.has_unsent
+        )
+
+
+def _served(config: EngineConfig, executor: FailingExecutor, generation: int, lease_ms: int) -> Served:
+    info = executor.info
+    max_model_len = config.max_model_len or 0
+    limits = Limits(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_message_bytes=MAX_CLIENT_MESSAGE_BYTES,
+        max_num_queued_requests=config.max_num_queued_requests,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+        max_client_bytes=config.max_client_bytes,
+        heartbeat_ms=lease_ms // 3,
+        lease_ms=lease_ms,
+        max_logprobs=config.max_logprobs,
+    )
+    welcome = Welcome(
+        PROTOCOL_MAJOR,
+        PROTOCOL_MINOR,
+        "played",
+        f"engine {generation}",
+        generation,
+        b"",
+        info.name,
+        info.fingerprint,
+        "",
+        info.numerics,
+        info.vocab_size,
+        limits,
+    )
+    model = ModelInformation(
+        0,
+        info.name,
+        info.fingerprint,
+        info.numerics,
+        "fake",
+        info.dtype,
+        info.vocab_size,
+        [],
+        max_model_len,
+        1,
+        1,
+        1,
+        1,
+        True,
+    )
+    return Served(welcome, TokenizerFiles(0, "", {}), model, OWNER_TOKEN, config.client_weights)
