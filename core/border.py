@@ -68,7 +68,7 @@ class Border:
         self._retry_s = _MIN_RETRY_S
 
     def round(self, now: float) -> float | None:
-        """See to all there is; seconds until there may be more to do, None = when something happens."""
+        """Do all there is to do; return the seconds until there may be more, None = when something happens."""
         self._close_disconnected()
         may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
         has_read = may_receive and self.receive(now)
@@ -84,7 +84,7 @@ class Border:
         return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
 
     def due_s(self, *, may_receive: bool) -> float | None:
-        """Seconds until the next round is due though nothing happens; None = it is not."""
+        """Return the seconds until a round is due though nothing happens; None = no round is."""
         if not may_receive:
             return _MIN_RETRY_S
         if self.sessions.has_unsent:
@@ -97,7 +97,7 @@ class Border:
         return bool(pending_events(self._socket) & zmq.POLLIN)
 
     def receive(self, now: float) -> bool:
-        """Read messages, a bounded number of them; whether everything that had arrived was read."""
+        """Read a bounded number of messages; return whether everything that had arrived was read."""
         for _ in range(_MESSAGES_PER_ROUND):
             if self.inbox.is_overfull or self.shutdown_asked:
                 return False
@@ -123,6 +123,7 @@ class Border:
                 self.sessions.send(session, message, now)
 
     def send_to_all(self, message: ServerMessage, now: float) -> None:
+        """Send a message to every session."""
         for session in list(self.sessions.all):
             self.sessions.send(session, message, now)
 

@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def describe(scenario: Scenario) -> str:
-    """One line for each decision; of structs only what differs from their defaults."""
+    """Return one line for each decision; structs are shown by the fields that differ from their defaults."""
     lines = []
     for name, value in scenario._asdict().items():
         if name == "config":
@@ -34,7 +34,7 @@ def describe(scenario: Scenario) -> str:
 
 
 def changed(struct: msgspec.Struct) -> dict[str, object]:
-    """Its fields that are not as they are by default."""
+    """Return the fields whose values differ from their defaults."""
     default = type(struct)()
     fields = msgspec.structs.asdict(struct)
     return {name: value for name, value in fields.items() if value != getattr(default, name)}

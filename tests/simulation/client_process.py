@@ -8,7 +8,7 @@ from functools import partial
 from frontend.client import EngineClient
 from ipc.errors import CallFailedError, EngineDeadError, HandshakeError
 from ipc.messages import PauseMode
-from tests.simulation.engine_process import OWNER_TOKEN
+from tests.simulation.engine_parts import OWNER_TOKEN
 from tests.simulation.network import Connection
 from tests.simulation.oracle import Excuse, Rules, Stream, check_error, undisturbed
 from tests.simulation.plan import Abort, Action, Call, Connect, Discard, Leave, Plan, Submit
@@ -33,7 +33,7 @@ _CALLS: dict[Call, Callable[[EngineClient], object]] = {
 
 
 class ClientProcess:
-    """rules: of the engine. always: what excuses every client of it."""
+    """A program, and the process that it runs in. rules: the engine's. always: excuses that every client has."""
 
     def __init__(self, world: World, plan: Plan, rules: Rules, always: set[Excuse]) -> None:
         self.plan = plan
@@ -55,23 +55,24 @@ class ClientProcess:
     # --- what can be done to it ---
 
     def stop_for(self, duration_ns: int) -> None:
-        """As SIGSTOP and SIGCONT do."""
+        """Stop the process, and let it go on after so long, as SIGSTOP and SIGCONT do."""
         self._stopped_until_ns = max(self._stopped_until_ns, self._world.now_ns + duration_ns)
         self.excuses.add(Excuse.STOPPED)
 
     def make_slow(self, duration_ns: int) -> None:
-        """What the engine sends is long on its way."""
+        """Delay what the engine sends."""
         if self.is_connected:
             self._connection.slow_until_ns = self._world.now_ns + duration_ns
             self.excuses.add(Excuse.SLOW)
 
     def cut(self, engine_notices_ns: int, client_notices_ns: int) -> None:
+        """Cut the connection; each side notices after so long."""
         if self.is_connected:
             self.excuses.add(Excuse.CUT_AGAIN if Excuse.CUT in self.excuses else Excuse.CUT)
             self._connection.cut(engine_notices_ns, client_notices_ns)
 
     def kill(self, vanishes_ns: int | None) -> None:
-        """vanishes_ns: the engine notices after so long; None: as soon as the kernel has closed the connection."""
+        """Kill the process. vanishes_ns: the engine notices after so long; None = the kernel closes the connection."""
         self.is_killed = True
         if self._transport is not None and self._transport.connection is not None:
             if vanishes_ns is None:
@@ -91,6 +92,7 @@ class ClientProcess:
         return self._transport.connection
 
     def when_running(self, do: "partial[None]") -> None:
+        """Call it now, or when the process goes on; never where it was killed."""
         if self.is_killed:
             return
         if self._world.now_ns < self._stopped_until_ns:
@@ -99,7 +101,7 @@ class ClientProcess:
             do()
 
     def describe(self) -> str:
-        """For the message of a failure."""
+        """Say what is unfinished, for the message of a failure."""
         unfinished = [stream.name for stream in self._reader.streams if not stream.is_over]
         return f"{self._num_left} actions left, unfinished: {unfinished}"
 
@@ -107,12 +109,12 @@ class ClientProcess:
 
     @property
     def is_done(self) -> bool:
-        """It has done all of its plan, and knows the end of every request."""
+        """Whether the plan is carried out and the end of every request is known."""
         return self.is_killed or (self._num_left == 0 and self._reader.is_over)
 
     @property
     def is_busy(self) -> bool:
-        """A request of it has begun and has not ended."""
+        """Whether a request has begun and has not ended."""
         return any(stream.tokens and not stream.is_over for stream in self._reader.streams)
 
     @property
@@ -144,7 +146,7 @@ class ClientProcess:
         self._num_left -= 1
 
     def _has_client(self) -> bool:
-        """Whether there is a client with an open session; a new one is made where there is none."""
+        """Make a new client where there is none with an open session; whether there is one now."""
         if self.has_session:
             return True
         self._bury()
@@ -214,7 +216,7 @@ class ClientProcess:
     # --- reading ---
 
     def _hear(self, client: EngineClient) -> None:
-        """The client's listener: there is news, or the end. The program looks at it now or later."""
+        """Look at the news, or at the end, now or later; the listener of a client."""
         look = partial(self.when_running, partial(self._look, client))
         if client.error is not None or self._world.chance(0.2):
             self._world.after(self._world.delay(), look)
@@ -231,7 +233,7 @@ class ClientProcess:
             self._reader.read(client, number, self.excuses)
 
     def _bury(self) -> None:
-        """The session has ended: read what came before, look at the reason, and forget it."""
+        """Read what came before the session's end, check the reason, and forget the client."""
         client, self.client = self.client, None
         if client is None:
             return

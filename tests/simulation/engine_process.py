@@ -6,59 +6,22 @@ from functools import partial
 
 from core.border import Addressed, Border
 from core.engine import EngineCore, HoldClient, ReleaseClient
-from core.executor.fake import FakeExecutor, create
-from core.executor.interface import StepHandle
-from core.plan import SchedulerOutput
-from core.reception import Served
 from ipc.config import EngineConfig
-from ipc.messages import (
-    MAX_CLIENT_MESSAGE_BYTES,
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
-    EngineStopping,
-    Limits,
-    ModelInformation,
-    TokenizerFiles,
-    Welcome,
-)
+from ipc.messages import EngineStopping
 from tests.core.driving import PagedExecutor
+from tests.simulation.engine_parts import FailingExecutor, StepFailure, ready_executor, served
 from tests.simulation.network import Router
 from tests.simulation.world import MS, World
 
-OWNER_TOKEN = b"o" * 16
 _HELD_NS = 100 * MS  # core/process.py's
 _STEPS_PER_CHECK = 8
 _SENT_BY_ENGINE = 2  # core/io_thread.py's
 
 
-class StepFailure(Exception):
-    """What a faulty executor raises in the middle of a step."""
-
-
-class FailingExecutor:
-    """An executor that can be made to fail at its next step."""
-
-    def __init__(self, executor: FakeExecutor | PagedExecutor) -> None:
-        self.info = executor.info
-        self.fails = False
-        self._execute = executor.execute
-
-    def execute(self, plan: SchedulerOutput) -> StepHandle:
-        if self.fails:
-            raise StepFailure("the played executor fails")
-        return self._execute(plan)
-
-
-def ready_executor(config: EngineConfig) -> FakeExecutor:
-    executor = create(config)
-    executor.initialize_cache(config)
-    return executor
-
-
 class EngineProcess:
-    """is_paged: the executor reads every context back from its blocks, and gives no log probabilities. poison: a token
-    after which a request fails, for a paged one. on_drain, on_death: called when it begins to drain, and when it has
-    ended."""
+    """An engine that can be stopped and killed. is_paged: the executor reads every context back from its blocks, and
+    gives no log probabilities. poison: a token after which a request fails, for such an executor. on_drain, on_death:
+    called when the engine begins to drain, and when it has ended."""
 
     def __init__(
         self,
@@ -82,7 +45,7 @@ class EngineProcess:
         self.border = Border(
             self.router,  # type: ignore[arg-type]
             self.router,  # type: ignore[arg-type]
-            _served(config, self.executor, generation, lease_ms),
+            served(config, self.executor.info, generation, lease_ms),
             world.seconds(),
             on_drain=self.drain,
             on_shutdown=lambda: None,
@@ -98,7 +61,7 @@ class EngineProcess:
     # --- what can be done to it ---
 
     def stop_for(self, duration_ns: int) -> None:
-        """As SIGSTOP and SIGCONT do."""
+        """Stop the process, and let it go on after so long, as SIGSTOP and SIGCONT do."""
         self.stopped_until_ns = max(self.stopped_until_ns, self._world.now_ns + duration_ns)
 
     def drain(self) -> None:
@@ -124,7 +87,7 @@ class EngineProcess:
         self._round_later(self._world.now_ns + self._world.delay() // 8)
 
     def _wake_late(self) -> None:
-        """The monitor has an event; a message that arrived after it may be read before it."""
+        """Wake the IO thread for an event of the monitor; the engine thread may read later messages before that."""
         self._round_later(self._world.now_ns + self._world.random.randrange(self._world.max_delay_ns))
 
     def answer_now(self) -> bool:
@@ -172,7 +135,7 @@ class EngineProcess:
     # --- the engine thread ---
 
     def _read_soon(self) -> None:
-        """A message has come: it wakes the engine thread where that has nothing to run, else the IO thread."""
+        """Wake the engine thread for a message where that thread has nothing to run, else the IO thread."""
         if self._is_stepping:
             self.wake()
         elif not self._is_reading:
@@ -259,7 +222,7 @@ class EngineProcess:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or is on its way inside the process."""
+        """Whether nothing runs, waits or is on its way inside the process."""
         inbox = self.border.inbox
         return (
             not self.core.has_unfinished
@@ -268,50 +231,3 @@ class EngineProcess:
             and self.border.outbox.empty()
             and not self.border.sessions.has_unsent
         )
-
-
-def _served(config: EngineConfig, executor: FailingExecutor, generation: int, lease_ms: int) -> Served:
-    info = executor.info
-    max_model_len = config.max_model_len or 0
-    limits = Limits(
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_message_bytes=MAX_CLIENT_MESSAGE_BYTES,
-        max_num_queued_requests=config.max_num_queued_requests,
-        max_num_queued_tokens=config.max_num_queued_tokens,
-        max_client_bytes=config.max_client_bytes,
-        heartbeat_ms=lease_ms // 3,
-        lease_ms=lease_ms,
-        max_logprobs=config.max_logprobs,
-    )
-    welcome = Welcome(
-        PROTOCOL_MAJOR,
-        PROTOCOL_MINOR,
-        "played",
-        f"engine {generation}",
-        generation,
-        b"",
-        info.name,
-        info.fingerprint,
-        "",
-        info.numerics,
-        info.vocab_size,
-        limits,
-    )
-    model = ModelInformation(
-        0,
-        info.name,
-        info.fingerprint,
-        info.numerics,
-        "fake",
-        info.dtype,
-        info.vocab_size,
-        [],
-        max_model_len,
-        1,
-        1,
-        1,
-        1,
-        True,
-    )
-    return Served(welcome, TokenizerFiles(0, "", {}), model, OWNER_TOKEN, config.client_weights)

@@ -1,4 +1,4 @@
-"""What an engine still holds when it has no requests: nothing may be found."""
+"""The check that an engine without requests holds nothing for any."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.simulation.world import Failure
 
 
 def check_nothing_is_held(engine: EngineProcess) -> None:
-    """The engine is idle; its sessions may be open. Errors: Failure with what is left."""
+    """Check an idle engine, whose sessions may be open. Errors: Failure with what is left."""
     engine.core.scheduler.check_integrity()
     left = {name: (found, due) for name, (found, due) in _counts(engine).items() if found != due}
     if left:

@@ -48,7 +48,7 @@ class Connection:
         self._up_at_ns = self._down_at_ns = 0  # when the last frame arrives
 
     def up(self, frame: bytes) -> None:
-        """The client sends."""
+        """Carry a frame to the engine."""
         self._up_at_ns = max(self._up_at_ns, self._world.now_ns + self._world.delay())
         for _ in range(self._num_copies(frame, _UP_TAGS)):
             self._world.at(self._up_at_ns, partial(self.reach_engine, frame))
@@ -58,7 +58,7 @@ class Connection:
             self._router.arrive(self, frame)
 
     def down(self, frame: bytes) -> None:
-        """The engine's socket has taken a frame."""
+        """Carry a frame, which the engine's socket has taken, to the client."""
         self.num_waiting += 1
         if self.is_instant:
             self._receiver.arrive(self, frame)
@@ -89,7 +89,7 @@ class Connection:
         self._world.after(client_notices_ns, partial(self._receiver.lose, self, is_engine_dead=False))
 
     def close(self) -> None:
-        """The client's process closes it, or dies: what it sent still arrives."""
+        """Close it from the client's side; what the client sent still arrives."""
         if not self.is_cut:
             self._world.at(max(self._up_at_ns, self._world.now_ns) + self._world.delay(), self._closed)
 
@@ -98,12 +98,12 @@ class Connection:
         self._engine_notices()
 
     def vanish(self, noticed_ns: int) -> None:
-        """The client's machine is gone without a word."""
+        """Lose the client's machine; the engine notices after so long."""
         self.is_cut = True
         self._world.after(noticed_ns, self._engine_notices)
 
     def engine_died(self, *, loses_frames: bool) -> None:
-        """loses_frames: what the engine sent last does not arrive either."""
+        """Close it from the engine's side. loses_frames: what the engine sent last does not arrive."""
         noticed_ns = self._world.now_ns + self._world.delay()
         if self.is_cut or loses_frames:
             self.is_cut = True
@@ -116,7 +116,7 @@ class Connection:
 
 
 class Frame:
-    """What Reception uses of a zmq.Frame."""
+    """The part of a zmq.Frame that Reception uses."""
 
     more = False
 
@@ -130,7 +130,7 @@ class Frame:
 
 
 class Router:
-    """What Border and Sessions use of the engine's socket: a ROUTER with ROUTER_MANDATORY; and its monitor."""
+    """The part of a ROUTER socket with ROUTER_MANDATORY, and of its monitor, that Border and Sessions use."""
 
     def __init__(
         self, world: World, capacity: int, on_message: Callable[[], None], on_disconnect: Callable[[], None]
@@ -163,13 +163,13 @@ class Router:
         self._on_message()
 
     def disconnect(self, connection: Connection) -> None:
-        """The engine's side of a connection is closed; messages that have arrived can still be read."""
+        """Close the engine's side of a connection; messages that have arrived can still be read."""
         if self._peers.pop(connection.identity, None) is not None and not self.is_closed:
             self._ended.append(connection.fd)
             self._on_disconnect()
 
     def close(self, *, loses_frames: bool) -> None:
-        """The engine process has ended."""
+        """Close all connections, because the engine process has ended."""
         self.is_closed = True
         for connection in self._peers.values():
             connection.engine_died(loses_frames=loses_frames)

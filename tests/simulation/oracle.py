@@ -1,4 +1,4 @@
-"""The oracle: what a request gives when nothing disturbs it, and what of it a client may find at the end.
+"""The oracle: the tokens of a request that nothing disturbs, and the other ends that a fault may give it.
 
 The fake executor's tokens are a function of the ids before them, so an undisturbed run is a calculation.
 tests/simulation/test_oracle.py compares it with requests that run alone on a fresh engine.
@@ -27,7 +27,7 @@ class Undisturbed(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What of the engine decides a request's tokens. poison: a token after which a request fails, None = none."""
+    """The options of an engine that decide tokens. poison: a token after which a request fails, None = none."""
 
     vocab_size: int
     eos: int
@@ -36,6 +36,7 @@ class Rules(NamedTuple):
 
 
 def undisturbed(ask: Ask, choice: int, rules: Rules) -> Undisturbed:
+    """Calculate the run of one choice of a request; without tokens where the request is wrong."""
     if max(ask.prompt) >= rules.vocab_size or rules.poison in ask.prompt:
         return Undisturbed([], FinishReason.NONE, None)
     params, tokens = ask.params, list[int]()
@@ -71,7 +72,7 @@ def _term(token: int, position: int) -> int:
 def check_logprobs(
     found: list[PositionLogprobs], tokens: list[int], start: int, num_top: int | None, vocab_size: int
 ) -> None:
-    """tokens: those from position `start` on; num_top: None = none were asked for."""
+    """Compare with the fake executor's. tokens: from position `start` on. num_top: None = none were asked for."""
     wanted = [] if num_top is None else tokens
     if len(found) != len(wanted):
         raise Failure(f"log probabilities of {len(found)} tokens, of {len(wanted)} are due")
@@ -83,7 +84,7 @@ def check_logprobs(
 
 
 class Excuse(Enum):
-    """What happened to a client that allows its requests another end than their undisturbed one."""
+    """An event in the life of a client that allows its requests another end than their undisturbed one."""
 
     ENGINE_DIED = "the engine died"
     ENGINE_STOPPED = "the engine stood still"
@@ -92,7 +93,8 @@ class Excuse(Enum):
     SLOW = "its connection was slow"
     CUT = "its connection was cut"
     CUT_AGAIN = "its connection was cut more than once"
-    NOT_BEGUN = "the engine's queue was full, and the request had no token"
+    QUEUE_BOUND = "the engine's queue is short"
+    NOT_BEGUN = "the engine's queue is short, and the request had no token"
     DEADLINE = "the request had a deadline, which has passed"
     INVALID = "the request is wrong"
     POISONED = "a choice of the request has met the token after which it fails"
@@ -109,9 +111,10 @@ _EXCUSES: list[tuple[type[EngineCoreError], str, tuple[Excuse, ...]]] = [
     (EngineDeadError, "there is no session", (Excuse.STOPPED, Excuse.SLOW)),
     (EngineDeadError, "did not read", (Excuse.STOPPED, Excuse.SLOW)),
     (EngineDeadError, "finishing its last requests", (Excuse.DRAINED,)),
+    # A client that goes on exactly on a new engine passes as it is: its streams are undisturbed. Once all clients must
+    # do so, these are no outcomes any more: take the rows out.
     (EngineDeadError, "the engine stopped", (Excuse.ENGINE_DIED,)),
     (EngineDeadError, "the engine process has ended", (Excuse.ENGINE_DIED,)),
-    # With a client that goes on exactly on a new engine, these two are no outcome of a tcp client any more.
     (EngineDeadError, "the engine was restarted", (Excuse.ENGINE_DIED,)),
     (
         EngineDeadError,
@@ -123,7 +126,7 @@ _EXCUSES: list[tuple[type[EngineCoreError], str, tuple[Excuse, ...]]] = [
 
 
 def check_error(error: EngineCoreError, excuses: set[Excuse]) -> str:
-    """Look that the error is one to which something that happened leads; the kind of error. Errors: Failure."""
+    """Check that one of the excuses explains the error, and return the kind of error. Errors: Failure."""
     for kind, text, allowed in _EXCUSES:
         if type(error) is kind and text in str(error):
             if excuses.isdisjoint(allowed):
@@ -150,7 +153,7 @@ class Stream:
             raise Failure(f"{self.name}: {self.tokens} was read and {self.due.tokens} is due")
 
     def end(self, finish: FinishReason, stop_token: int | None) -> None:
-        """The engine says how it ended."""
+        """Compare the end that the engine reports."""
         self.is_over = True
         if finish == FinishReason.ABORT:
             if not self.aborted:

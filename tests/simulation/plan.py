@@ -1,4 +1,4 @@
-"""Plan: what a client's program wants and does, and when."""
+"""Plan: the requests of a client's program, and its actions with their times."""
 
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -7,7 +7,7 @@ from ipc.sampling_params import SamplingParams
 
 
 class Ask(NamedTuple):
-    """A request as a program wants it."""
+    """A request, as a program asks for it."""
 
     prompt: list[int]
     params: SamplingParams
@@ -40,8 +40,7 @@ class Leave(NamedTuple):
 
 
 class Call(Enum):
-    """Typed calls. The caller does not wait, so every answer comes too late. What is paused is resumed some time
-    later."""
+    """A typed call. The caller does not wait, so the answer comes too late. A pause is followed by RESUME."""
 
     STATISTICS = "statistics"
     EXPLAIN = "explain"
@@ -57,7 +56,8 @@ Action: TypeAlias = Connect | Submit | Abort | Discard | Leave | Call
 
 
 class Plan(NamedTuple):
-    """actions: (ns after the beginning, action). is_tcp: a connection that was cut is made again within grace_ns."""
+    """All that a program does. actions: (ns after the beginning, action). is_tcp: a cut connection is made again within
+    grace_ns."""
 
     name: str
     is_tcp: bool

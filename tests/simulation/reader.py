@@ -23,7 +23,7 @@ class Submitted:
 
 
 class Reader:
-    """requests: by number, without those that were discarded."""
+    """The requests of one client. requests: by number, without those that were discarded."""
 
     def __init__(self, world: World) -> None:
         self.requests: dict[int, Submitted] = {}
@@ -31,7 +31,7 @@ class Reader:
 
     @property
     def is_over(self) -> bool:
-        """The end of every request is known."""
+        """Whether the end of every request is known."""
         return all(one.is_over for one in self.requests.values())
 
     @property
@@ -65,7 +65,7 @@ class Reader:
             all_excuses.add(Excuse.DEADLINE)
         if any(each.due.finish == FinishReason.NONE for each in one.streams):
             all_excuses |= {Excuse.INVALID, Excuse.POISONED}
-        if not any(each.tokens for each in one.streams):
+        if Excuse.QUEUE_BOUND in excuses and not any(each.tokens for each in one.streams):
             all_excuses.add(Excuse.NOT_BEGUN)
         self._world.count(check_error(error, all_excuses))
         self._world.note("{} fails: {!r}", stream.name, error)

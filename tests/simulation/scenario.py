@@ -1,4 +1,4 @@
-"""Scenario: all that a seed decides before the clock starts: the engine, the programs, and what goes wrong when."""
+"""Scenario: all that a seed decides before the clock starts: the engine, the programs, the faults and their times."""
 
 import random
 from typing import Any, NamedTuple, TypeAlias
@@ -66,9 +66,12 @@ _SHARES: dict[type[Fault], float] = {
 
 
 class Scenario(NamedTuple):
-    """is_tight: clients are too slow for the engine's bounds now and then. capacity: frames in the socket's queue for
-    each client. Bounds that production has too, in other sizes: hold_bytes, hold_s, max_merged_bytes, max_inbox,
-    messages_per_round."""
+    """The engine, the programs and the faults of one run.
+
+    is_tight: clients are too slow for the engine's bounds now and then. capacity: frames in the socket's queue for each
+    client. hold_bytes, hold_s, max_merged_bytes, max_inbox, messages_per_round: bounds that production has in other
+    sizes.
+    """
 
     config: EngineConfig
     rules: Rules
@@ -89,6 +92,7 @@ class Scenario(NamedTuple):
 
 
 def draw(seed: int) -> Scenario:
+    """Draw the scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     config = _config(rng)
     vocab_size, is_paged = config.fake_vocab_size, rng.random() < 0.5
@@ -204,7 +208,7 @@ def draw_ask(rng: random.Random, config: EngineConfig, prefixes: list[list[int]]
 
 
 def _owner(rng: random.Random, horizon_ns: int) -> Plan:
-    """An owner of the engine that asks for this and that; what it pauses it resumes."""
+    """Draw the plan of the engine's owner, which has no requests."""
     calls = {
         Call.STATISTICS: 3,
         Call.EXPLAIN: 3,
@@ -220,7 +224,7 @@ def _owner(rng: random.Random, horizon_ns: int) -> Plan:
 
 
 def _faults(rng: random.Random, num_clients: int, horizon_ns: int) -> list[tuple[int, Fault]]:
-    """None in every seventh seed or so."""
+    """Draw times and faults; every seventh scenario has none."""
     return sorted(
         ((rng.randrange(horizon_ns), _fault(rng, num_clients)) for _ in range(rng.choice((0, 1, 1, 2, 3, 4, 6)))),
         key=lambda one: one[0],

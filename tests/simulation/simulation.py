@@ -24,11 +24,12 @@ from tests.simulation.scenario import (
 )
 from tests.simulation.world import MS, Failure, World
 
+_LONG_QUEUE = 1000  # requests; no scenario has as many
 _PATIENCE_NS = 5000 * MS  # of virtual time, in which every request must have ended, and then everything be given back
 
 
 def simulate(seed: int, *, verbose: bool = False) -> World:
-    """Run the seed; the world it ended in. Errors: Failure, or whatever the system under test raises."""
+    """Run a seed and return the world at its end. Errors: Failure, or whatever the system under test raises."""
     simulation = Simulation(draw(seed), World(seed, verbose=verbose))
     try:
         simulation.run()
@@ -46,6 +47,8 @@ class Simulation:
         self._generation = 0
         world.max_delay_ns, world.duplicate_share = scenario.max_delay_ns, scenario.duplicate_share
         always = {Excuse.SLOW} if scenario.is_tight else set()
+        if scenario.config.max_num_queued_requests < _LONG_QUEUE:
+            always.add(Excuse.QUEUE_BOUND)
         self._clients = [ClientProcess(world, plan, scenario.rules, always) for plan in scenario.plans]
         for time_ns, fault in scenario.faults:
             world.after(time_ns, partial(self._strike_in_time, fault))
@@ -101,7 +104,7 @@ class Simulation:
     # --- faults ---
 
     def _strike_in_time(self, fault: Fault) -> None:
-        """A fault of a client mostly waits until the client has a request that runs."""
+        """Let a fault happen; those of a client mostly wait until the client has a request that runs."""
         if isinstance(fault, (Cut, Slow, StopClient, KillClient)):
             client = self._clients[fault.client]
             if client.is_done or client.is_killed:

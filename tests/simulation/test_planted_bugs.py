@@ -27,7 +27,7 @@ Patch = pytest.MonkeyPatch
 
 
 def the_journal_keeps_duplicates(patch: Patch) -> None:
-    """Every row is taken for new, wherever it says that it begins."""
+    """Take every row for new, whatever its position."""
     apply = Journal.apply
 
     def apply_as_new(journal: Journal, outputs: Outputs, now: float) -> Any:
@@ -95,7 +95,7 @@ def a_stopped_engine_counts_its_own_silence(patch: Patch) -> None:
 
 
 def a_new_client_inherits_the_end_of_an_old_one(patch: Patch) -> None:
-    """Whose file descriptor it has been given, before the engine looked at the monitor."""
+    """Open sessions without a look at the monitor, while a connection with the same file descriptor has just ended."""
     begin = Border.__init__
 
     def begin_deaf(border: Border, *arguments: Any, **options: Any) -> None:

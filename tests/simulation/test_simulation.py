@@ -12,7 +12,7 @@ import pytest
 from core.engine import EngineCore
 from ipc.messages import AddRequest, Outputs
 from tests.core.driving import unpack
-from tests.simulation.engine_process import ready_executor
+from tests.simulation.engine_parts import ready_executor
 from tests.simulation.oracle import Rules, undisturbed
 from tests.simulation.scenario import draw, draw_ask
 from tests.simulation.simulation import simulate

@@ -13,14 +13,14 @@ _RETRY_NS = 2 * MS
 
 
 class Host(Protocol):
-    """The process that a transport is of."""
+    """The process that a transport belongs to."""
 
     def when_running(self, do: "partial[None]") -> None:
         """Call it now, or when the process goes on."""
 
 
 class PlayedTransport:
-    """is_tcp: a connection that was cut is made again within grace_ns; else its loss is the end."""
+    """A client's transport. is_tcp: a cut connection is made again within grace_ns; else its loss is the end."""
 
     def __init__(self, world: World, host: Host, *, is_tcp: bool, grace_ns: int) -> None:
         self.connection: Connection | None = None  # None: not connected
@@ -114,7 +114,7 @@ class PlayedTransport:
     # --- ends ---
 
     def lose(self, connection: Connection, *, is_engine_dead: bool) -> None:
-        """The connection's end is noticed, after all that arrived on it."""
+        """Notice the end of a connection, after all that arrived on it."""
         self._host.when_running(partial(self._lose, connection, is_engine_dead))
 
     def _lose(self, connection: Connection, is_engine_dead: bool) -> None:

@@ -8,15 +8,15 @@ _Key = tuple[bytes, int, int]  # identity, number, choice
 
 
 class Witness:
-    """On a connection the tokens of each choice follow one another from the delivered ones on, and nothing follows the
-    end of a request."""
+    """The rules of an engine's answers: on a connection the tokens of each choice follow one another from the delivered
+    ones on, and nothing follows the end of a request."""
 
     def __init__(self) -> None:
         self._next: dict[_Key, int] = {}  # position; -1: it has ended
         self.num_resumed = 0  # requests that came with tokens
 
     def hear(self, identity: bytes, frame: bytes) -> None:
-        """The engine reads a frame."""
+        """Note a frame that the engine reads."""
         message = decode_client_message(frame)
         if not isinstance(message, AddRequest):
             return
@@ -26,7 +26,7 @@ class Witness:
             self._next.setdefault((identity, message.number, choice), len(delivered) // 4)
 
     def say(self, identity: bytes, frame: bytes) -> None:
-        """The engine sends a frame."""
+        """Check a frame that the engine sends. Errors: Failure."""
         message = decode_server_message(frame)
         if isinstance(message, RequestFailed) and message.code != ErrorCode.ALREADY_EXISTS:
             choice = 0

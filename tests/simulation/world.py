@@ -15,7 +15,7 @@ _MAX_CALLS = 100_000  # a run has some hundreds
 
 
 class Failure(AssertionError):
-    """The system under test broke a promise."""
+    """A promise that the system under test broke."""
 
 
 class World:
@@ -37,7 +37,7 @@ class World:
         self._num_entered = 0
 
     def seconds(self) -> float:
-        """The clock, as clients and the border read it."""
+        """Return the time as clients and the border read it."""
         return self.now_ns / 1e9
 
     def at(self, time_ns: int, do: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class World:
     # --- choices ---
 
     def delay(self) -> int:
-        """How long a frame or a wake-up takes, ns."""
+        """Draw how long a frame or a wake-up takes, ns."""
         return int(self.random.random() ** 3 * self.max_delay_ns)
 
     def chance(self, share: float) -> bool:
