@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from enum import Enum
 from hashlib import blake2b
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_ch
 #: Numbers of finished requests that a session remembers: more than core/border/backlog.py merges rows, 10 bytes at least each,
 #: into one message, because a number that is used again must not meet its first use there.
 MAX_FINISHED = 8192
+#: Ends of requests that may be lost with a connection; each is remembered with 4 bytes, for as many as sessions.
+MAX_UNCONFIRMED = 1024
 
 
 class NumberStatus(Enum):
@@ -49,6 +52,11 @@ class RequestLedger:
     def add(self, number: int, frame: bytes | memoryview, num_choices: int) -> None:
         self._live[number] = _Live(_digest(frame), len(frame), num_choices)
         self.num_bytes += len(frame)
+
+    def unconfirmed(self) -> set[int]:
+        """Numbers of the requests that a client whose connection was cut may believe unfinished: the live ones, and the
+        last that have finished, because their ends may have been on the way."""
+        return {*self._live, *islice(reversed(self._finished), MAX_UNCONFIRMED)}
 
     def live_among(self, abort: Abort) -> Abort | None:
         """What of this is there to abort, each once; None for nothing. The rest costs the engine thread nothing."""

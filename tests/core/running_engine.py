@@ -13,7 +13,7 @@ from core.border.reception import Served
 from core.border.zap import start_zap
 from core.engine import EngineCore
 from core.executors.fake import checksum, create, next_token
-from core.process.loop import loop as process
+from core.process import loop as process
 from ipc.config import EngineConfig
 from ipc.messages import (
     PROTOCOL_MAJOR,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.process.loop import loop as process
+from core.process import loop as process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_a_failing_engine_tells_its_clients_although_nobody_reads_its_stderr() -
     """Checked on the order in core/process/loop.py: what is said is queued, the clients are told, then it is flushed."""
     code = """
 import os, threading
-from core.process.loop import loop as process
+from core.process import loop as process
 class Broken:
     has_work = has_unfinished = True
     def step(self, inbox, now): raise RuntimeError("x" * 10)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core.capture import writer as capture_writer
 from core.capture.engine import CapturedEngine, capture_path, start_capture
-from core.capture.engine import writer as capture_writer
 from core.capture.file import CaptureFile
 from core.capture.records import TAGS, Close, Gap, Header, Input, Step, decode_config, decode_record, encode_record
 from core.capture.writer import CaptureWriter

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 import zmq
 
-from frontend.client.client import transport as transports
+from frontend.client import transport as transports
 from frontend.client.transport import ZmqTransport
 
 PATIENCE_S = 10.0
