@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from enum import Enum
 from hashlib import blake2b
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_ch
 #: Numbers of finished requests that a session remembers. This is more than the rows, of at least 10 bytes each, that
 #: core/border/backlog.py merges into one message: a number's second use must not be merged with its first.
 MAX_FINISHED = 8192
+#: Ends of requests that may be lost with a connection; each is remembered with 4 bytes, for as many as sessions.
+MAX_UNCONFIRMED = 1024
 
 
 class NumberStatus(Enum):
@@ -55,6 +58,11 @@ class RequestLedger:
         """Enter a new request with its frame and number of choices."""
         self._live[number] = _Live(_digest(frame), len(frame), num_choices)
         self.num_bytes += len(frame)
+
+    def unconfirmed(self) -> set[int]:
+        """Numbers of the requests that a client whose connection was cut may believe unfinished: the live ones, and the
+        last that have finished, because their ends may have been on the way."""
+        return {*self._live, *islice(reversed(self._finished), MAX_UNCONFIRMED)}
 
     def live_among(self, abort: Abort) -> Abort | None:
         """Return the part of an Abort that names live requests, each once; None if there is none.

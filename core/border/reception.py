@@ -139,7 +139,7 @@ class Reception:
             return
         if session is None:
             session = self._open(identity, fd, hello)
-            session.num_resumed = self._sessions.take_lost(hello.session_token)
+            session.resumable = self._sessions.take_lost(hello.session_token)
         self._sessions.send(session, self._welcome(session, hello), now)
 
     def _open(self, identity: bytes, fd: int, hello: Hello) -> Session:
@@ -241,7 +241,7 @@ class Reception:
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
         full = self._what_is_full(session, message, len(frame.buffer))
-        session.num_resumed = max(0, session.num_resumed - 1)
+        session.resumable.discard(number)
         if full:
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
         try:
@@ -267,7 +267,7 @@ class Reception:
 
     def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
         """Which bound the request would exceed; "" for none. What is alone in a queue always fits."""
-        inbox, limits, is_resumed = self._inbox, self._limits, session.num_resumed > 0
+        inbox, limits, is_resumed = self._inbox, self._limits, message.number in session.resumable
         if not is_resumed and inbox.num_queued_requests >= limits.max_num_queued_requests:
             return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
         tokens = inbox.num_queued_tokens

@@ -6,6 +6,7 @@ HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session end
 
 import contextlib
 import os
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 
@@ -14,7 +15,7 @@ import zmq
 
 from core.border.backlog import Backlog
 from core.border.inbox import Inbox
-from core.border.ledger import RequestLedger
+from core.border.ledger import MAX_FINISHED, RequestLedger
 from core.inputs import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
 from ipc.kv_events import KVBlocksCleared
 from ipc.messages import ErrorCode, Goodbye, Refused, ServerMessage, encode
@@ -48,7 +49,7 @@ class Session(msgspec.Struct, eq=False):
     malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
     num_tokenizers: int = 0  # times the tokenizer was handed over
     num_calls: int = 0  # that the engine has not answered yet
-    num_resumed: int = 0  # requests it may still send again although the queue is full: they had been accepted
+    resumable: set[int] = msgspec.field(default_factory=set)  # requests its lost session had: always room in the queue
     held_since: float | None = None  # monotonic; its requests wait
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the engine tells everything anew
 
@@ -66,7 +67,7 @@ class Sessions:
         self._by_identity: dict[bytes, Session] = {}
         self._by_client: dict[int, Session] = {}
         self._backlogged: dict[int, Session] = {}
-        self._lost: OrderedDict[bytes, int] = OrderedDict()  # unfinished requests of sessions cut off, by token
+        self._lost: OrderedDict[bytes, array[int]] = OrderedDict()  # request numbers of sessions cut off, by token
         self._farewells: dict[bytes, bytes] = {}  # last frames of ended sessions, by identity
         self._num_opened = 0
 
@@ -113,15 +114,21 @@ class Sessions:
 
     def lose(self, session: Session) -> None:
         """Close the session of a client that was cut off and may come back."""
-        if session.client in self._by_client and len(session.requests):
-            self._lost[session.token] = len(session.requests) + session.num_resumed
+        if session.client in self._by_client and (numbers := self._resumable(session)):
+            self._lost[session.token] = array("I", numbers)
             if len(self._lost) > MAX_SESSIONS:
                 self._lost.popitem(last=False)
         self.close(session)
 
-    def take_lost(self, token: bytes) -> int:
-        """How many requests a session had when it was lost; once."""
-        return self._lost.pop(token, 0)
+    def _resumable(self, session: Session) -> set[int]:
+        """Numbers of the requests that its client may send again, whether they live or their ends were lost."""
+        numbers = session.requests.unconfirmed()
+        # A connection that was cut again and again adds to them; who never sends them again does not need them.
+        return numbers | session.resumable if len(session.resumable) <= MAX_FINISHED else numbers
+
+    def take_lost(self, token: bytes) -> set[int]:
+        """The requests of a lost session that its client may send again; once."""
+        return set(self._lost.pop(token, ()))
 
     def end(self, session: Session, code: ErrorCode, text: str) -> None:
         """Close the session from this side; the client finds out why as soon as it reads again."""
@@ -144,7 +151,7 @@ class Sessions:
     # --- sending ---
 
     def send(self, session: Session, message: ServerMessage, now: float) -> None:
-        """Send, or keep for later; closes the session of a client that is gone, ends that of one that is too slow. KV
+        """Send, or keep for later; loses the session of a client that is gone, ends that of one that is too slow. KV
         events are not kept: of those that a client does not read it is told that there is a gap."""
         backlog = session.backlog
         if session.client in self._backlogged:
@@ -156,7 +163,7 @@ class Sessions:
                 if self._try_send(session.identity, encode(message)):
                     return
             except _Unreachable:
-                self.close(session)
+                self.lose(session)
                 return
             self._backlogged[session.client] = session
         if not isinstance(message, KVEvents):
@@ -184,7 +191,7 @@ class Sessions:
                 backlog.pop_head()
                 progress = True
         except _Unreachable:
-            self.close(session)
+            self.lose(session)
             return True
         if backlog.num_bytes == 0:
             self._backlogged.pop(session.client)

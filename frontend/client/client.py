@@ -71,7 +71,7 @@ class EngineClient(TypedCalls):
     """A session over a transport, open when the constructor returns.
 
     hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: of the engine's
-    owner, who alone may pause, resume, drain and shut down.
+    owner, who alone may pause, resume, drain and shut down. clock: monotonic seconds.
     A transport that connects again after a loss, to this engine or to another with the same model at level L2, finds
     the session going on: unfinished requests are submitted again with their tokens, so none is lost or different.
     Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
@@ -86,8 +86,9 @@ class EngineClient(TypedCalls):
         owner_token: bytes = b"",
         hello_timeout: float = 10.0,
         call_timeout: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport = transport
+        self._transport, self._clock = transport, clock
         self._call_timeout = call_timeout
         self._pid = os.getpid()
         self._hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}", b"", owner_token)
@@ -150,7 +151,7 @@ class EngineClient(TypedCalls):
             with self._changed:
                 self.raise_if_ended()
                 self._next_number = number + 1
-                self._journal.add(request, streaming=streaming, now=time.monotonic())
+                self._journal.add(request, streaming=streaming, now=self._clock())
                 try:
                     self._send(frame)
                 except BaseException:
@@ -164,11 +165,11 @@ class EngineClient(TypedCalls):
         Errors: EngineDeadError when the session has ended and none of them has news left.
         """
         self._check_process()
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else self._clock() + timeout
         with self._changed:
             while not len(ready := self._journal.take_ready(numbers)):
                 self.raise_if_ended()
-                left = None if end is None else end - time.monotonic()
+                left = None if end is None else end - self._clock()
                 if left is not None and left <= 0:
                     break
                 self._changed.wait(left)
@@ -288,8 +289,7 @@ class EngineClient(TypedCalls):
     # --- the transport's thread ---------------------------------------------------------------------------------
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        messages = [decode_server_message(frame) for frame in frames]
-        now = time.monotonic()
+        messages, now = [decode_server_message(frame) for frame in frames], self._clock()
         with self._changed:
             news = False
             for message in messages:

@@ -161,13 +161,13 @@ class Counted:
 
     def __init__(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds = 0
-        serve_once = harness.io._round
+        serve_once = harness.io._border.round
 
         def count(now: float) -> float | None:
             self.rounds += 1
             return serve_once(now)
 
-        monkeypatch.setattr(harness.io, "_round", count)
+        monkeypatch.setattr(harness.io._border, "round", count)
 
 
 def answers(messages: Sequence[tuple[int, object]]) -> list[tuple[int, ServerMessage]]:
@@ -311,7 +311,7 @@ def test_an_engine_thread_that_fails_at_the_socket_ends_the_process(
         raise _EndOfProcess(code)
 
     monkeypatch.setattr(f"{PREFIX}core.border.io_thread.os._exit", leave)
-    monkeypatch.setattr(harness.io, "_receive", lambda _: 1 // 0)
+    monkeypatch.setattr(harness.io._border, "receive", lambda _: 1 // 0)
     with pytest.raises(_EndOfProcess, match="1"):
         harness.io.take(PATIENCE_S)
     monkeypatch.undo()

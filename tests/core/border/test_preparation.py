@@ -189,7 +189,7 @@ def test_a_drain_waits_for_what_is_in_preparation(start: Start, gate: Gate) -> N
         client.add(1, [7])
         wait_until(lambda: gate.begun == [1])
         running.io.drain()
-        wait_until(lambda: running.io.reception.is_draining)
+        wait_until(lambda: running.io._border._reception.is_draining)
         client.add(2, [1])
         assert client.receive(RequestFailed).code is ErrorCode.UNAVAILABLE
         gate.opened.set()

@@ -94,6 +94,31 @@ def test_what_a_lost_session_had_is_taken_again_though_the_queue_is_full(start: 
             assert again.finish(*range(NUM_ROWS)) == [expected([1, number], 8) for number in range(NUM_ROWS)]
 
 
+def test_a_request_whose_end_was_lost_takes_nobody_elses_place(start: Callable[..., Running]) -> None:
+    """Found by tests/simulation: of two requests that a lost session had, one had finished unheard. The
+    client sent both again, and a full queue refused one of them."""
+    running = start(max_num_queued_requests=1, lease_ms=60_000)
+    with owner(running) as client, RawClient(running.address) as lost:
+        lost.add(0, [1], max_tokens=2)
+        lost.finish(0)
+        lost.add(1, [1, 1], max_tokens=LONG)
+        wait_for(client, lambda statistics: statistics.num_running == 1)
+        client.send(Pause(1, PauseMode.NEW))
+        client.receive(CallDone)
+        client.add(0, [2])
+        wait_for(client, lambda statistics: statistics.num_waiting == 1)
+        with RawClient(running.address, hello=False) as again:
+            again.send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "again", lost.welcome.session_token))
+            again.receive(Welcome)
+            again.add(0, [1], max_tokens=2)
+            again.add(1, [1, 1])
+            again.add(2, [1, 2])
+            assert again.receive(RequestFailed).number == 2
+            client.send(Resume(2))
+            client.receive(CallDone)
+            assert again.finish(0, 1) == [expected([1], 2), expected([1, 1], 8)]
+
+
 def test_token_and_byte_bounds(start: Callable[..., Running]) -> None:
     running = start(max_num_queued_tokens=1000, max_client_bytes=6000, lease_ms=60_000)
     with owner(running) as client, RawClient(running.address) as other:

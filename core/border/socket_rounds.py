@@ -1,0 +1,181 @@
+"""Border: the work at the engine's socket, in rounds: read what clients sent, send what steps produced, end sessions.
+
+There are no threads, no sleep and no clock here: core/border/io_thread.py decides which thread runs a round and when,
+and tests/simulation plays the socket and the time.
+"""
+
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from core.border.inbox import Inbox
+from core.border.lease_clock import LeaseClock
+from core.border.preparation import Preparation, Preparer
+from core.border.reception import Reception, Served
+from core.border.sessions import Sessions
+from core.inputs import EndPause
+from ipc.messages import CallResult, ErrorCode, ServerMessage
+from ipc.sockets import Socket, pending_events
+
+AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
+
+_MESSAGES_PER_ROUND = 256  # received before results are sent again
+_STEPS_PER_ROUND = 4  # sent before messages are received again
+_MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
+_TICKS_PER_LEASE = 8
+_NOBODY = 0  # client of an input that is no client's
+
+
+class Border:
+    """Socket, monitor, sessions and reception, for one thread at a time; inbox, outbox and drain_asked are shared.
+
+    monitor: reports the socket's connections that have ended. now: monotonic seconds. preparer: None = no request has
+    anything to prepare; on_prepared is called by another thread when a round is due for what it has prepared.
+    on_drain, on_shutdown: called during a round or receive() when the engine's owner asks for it.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        monitor: Socket,
+        served: Served,
+        now: float,
+        preparer: Preparer | None = None,
+        *,
+        on_drain: Callable[[], None],
+        on_shutdown: Callable[[], None],
+        on_prepared: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.inbox = Inbox()
+        self.outbox: SimpleQueue[Sequence[AddressedMessage]] = SimpleQueue()  # results of steps, to be sent by round()
+        self.sessions = Sessions(socket, self.inbox, served.client_weights)
+        self.drain_asked = False  # set by any thread: the next round begins the drain
+        self.shutdown_asked = False  # nothing is received any more
+        self._socket = socket
+        self._monitor = monitor
+        self._lease_s = served.welcome.limits.lease_ms / 1000
+        self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
+        self._on_shutdown = on_shutdown
+        self._preparation: Preparation | None = None
+        if preparer is not None:
+            self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, on_prepared)
+            self.sessions.on_close = self._preparation.forget
+        self._reception = Reception(
+            served,
+            self.sessions,
+            self.inbox,
+            self._clock,
+            self._preparation,
+            on_connect=self._close_disconnected,
+            on_drain=on_drain,
+            on_shutdown=self._shut_down,
+        )
+        self._next_look = 0.0  # for silent clients, on the lease clock
+        self._retry_s = _MIN_RETRY_S
+        self._has_ended_inbox = False
+
+    def round(self, now: float) -> float | None:
+        """Do all there is to do; return the seconds until there may be more, None = when something happens."""
+        self._close_disconnected()
+        may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
+        has_read = may_receive and self.receive(now)
+        self._end_silent(now, has_read=has_read)
+        if self._preparation is not None:
+            self.send(self._preparation.take_done(), now)
+        if self.drain_asked and not self._has_ended_inbox:
+            self._end_inbox()
+        self._send_outbox(now)
+        progress = self.sessions.flush(now)
+        self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
+        has_unread = self.has_unread  # asked in any case: else the file descriptor may stay readable
+        return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
+
+    def _end_inbox(self) -> None:
+        """Refuse new requests at once; end the inbox when what is in preparation has gone into it."""
+        if not self._reception.is_draining:
+            self._reception.is_draining = True
+            self.inbox.put(_NOBODY, EndPause())
+        if not self._preparation:
+            self._has_ended_inbox = True
+            self.inbox.put_end()
+
+    def close(self) -> None:
+        """End the preparation thread, where there is one."""
+        if self._preparation is not None:
+            self._preparation.close()
+
+    def due_s(self, *, may_receive: bool) -> float | None:
+        """Return the seconds until a round is due though nothing happens; None = no round is."""
+        if not may_receive:
+            return _MIN_RETRY_S
+        if self.sessions.has_unsent:
+            return self._retry_s
+        return self._clock.tick if any(session.has_lease for session in self.sessions.all) else None
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the socket has messages."""
+        return bool(pending_events(self._socket) & zmq.POLLIN)
+
+    def receive(self, now: float) -> bool:
+        """Read a bounded number of messages; return whether everything that had arrived was read."""
+        for _ in range(_MESSAGES_PER_ROUND):
+            if self.inbox.is_overfull or self.shutdown_asked:
+                return False
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            frame = last = self._socket.recv(copy=False)
+            num_frames = 1
+            while last.more:  # only the first is kept: a peer may send any number
+                last = self._socket.recv(copy=False)
+                num_frames += 1
+            self._reception.receive(identity, frame, num_frames, now)
+        return False
+
+    def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
+        """Send what a step produced; what is addressed to ended sessions is dropped."""
+        for client, message in messages:
+            session = self.sessions.of_client(client)
+            if session is not None:
+                session.requests.note(message)
+                session.num_calls -= isinstance(message, CallResult)
+                self.sessions.send(session, message, now)
+
+    def send_to_all(self, message: ServerMessage, now: float) -> None:
+        """Send a message to every session."""
+        for session in list(self.sessions.all):
+            self.sessions.send(session, message, now)
+
+    def _send_outbox(self, now: float) -> None:
+        """Send some of it: an engine that is faster than the socket does not keep it from its clients."""
+        for _ in range(min(_STEPS_PER_ROUND, self.outbox.qsize())):
+            self.send(self.outbox.get_nowait(), now)
+
+    def _shut_down(self) -> None:
+        self.shutdown_asked = True
+        self._on_shutdown()
+
+    # --- ends of sessions that nobody asked for ---
+
+    def _close_disconnected(self) -> None:
+        """End the sessions whose connection ended, however the client died."""
+        while self._monitor.poll(0):
+            fd = int(recv_monitor_message(self._monitor)["value"])
+            for session in self.sessions.of_fd(fd):
+                self.sessions.lose(session)
+
+    def _end_silent(self, now: float, *, has_read: bool) -> None:
+        """End the sessions whose lease has run out: a client that is stopped, or far away and unreachable."""
+        self._clock.advance(now, has_read=has_read)
+        if self._clock.time < self._next_look:
+            return
+        self._next_look = self._clock.time + self._clock.tick
+        oldest = self._clock.time - self._lease_s
+        for session in [one for one in self.sessions.all if one.has_lease and one.seen < oldest]:
+            text = f"nothing was heard of this client for {self._lease_s:g} s (its lease); its requests were aborted"
+            self.sessions.end(session, ErrorCode.DEADLINE_EXCEEDED, text)
