@@ -1,8 +1,9 @@
-"""Stops `make venv` before pip downloads a CUDA build of torch, several gigabytes, on a machine without an NVIDIA GPU.
+"""Stop `make venv` before pip downloads a CUDA build of torch, several gigabytes, for a machine without an NVIDIA GPU.
 
-usage: python tools/check_torch.py REQUIREMENT [PIP OPTION ...]; exit status 1 = would be a CUDA build.
+usage: python tools/check_torch.py REQUIREMENT [PIP OPTION ...]
+Exit status: 1 if pip would install a CUDA build; pip's own if pip fails; else 0.
 
-Runs before anything is installed: standard library only, and by its path. It asks pip what it would install.
+It runs before anything is installed: standard library only, and called by its path. It asks pip what it would install.
 """
 
 import json
@@ -15,16 +16,18 @@ from typing import Any
 
 
 def has_nvidia_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU: /dev/nvidia0 or nvidia-smi exists."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
 def cuda_packages(report: dict[str, Any]) -> list[str]:
-    """Packages in pip's installation report ("--report", version 1) that only an NVIDIA GPU needs."""
+    """Return the packages of pip's installation report ("--report", version 1) that only an NVIDIA GPU needs."""
     names = (str(item["metadata"]["name"]).lower() for item in report["install"])
     return sorted(name for name in names if name.startswith(("nvidia-", "cuda-")))
 
 
 def explain(requirement: str, packages: Iterable[str]) -> str:
+    """Return the message for a requirement that would install these CUDA packages."""
     listed = ", ".join(packages)
     return (
         f"stopped: {requirement} would be a CUDA build here, a download of several gigabytes\n"
@@ -36,12 +39,13 @@ def explain(requirement: str, packages: Iterable[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    """Check what pip would install for these arguments, and return the exit status."""
     if has_nvidia_gpu():
         return 0
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", *arguments]
     resolved = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if resolved.returncode:
-        return resolved.returncode  # pip has said why
+        return resolved.returncode  # pip has printed the reason
     packages = cuda_packages(json.loads(resolved.stdout))
     if not packages:
         return 0

@@ -6,7 +6,7 @@ DISTRIBUTION = "engine-core"
 
 
 def version() -> str:
-    """Of the installed distribution; "0" in a checkout that was never installed."""
+    """Return the version of the installed distribution; "0" in a checkout that was never installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
