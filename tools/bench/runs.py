@@ -51,8 +51,8 @@ class Bench:
     """An engine under measurement, warmed up; a context manager.
 
     options: of EngineConfig. connect: address of a running engine instead. tries: runs of a workload until one is
-    clean, at most. quiet_seconds: longest wait for a quiet machine before each run. is_first: True = the start-up counts
-    from the start of this process; False = from here, because another engine ran in this process.
+    clean, at most. quiet_seconds: longest wait for a quiet machine before each run. is_first: True = the start-up
+    counts from the start of this process; False = from here, because another engine ran in this process.
     Errors: those of LLM.
     """
 

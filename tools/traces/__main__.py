@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X[,X...]",
         help="of arrivals, one for all files or one for each; 0.5: twice as fast; default: 1",
     )
-    parser.add_argument("--clients", type=int, default=5, metavar="N", help="that many clients; default: 5")
+    parser.add_argument("--clients", type=int, default=5, metavar="N", help="number of clients; default: 5")
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="X", help="of every step; default: 10")
     parser.add_argument("--token-us", type=float, default=50.0, metavar="X", help="of a token computed; default: 50")
     parser.add_argument("--context-ns", type=float, default=70.0, metavar="X", help="of a token read; default: 70")
