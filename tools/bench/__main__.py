@@ -101,7 +101,7 @@ def _parse_rows(text: str) -> tuple[int, ...]:
 
 
 def _workloads(parsed: argparse.Namespace) -> list[Workload]:
-    """Errors: ConfigError."""
+    """Return the workloads to run. Errors: ConfigError."""
     if parsed.reps < 1 or parsed.tries < 1 or parsed.quiet_seconds < 0:
         raise ConfigError("--reps and --tries must be at least 1, --quiet-seconds at least 0")
     if parsed.id_span is not None and parsed.id_span < 1:

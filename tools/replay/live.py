@@ -134,7 +134,7 @@ class _Player:
         return self._sent
 
     def _timeout(self, begin: float) -> float | None:
-        """Seconds until the next thing is due; None: only the engine can go on."""
+        """Return the seconds until a request or an abort is due; None: only the engine's messages are awaited."""
         due = [one.abort_at for one in self._live.values() if one.abort_at is not None and not one.is_aborted]
         if len(self._sent) < len(self._traces):
             due.append(begin + self._due[len(self._sent)])

@@ -79,7 +79,7 @@ def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -
 
 
 def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig:
-    """Return the resolved config. Unless they are given, the costs of preemption are those of the step time."""
+    """Return the resolved config. Default costs of preemption: the step time of a token, and 80 us for a block."""
     costs = {"recompute_ns_per_token": max(1, round(parsed.token_us * 1e3)), "swap_ns_per_block": 80_000}
     fixed = {"executor": "fake", "max_model_len": parsed.max_tokens, "fake_max_model_len": parsed.max_tokens}
     defaults = dict(_OPTIONS)
