@@ -12,7 +12,7 @@ from ipc.errors import EngineCoreError
 from ipc.version import NAME, VERSION
 from tools.options import ArgumentParser, print_error
 
-#: Subcommand -> module with main(arguments) -> exit status, and its line in --help.
+#: Subcommand -> (module with main(arguments) -> exit status, line in --help).
 COMMANDS = {
     "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
@@ -32,7 +32,10 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status. Errors of ipc.errors become one message, never a traceback."""
+    """Run one subcommand and return the exit status. arguments: None = those of the process.
+
+    Errors of ipc.errors become one message on standard error, never a traceback.
+    """
     _make_streams_usable()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -68,7 +71,10 @@ def _run(words: list[str]) -> int:
 
 
 def _make_streams_usable() -> None:
-    """A stream that the caller closed takes and drops everything; a character that stdout cannot encode is escaped."""
+    """Make standard output and error usable under all circumstances.
+
+    A stream that the caller closed drops everything. A character that stdout cannot encode is escaped.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     if sys.stderr is None:
@@ -78,7 +84,7 @@ def _make_streams_usable() -> None:
 
 
 def _discard_output() -> None:
-    """The interpreter flushes stdout once more at its end, which would fail again, loudly."""
+    """Drop what stdout still buffers: the interpreter's flush at exit would fail again, with a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -88,7 +94,7 @@ def _parser() -> ArgumentParser:
         prog="engine-core",
         usage="engine-core COMMAND [OPTION ...]",
         description="An LLM engine in a process of its own.",
-        epilog="commands:\n" + "\n".join(lines) + "\n\n`engine-core COMMAND --help` tells more.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`engine-core COMMAND --help` shows its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=[*COMMANDS, "version"], metavar="COMMAND", help="one of those below")

@@ -19,16 +19,17 @@ _ACTIONS: dict[str, Callable[[EngineClient, PauseMode], None]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Do one action on a running engine and return the exit status. Errors: ConfigError; those of the client."""
     parser = ArgumentParser(
         prog="engine-core control",
         usage="engine-core control {pause,resume,drain,shutdown,reset-prefix-cache} --connect ADDR [--owner-file FILE]",
-        description="Steer a running engine. All but reset-prefix-cache are its owner's: see serve --owner-file.",
+        description="Steer a running engine. All but reset-prefix-cache are owner only: see serve --owner-file.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
     parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
     parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
     parser.add_argument(
-        "--mode", choices=("new", "all"), default="new", help="of pause: nothing begins, or nothing runs; default: new"
+        "--mode", choices=("new", "all"), default="new", help="of pause: no request begins, or none runs; default: new"
     )
     parsed = parser.parse_args(arguments)
     token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_owner_file(path: str, token: bytes) -> None:
-    """A new file that only this user can read. Errors: ConfigError."""
+    """Write the owner token to a new file that only this user can read. Errors: ConfigError if the file exists."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -53,7 +54,7 @@ def write_owner_file(path: str, token: bytes) -> None:
 
 
 def read_owner_file(path: str) -> bytes:
-    """Errors: ConfigError."""
+    """Return the owner token of a file that write_owner_file() made. Errors: ConfigError."""
     try:
         with open(path, encoding="ascii") as file:
             return bytes.fromhex(file.read(1000).strip())

@@ -1,4 +1,4 @@
-"""`engine-core explain`: why a request of a running engine does not run, or what all of them do."""
+"""`engine-core explain`: why a request of a running engine does not run, or the state of all requests."""
 
 import re
 import sys
@@ -16,6 +16,7 @@ _PAUSES = ("", "paused: nothing begins, what has begun goes on", "paused: nothin
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Print the explanation of one request or of the scheduler, and return the exit status. Errors: ConfigError."""
     parser = ArgumentParser(
         prog="engine-core explain",
         usage="engine-core explain --connect ADDR [REQUEST] [--limit N] [--json]",
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_request(text: str | None) -> tuple[int, int]:
-    """(session, number) of "3/17". Errors: ConfigError."""
+    """Parse "3/17" into (session, number); None stands for every request of the own session. Errors: ConfigError."""
     if text is None:
         return OWN_SESSION, EVERY_REQUEST
     if not re.fullmatch(r"[0-9]{1,18}/[0-9]{1,10}", text):
@@ -54,7 +55,7 @@ def read_request(text: str | None) -> tuple[int, int]:
 
 
 def to_json(explanation: Explanation) -> str:
-    """Fields by name, codes in words."""
+    """Return the explanation as one JSON object: fields by name, codes as words."""
     values = msgspec.structs.asdict(explanation)
     values["requests"] = [
         msgspec.structs.asdict(one) | {"state": one.state.name.lower(), "reason": one.reason.name.lower()}
@@ -64,7 +65,7 @@ def to_json(explanation: Explanation) -> str:
 
 
 def describe_all(explanation: Explanation) -> list[str]:
-    """The scheduler in short, and a line for each request."""
+    """Return lines that describe the scheduler in short, then one line for each request."""
     e = explanation
     lines = [
         f"step {e.step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests "
@@ -89,7 +90,7 @@ def describe_all(explanation: Explanation) -> list[str]:
 
 
 def describe_request(one: RequestExplanation, explanation: Explanation) -> list[str]:
-    """All that is known of one request."""
+    """Return lines with everything that the explanation has about one request."""
     name = f"request {one.session}/{one.number}" + (f", choice {one.choice}" if one.choice else "")
     lines = [
         f"{name}: {_state(one)} - {describe_reason(one)}",
@@ -120,7 +121,7 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
 
 
 def describe_reason(one: RequestExplanation) -> str:
-    """In words, with the numbers."""
+    """Return the reason for a request's state in words, with its numbers."""
     holder = f"{one.holder_session}/{one.holder_number}"
     match one.reason:
         case Reason.NONE:

@@ -1,4 +1,4 @@
-"""`engine-core generate`: stream the answers to some prompts at the same time, then say what it took."""
+"""`engine-core generate`: stream the answers to some prompts at the same time, then report what they took."""
 
 import argparse
 import asyncio
@@ -30,12 +30,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *_PENALTI
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Answer the prompts and return the exit status: 1 if a request failed. Errors: ConfigError; the engine's."""
     parsed = _parser().parse_args(arguments)
     options = engine_options(parsed)
     if parsed.connect is not None and options:
         given = ", ".join("--" + name.replace("_", "-") for name in options)
         raise ConfigError(f"--connect uses an engine as it runs; leave out {given}")
-    _sampling_params(parsed, {})  # a bad value is said before an engine is started
+    _sampling_params(parsed, {})  # a bad value is refused before an engine is started
     with _engine(parsed.connect, options) as (address, process, start_s):
         try:
             summary = uvloop.run(_run(parsed, address, start_s))
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="'-' reads one from standard input; none: a demo")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument(
-        "--client-name", default="generate", metavar="NAME", help="by which serve --client-weight knows it"
+        "--client-name", default="generate", metavar="NAME", help="name that serve --client-weight refers to"
     )
     parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _engine(connect: str | None, options: dict[str, Any]) -> Iterator[tuple[str, EngineProcess | None, float | None]]:
-    """(address, process, seconds of its start); the last two None for an engine that was running."""
+    """Yield (address, process, seconds of its start); the last two are None for an engine that was already running."""
     if connect is not None:
         yield connect, None, None
         return
@@ -117,7 +118,10 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
 async def _answer(
     llm: AsyncLLM, question: Question, params: SamplingParams, index: int, streams: Streams | None
 ) -> RequestOutput | EngineCoreError:
-    """The request's last output, or why it failed alone. Errors: EngineDeadError, which is everyone's."""
+    """Return the request's last output, or the error with which it failed alone.
+
+    Errors: EngineDeadError, which concerns all requests.
+    """
     if question.chat is not None:
         outputs = llm.chat(question.chat, params)
     else:
@@ -152,7 +156,10 @@ def _tokenizer(llm: AsyncLLM) -> Tokenizer | None:
 
 
 def _sampling_params(parsed: argparse.Namespace, defaults: Mapping[str, float | int]) -> SamplingParams:
-    """What was given, else the demo's, else the model's own defaults, else greedy. Errors: InvalidRequestError."""
+    """Return the sampling parameters of this run. Errors: InvalidRequestError.
+
+    For each field: the value given, else the demo's, else the model's own default, else greedy.
+    """
     known = {name: value for name, value in defaults.items() if name in _SAMPLING}
     given = {name: getattr(parsed, name) for name in _SAMPLING if getattr(parsed, name) is not None}
     demo = {} if parsed.prompts else DEMO_SAMPLING

@@ -1,4 +1,4 @@
-"""What `engine-core generate` asks: the user's prompts, or the built-in ones."""
+"""The prompts of `engine-core generate`: the user's, or the built-in ones."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ipc.errors import InvalidRequestError
 
-#: Shared by several demo prompts: its KV blocks are computed once.
+#: Several demo prompts share it, so its KV blocks are computed once.
 DEMO_SYSTEM = (
     "You are a friendly and careful teacher. You answer in plain English, in a few short sentences, with one concrete "
     "example taken from everyday life. You never use lists, headings or tables, and you never repeat the question."
@@ -18,7 +18,7 @@ DEMO_QUESTIONS = (
     "Why do cats purr?",
 )
 DEMO_ALONE = "Write a short poem about a lighthouse in winter."
-#: Greedy, a model as small as the demo's soon repeats itself. The seed makes every run of the demo the same.
+#: With greedy sampling a model as small as the demo's soon repeats itself. The seed makes all runs of the demo equal.
 DEMO_SAMPLING: dict[str, float | int] = {"temperature": 0.6, "top_p": 0.9, "seed": 2}
 
 #: For an engine without a tokenizer.
@@ -37,7 +37,7 @@ class Question(NamedTuple):
 def read_questions(
     prompts: Sequence[str], *, system: str | None, raw: bool, has_tokenizer: bool, has_chat_template: bool
 ) -> list[Question]:
-    """The requests to make. prompts: empty = the demo's; "-" = standard input.
+    """Return the requests to make. prompts: empty = the demo's; "-" = read one from standard input.
 
     Errors: InvalidRequestError for words given to an engine that has no tokenizer, or a system text without a chat.
     """

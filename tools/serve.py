@@ -1,6 +1,6 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-SIGTERM or SIGINT drains it: no new requests, the running ones finish, exit status 0. A second one tells
+SIGTERM or SIGINT drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies
 the clients and stops it at once, exit status 143.
 """
 
@@ -22,12 +22,13 @@ from tools.control import write_owner_file
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
-EXIT_STOPPED = 128 + signal.SIGTERM  # told to stop before the work was done
+EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_STOP_S = 5.0  # seconds an engine that was told twice gets before it is killed
+_STOP_S = 5.0  # seconds between a second signal and the kill
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
     parser = ArgumentParser(
         prog="engine-core serve",
         usage="engine-core serve --listen ADDR [--model PATH] [OPTION ...]",
@@ -57,18 +58,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Stopped(BaseException):
-    """A signal came while the model was being found or fetched. Like KeyboardInterrupt no error for a library."""
+    """A signal arrived while the model was being found or downloaded.
+
+    It is a BaseException, like KeyboardInterrupt, so that no library takes it for an error and handles it.
+    """
 
 
 class _Stop:
-    """What the signals have asked for so far; they are heard from before the engine starts until it has ended."""
+    """The signals received so far. Handlers are installed before the engine starts and stay until it has ended."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
         self.count = 0
-        self.is_fetching = False  # there is no engine yet that could be told
+        self.is_fetching = False  # there is no engine process yet
 
     def tell(self) -> None:
+        """Count one signal, and drain or stop the engine accordingly."""
         self.count += 1
         if self.is_fetching:
             raise _Stopped
@@ -89,7 +94,7 @@ def _serve(process: EngineProcess, stop: _Stop) -> int:
         process.start()
         stop.is_fetching = False
         if stop.count:
-            process.drain()  # the signal may have found nobody to tell
+            process.drain()  # the signal may have come before the process existed
         process.wait_ready()
     except _Stopped:
         return stop.status
@@ -101,13 +106,13 @@ def _serve(process: EngineProcess, stop: _Stop) -> int:
         took_s = time.monotonic() - begin
         print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s)", flush=True)
     except EngineCoreError:
-        if not stop.count:  # else it refuses new clients, as it should
+        if not stop.count:  # a draining engine refuses new clients, which is right
             raise
     return uvloop.run(_watch(process, stop))
 
 
 def _describe(process: EngineProcess) -> str:
-    """The model and the size of its KV cache, asked for as any client would."""
+    """Return the model and the size of its KV cache as text, asked for as any client would."""
     client = EngineClient(ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit))
     try:
         welcome = client.welcome
@@ -117,7 +122,7 @@ def _describe(process: EngineProcess) -> str:
 
 
 async def _watch(process: EngineProcess, stop: _Stop) -> int:
-    """Until the engine process has ended; the exit status. Errors: EngineDeadError if nobody asked it to."""
+    """Wait until the engine process has ended; return the exit status. Errors: EngineDeadError if it crashed."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -136,6 +141,6 @@ async def _watch(process: EngineProcess, stop: _Stop) -> int:
     await ended.wait()
     loop.remove_reader(process.pidfd)
     process.stop(0)
-    if not stop.count and process.exit_code != 0:  # 0: its owner has had it drained or shut down
+    if not stop.count and process.exit_code != 0:  # 0: its owner drained it or shut it down
         raise EngineDeadError(process.describe_exit())
     return stop.status

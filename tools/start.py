@@ -1,4 +1,4 @@
-"""Starting an engine process from a program, with its phases shown on standard error."""
+"""Start an engine process from a program, and show its phases on standard error."""
 
 import contextlib
 import sys
@@ -13,8 +13,9 @@ from ipc.config import EngineConfig
 
 @contextlib.contextmanager
 def started_engine(config: EngineConfig, *, on_phase: OnPhase | None = None) -> Iterator[tuple[EngineProcess, float]]:
-    """(a ready engine, seconds its start took); it is stopped at the end. on_phase: None = show them.
+    """Yield (a ready engine, seconds its start took); the engine is stopped at the end.
 
+    on_phase: None = show the phases.
     Errors: ConfigError, ModelFileError, OutOfMemoryError, EngineStartError.
     """
     begin = time.monotonic()
@@ -30,7 +31,7 @@ def started_engine(config: EngineConfig, *, on_phase: OnPhase | None = None) -> 
 
 @contextlib.contextmanager
 def shown_phases() -> Iterator[OnPhase]:
-    """A function that shows a phase: in one line that is redrawn on a terminal, a line each elsewhere."""
+    """Yield a function that shows a phase: in one line that is redrawn on a terminal, in a line each elsewhere."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield print_phase
@@ -40,5 +41,5 @@ def shown_phases() -> Iterator[OnPhase]:
 
 
 def print_phase(name: str, seconds: float) -> None:
-    """seconds: since the engine process began."""
+    """Print one phase on standard error. seconds: since the engine process began."""
     print(f"engine-core: {seconds:6.2f} s  {name}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run of some requests took: per request and for the engine, as one record, printed as tables or as JSON."""
+"""What a run of some requests took: one record for each request and the engine, printed as tables or as JSON."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from ipc.messages import Statistics
 
 
 class RequestSummary(msgspec.Struct, frozen=True):
-    """One request; times in milliseconds, None where it produced too few tokens."""
+    """One request. Times are in milliseconds, None where it produced too few tokens."""
 
     prompt: str
     text: str
@@ -26,7 +26,10 @@ class RequestSummary(msgspec.Struct, frozen=True):
 
 
 class EngineSummary(msgspec.Struct, frozen=True):
-    """The engine while the requests ran (counters: the difference of two Statistics; maxima: since its start)."""
+    """The engine while the requests ran.
+
+    Counters are the difference of two Statistics; maxima count from the start of the engine.
+    """
 
     num_steps: int
     mean_batch_size: float | None
@@ -44,12 +47,14 @@ class EngineSummary(msgspec.Struct, frozen=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
+    """All requests of a run and the engine."""
+
     requests: list[RequestSummary]
     engine: EngineSummary
 
 
 def summarize_request(prompt: str, result: RequestOutput | Exception) -> RequestSummary:
-    """result: the last output of the request, or why there is none."""
+    """Return the summary of one request. result: its last output, or the error in place of one."""
     if isinstance(result, Exception):
         return RequestSummary(prompt, "", [], None, None, 0, 0, 0, "error", str(result))
     choice, metrics = result.outputs[0], result.metrics
@@ -74,6 +79,10 @@ def summarize_engine(
     start_s: float | None,
     numerics: str,
 ) -> EngineSummary:
+    """Return the engine's summary from its statistics before and after the run.
+
+    num_output_tokens: of all requests. wall_s, start_s: seconds; start_s None = the engine was already running.
+    """
     num_steps = after.num_steps - before.num_steps
     queries = after.prefix_cache_queries - before.prefix_cache_queries
     hits = after.prefix_cache_hits - before.prefix_cache_hits
@@ -96,6 +105,7 @@ def summarize_engine(
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
+    """Print both tables, then the error of each request that failed."""
     console.print(_request_table(summary.requests))
     console.print(_engine_table(summary.engine))
     for index, request in enumerate(summary.requests):

@@ -17,13 +17,13 @@ _PANEL_COLUMNS = 4  # of edges and padding
 
 
 class Streams(Protocol):
-    """Shows answers as they grow; a context manager, at whose end every answer has been shown in full."""
+    """Shows answers as they grow. A context manager: at its end every answer has been shown in full."""
 
     def update(self, index: int, text: str) -> None:
-        """Request `index` (from 0) has `text` so far; not shorter than before."""
+        """Show `text`, the answer of request `index` (from 0) so far; it is never shorter than before."""
 
     def finish(self, index: int, note: str) -> None:
-        """Request `index` is complete; `note` says how it ended."""
+        """Mark request `index` as complete; `note` describes how it ended."""
 
     def __enter__(self) -> Self: ...
 
@@ -33,28 +33,32 @@ class Streams(Protocol):
 
 
 class OutputConsole(Console):
-    """Standard output. A reader that has gone is a BrokenPipeError, as everywhere, and not rich's SystemExit."""
+    """Standard output. If the reader has closed the pipe, it raises BrokenPipeError, not rich's SystemExit."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True  # what is shown on the way out would fail again
+        """Raise the BrokenPipeError that is being handled."""
+        self.quiet = True  # output during the unwinding would fail again
         raise
 
 
 def streams_for(console: Console, titles: Sequence[str]) -> Streams:
-    """Panels side by side in time where the console is a terminal, else whole lines with the request's number."""
+    """Return panels, redrawn in place, if the console is a terminal; else whole lines with the request's number."""
     return LiveStreams(console, titles) if console.is_terminal else LineStreams(console, titles)
 
 
 def printable(text: str) -> str:
-    """The text without control characters: a model's answer must not move the cursor or set the terminal's title."""
+    """Return the text with control characters replaced.
+
+    A model's answer must not move the cursor or set the terminal's title.
+    """
     return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 
 
 class LiveStreams:
-    """One panel per request, all redrawn in place; each shows its last lines while it runs, everything at the end."""
+    """One panel for each request, redrawn in place: the last lines while it runs, the whole answer at the end."""
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
         self._console = console
@@ -71,9 +75,11 @@ class LiveStreams:
         )
 
     def update(self, index: int, text: str) -> None:
+        """See Streams."""
         self._texts[index] = text
 
     def finish(self, index: int, note: str) -> None:
+        """See Streams."""
         self._notes[index] = note
 
     def __enter__(self) -> Self:
@@ -97,7 +103,7 @@ class LiveStreams:
             shown = Text(printable(text))
         else:
             width = max(1, self._console.width - _PANEL_COLUMNS)
-            # To wrap all of a long answer, many times a second, would cost more than the answer.
+            # Wrapping all of a long answer many times a second would cost more than computing the answer.
             tail = Text(printable(text[-2 * width * max_lines :]))
             shown = Text("\n").join(tail.wrap(self._console, width)[-max_lines:])
         done = bool(self._notes[index])
@@ -113,7 +119,7 @@ class LiveStreams:
 
 
 class LineStreams:
-    """For pipes and logs: each whole line as it completes, behind its request's number, and at the end each answer."""
+    """For pipes and logs: each line once it is complete, behind its request's number; at the end each answer."""
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
         self._console = console
@@ -123,6 +129,7 @@ class LineStreams:
         self._notes = [""] * len(titles)
 
     def update(self, index: int, text: str) -> None:
+        """See Streams."""
         self._texts[index] = text
         end = text.rfind("\n") + 1
         if end > self._shown[index]:
@@ -130,6 +137,7 @@ class LineStreams:
             self._shown[index] = end
 
     def finish(self, index: int, note: str) -> None:
+        """See Streams."""
         rest = self._texts[index][self._shown[index] :]
         if rest:
             self._print_lines(index, rest)
@@ -152,5 +160,5 @@ class LineStreams:
             self._print(f"[{index + 1}] {line}")
 
     def _print(self, text: str) -> None:
-        # Not through the console, which would wrap at a width that a pipe does not have.
+        # Not through the console: it would wrap at a width, and a pipe has none.
         print(printable(text), file=self._console.file, flush=True)

@@ -1,4 +1,4 @@
-"""`python -m tools.bench BENCHMARK`: one JSON line per result; never fails on a time."""
+"""`python -m tools.bench BENCHMARK`: print one JSON line per result; it never fails because of a time."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ from tools.bench.tiny_model import write_tiny_model
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
-#: What a benchmark runs when --only and --workload do not say.
+#: Workloads of each benchmark without --only and --workload; benchmarks without any start their own engine.
 DEFAULTS = {
     "latency": ["lat1", "long"],
     "throughput": ["batch8", "batch32", "prefix"],
@@ -36,12 +36,13 @@ DEFAULTS = {
     "scheduler": [],
     "step": [],
 }
-#: Engine options that differ from the engine's own defaults: results name their dtype, and any id may be asked for.
+#: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
-HOST = "host256"  # runs on an engine of its own, with the tiny model
+HOST = "host256"  # runs on a separate engine, with the tiny model
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run one benchmark and return the exit status. Errors: ConfigError; those of the engine."""
     parsed = _parser().parse_args(arguments)
     options = engine_options(parsed)
     if parsed.connect is not None and options:
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse_rows(text: str) -> tuple[int, ...]:
-    """'1,8' as numbers. Errors: argparse's, for anything else."""
+    """Parse "1,8" into numbers. Errors: those of argparse."""
     words = text.split(",")
     if not all(word.isascii() and word.isdigit() and 0 < int(word) <= 2**20 for word in words):
         raise argparse.ArgumentTypeError(f"expected numbers of rows from 1 to {2**20} as 1,8,32, got {text!r}")
@@ -100,7 +101,7 @@ def _parse_rows(text: str) -> tuple[int, ...]:
 
 
 def _workloads(parsed: argparse.Namespace) -> list[Workload]:
-    """Errors: ConfigError."""
+    """Return the workloads to run. Errors: ConfigError."""
     if parsed.reps < 1 or parsed.tries < 1 or parsed.quiet_seconds < 0:
         raise ConfigError("--reps and --tries must be at least 1, --quiet-seconds at least 0")
     if parsed.id_span is not None and parsed.id_span < 1:
@@ -190,7 +191,7 @@ def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) 
 
 
 def _host_options(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """All requests at once on the tiny model, unless the caller says otherwise."""
+    """Return options for the tiny model and for all requests at once; given options have priority."""
     if options.get("executor") != "fake" and "model" not in options:
         write_tiny_model(folder)
         options = {**options, "model": str(folder)}

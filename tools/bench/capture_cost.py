@@ -1,4 +1,4 @@
-"""What --capture costs: the same load with and without it, turn about, on the fake executor; ratios of medians."""
+"""The cost of --capture: the same load with and without it, alternating, on the fake executor; ratios of medians."""
 
 import statistics
 import tempfile
@@ -29,7 +29,7 @@ _TOKENS_PER_ROUND = 200  # of each stream
 
 
 def measure_capture(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
-    """One record per batch size (steps in this process), then one for an engine process (tokens/s)."""
+    """Return a record for each batch size (steps in this process), and one for an engine process (tokens/s)."""
     with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
         records = [_measure_steps(config, batch, Path(folder)) for batch in BATCHES]
         records.append(_measure_process(config, Path(folder)))
@@ -62,7 +62,7 @@ def _measure_steps(config: EngineConfig, batch: int, folder: Path) -> dict[str, 
 
 
 def _engines(config: EngineConfig, batch: int, path: Path) -> tuple[EngineCore, CapturedEngine, CaptureWriter]:
-    """An engine without a capture and one with, both in the middle of `batch` long requests."""
+    """Return an engine without a capture and one with, both in the middle of `batch` long requests."""
     config = msgspec.structs.replace(config, max_num_seqs=batch, max_num_batched_tokens=8192)
     executors = [load_executor(config), load_executor(config)]
     info, blocks_in = executors[0].info, executors[0].determine_num_available_blocks

@@ -1,8 +1,8 @@
-"""The model's linear layers alone: the C kernel's, torch's and oneDNN's products of the same tensors.
+"""The model's linear layers alone: products of the C kernel, of torch and of oneDNN on the same tensors.
 
-Weights come from memory, as in an engine: each product has copies enough that few are still in the cache when their
-turn comes again. A time is the least of many, for whatever else runs on the machine only adds to it. What memory gives
-meanwhile is a record of its own: torch adding up more than caches have, the median of many.
+Weights come from memory, as in an engine: each product has so many copies that few are still in the cache at their next
+turn. A time is the least of many, because other work on the machine only adds to it. The bandwidth of memory meanwhile
+is a record of its own: torch adds up more bytes than the caches hold, the median of many runs.
 """
 
 import math
@@ -23,7 +23,7 @@ from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
 from kernels.torch.linear import plain_product, prepacked_product
 
-_HEAD_ROWS = 32  # at most: one for each request that samples
+_HEAD_ROWS = 32  # at most: the head computes one row for each request that samples
 
 _COPIES_BYTES = 96 << 20  # three times a large cache
 _MAX_COPIES = 64
@@ -35,15 +35,19 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Shape(NamedTuple):
+    """A weight matrix of the model."""
+
     name: str
     out_features: int
     in_features: int
-    layers: int  # of the model that have it
+    layers: int  # number of layers that have it
 
 
 def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterator[dict[str, Any]]:
-    """A record for each product, number of rows and kernel, and one for all linear layers of the model together.
-    Errors: ModelFileError, UnsupportedModelError; ConfigError without C kernels when the config demands them."""
+    """Yield a record for each product, number of rows and kernel, and one for all linear layers together.
+
+    Errors: ModelFileError, UnsupportedModelError; ConfigError without C kernels if the config demands them.
+    """
     shapes = _shapes(read_model_config(resolve_model(config.model)))
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     threads = num_threads(config)
@@ -72,8 +76,10 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
 
 
 def _packed(library: CpuLibrary, weight: torch.Tensor, streams: bool) -> PackedMatrix:
-    """As the engine has it: whether its weights are asked for past the caches, and are compact, the model's size
-    decides."""
+    """Return the weight as the engine has it.
+
+    The model's size decides whether its weights are read past the caches, and whether they are compact.
+    """
     matrix = PackedMatrix(library, weight, is_kept=not streams)
     matrix.arguments.streams = streams
     return matrix
@@ -115,7 +121,7 @@ def _shapes(config: ModelConfig) -> list[Shape]:
 def _measure(
     shape: Shape, pack: Callable[[torch.Tensor], Product], dtype: torch.dtype, rows: Sequence[int]
 ) -> dict[int, float]:
-    """Rows -> seconds of one product."""
+    """Return the seconds of one product for each number of rows."""
     weight = torch.randn(shape.out_features, shape.in_features, dtype=dtype)
     products = [pack(weight) for _ in range(min(_MAX_COPIES, math.ceil(_COPIES_BYTES / weight.nbytes)))]
     best: dict[int, float] = {}
@@ -137,7 +143,10 @@ def _rows(name: str, num_rows: int) -> int:
 
 
 def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, dtype: torch.dtype) -> dict[str, Any]:
-    """Bytes are the weights' in this dtype, read once; where they are compact, three quarters of that are read."""
+    """Return one record.
+
+    Bytes are the weights' in this dtype, read once; where weights are compact, three quarters of that are read.
+    """
     num_weights = sum(map(_num_weights, shapes))
     num_products = sum(_num_weights(shape) * _rows(shape.name, num_rows) for shape in shapes)
     return {

@@ -21,7 +21,7 @@ from ipc.version import NAME, VERSION
 
 
 class Shapes(NamedTuple):
-    """A model's, and the batches measured. The defaults are Llama 3 8B's."""
+    """The shapes of a model, and the batches to measure. The defaults are those of Llama 3 8B."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -40,6 +40,8 @@ LLAMA_8B = Shapes()
 
 
 class Case(NamedTuple):
+    """One kernel on one shape, and torch's operation for the same work."""
+
     kernel: str
     shape: str
     run: Callable[[], object]
@@ -51,7 +53,7 @@ class Case(NamedTuple):
 
 @torch.inference_mode()
 def measure_gpu_kernels(config: EngineConfig, rep: int, shapes: Shapes = LLAMA_8B) -> Iterator[dict[str, Any]]:
-    """A record for each kernel and shape. Errors: ConfigError where there is no GPU."""
+    """Yield a record for each kernel and shape. Errors: ConfigError without a GPU."""
     device = cuda_device()
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     source = torch.empty(shapes.copied // 2, dtype=torch.int8, device=device)
@@ -86,7 +88,7 @@ def measure_gpu_kernels(config: EngineConfig, rep: int, shapes: Shapes = LLAMA_8
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of the median run on the GPU."""
+    """Return the seconds of the median run on the GPU."""
     from triton.testing import do_bench
 
     result: float = do_bench(run, return_mode="median")
@@ -137,7 +139,10 @@ def _attention(
 def _torch_attention(
     shapes: Shapes, device: torch.device, dtype: torch.dtype, requests: int, length: int, q: torch.Tensor
 ) -> tuple[str, Callable[[], object]]:
-    """Flash attention over packed requests where the dtype and device have it, else scaled_dot_product_attention."""
+    """Return (name, call) of torch's fastest attention.
+
+    It is flash attention over packed requests if dtype and device have it, else scaled_dot_product_attention.
+    """
     count = len(q) // requests
     keys, values = torch.randn(2, requests * length, shapes.kv_heads, shapes.head_dim, device=device).to(dtype)
     if device.type == "cuda" and dtype != torch.float32:
@@ -151,7 +156,10 @@ def _torch_attention(
 
 
 def gqa_option(attention: Callable[..., object]) -> dict[str, Any]:
-    """torch 2.11 takes fewer KV heads than query heads without being told, later versions only if they are."""
+    """Return the argument that allows fewer KV heads than query heads.
+
+    torch 2.11 always allows it; later versions need the argument.
+    """
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 
@@ -231,7 +239,7 @@ def _sampler_cases(shapes: Shapes, device: torch.device, rows: int) -> Iterator[
 
 
 def _torch_sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """The torch operations that any such draw needs."""
+    """Draw tokens by the torch operations that any such draw needs."""
     if temperature == 0:
         return logits.argmax(-1)
     values = logits.topk(top_k).values if top_k else logits.sort(-1).values if top_p < 1 else logits

@@ -1,7 +1,7 @@
-"""What the border costs: from submit to first token, and tokens/s, with the fake executor and token ids only.
+"""The cost of the border: time from submit to first token, and tokens/s, with the fake executor and token ids only.
 
-Clients are bare sockets with the messages of ipc/, all in one thread, so that the engine is measured and not them; one
-line more is for the client of the product.
+Clients are bare sockets with the messages of ipc/, all in one thread, so that the engine is measured and not the
+clients. One more record is for the product's own client.
 """
 
 import time
@@ -38,8 +38,8 @@ from tools.bench.runs import request_params
 from tools.bench.wakeups import measure_wakeups
 
 CONNECTIONS = (1, 64)
-NUM_STREAMS = 64  # requests that run at once when tokens/s are measured
-_NUM_TOKENS = 1000  # of each
+NUM_STREAMS = 64  # requests that run at once while tokens/s are measured
+_NUM_TOKENS = 1000  # of each stream
 _NUM_FIRST_TOKENS = 1000
 _WARM_UP = 50
 _PROMPT = np.arange(20, 52, dtype="<i4")
@@ -47,7 +47,7 @@ _PATIENCE_MS = 10_000
 
 
 class Connections:
-    """Sessions with one engine, their sockets polled together. A context manager."""
+    """Sessions with one engine, whose sockets are polled together. A context manager."""
 
     def __init__(self, address: str, count: int) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -69,22 +69,26 @@ class Connections:
         self._context.destroy(linger=0)
 
     def request(self, max_tokens: int) -> AddRequest:
-        """With a prompt that no other shares a block with."""
+        """Return a request whose prompt shares no block with another."""
         self._numbers += 1
         prompt = _PROMPT.copy()
         prompt[0] += self._numbers
         return AddRequest(self._numbers, prompt.tobytes(), request_params(max_tokens), seed=0)
 
     def submit(self, connection: int, request: AddRequest) -> None:
+        """Send the request over connection number `connection` (modulo their count)."""
         self._sockets[connection % len(self._sockets)].send(encode(request))
 
     def receive_tokens(self) -> int:
-        """Wait for messages; the tokens in them."""
+        """Wait for messages and return the number of tokens in them. Errors: EngineDeadError after 10 s."""
         return sum(map(_num_tokens, self._receive()))
 
     def receive_tokens_of(self, connection: int) -> int:
-        """Wait for a message on this connection; the tokens in it. To look at 64 sockets would take longer than a hop,
-        and clients of 64 processes look at one each."""
+        """Wait for a message on this connection and return the number of tokens in it.
+
+        Errors: EngineDeadError after 10 s.
+        Polling 64 sockets would take longer than a hop, and clients of 64 processes poll one each.
+        """
         socket = self._sockets[connection % len(self._sockets)]
         if not socket.poll(_PATIENCE_MS):
             raise _silent()
@@ -107,7 +111,7 @@ def _silent() -> EngineDeadError:
 
 
 def first_token_seconds(connections: Connections, count: int) -> list[float]:
-    """One request at a time, over the connections in turn."""
+    """Return the seconds to the first token of `count` requests, one at a time, over the connections in turn."""
     seconds = []
     for number in range(_WARM_UP + count):
         request = connections.request(1)
@@ -120,7 +124,7 @@ def first_token_seconds(connections: Connections, count: int) -> list[float]:
 
 
 def streaming_seconds(connections: Connections, num_tokens: int) -> float:
-    """NUM_STREAMS requests at once, spread over the connections."""
+    """Return the seconds that NUM_STREAMS requests take at once, spread over the connections."""
     begin = time.perf_counter()
     for number in range(NUM_STREAMS):
         connections.submit(number, connections.request(num_tokens))
@@ -131,7 +135,7 @@ def streaming_seconds(connections: Connections, num_tokens: int) -> float:
 
 
 def client_seconds(client: EngineClient, count: int) -> list[float]:
-    """first_token_seconds of the product's own client, which wakes a waiting thread."""
+    """Return first_token_seconds() of the product's own client, which wakes a waiting thread."""
     seconds = []
     for number in range(_WARM_UP + count):
         prompt = _PROMPT.copy()
@@ -146,7 +150,7 @@ def client_seconds(client: EngineClient, count: int) -> list[float]:
 
 
 def step_seconds(config: EngineConfig, count: int) -> list[float]:
-    """The same requests as steps of an engine core in this process: what is left without the border."""
+    """Return the seconds of the same requests as steps of an engine core in this process, without the border."""
     executor = load_executor(config)
     config = resolve(
         config,
@@ -169,7 +173,7 @@ def step_seconds(config: EngineConfig, count: int) -> list[float]:
 
 
 def measure_ipc(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
-    """One record per measurement."""
+    """Return one record for each measurement."""
     records: list[dict[str, Any]] = []
     step = summary_us(step_seconds(config, _NUM_FIRST_TOKENS))
     records.append({**_record("ipc wake-ups", 1, rep), "us": measure_wakeups()})
@@ -201,6 +205,6 @@ def _record(workload: str, connections: int, rep: int, **fields: Any) -> dict[st
 
 
 def summary_us(seconds: Sequence[float]) -> dict[str, float]:
-    """Microseconds."""
+    """Return mean, median and 99th percentile in microseconds."""
     values = {"mean": sum(seconds) / len(seconds), "p50": percentile(seconds, 0.5), "p99": percentile(seconds, 0.99)}
     return {name: round(value * 1e6, 1) for name, value in values.items()}

@@ -1,8 +1,8 @@
 """The C kernels other than the matrix product, each beside torch's own operation on the same tensors.
 
-Fractions are of what the C matrix product reaches here: of memory's bandwidth with one row and a matrix from memory, of
-the peak with many rows and a matrix in cache. A time is the least of many, for whatever else runs on the machine only
-adds to it; tensors that fit a cache are in it, hence bandwidths above memory's.
+Fractions are of what the C matrix product reaches here: memory's bandwidth with one row and a matrix from memory, the
+peak with many rows and a matrix in cache. A time is the least of many, because other work on the machine only adds to
+it. Tensors that fit into a cache are in it, hence bandwidths above memory's.
 """
 
 import time
@@ -31,14 +31,16 @@ from kernels.torch.rope import rotary_frequencies, rotary_tables, rotate
 
 _SECONDS = 0.3  # for each operation
 
-#: Of SmolLM2-135M.
+#: The shapes of SmolLM2-135M.
 _HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN, _VOCAB = 9, 3, 64, 576, 49152
 
-#: Name, requests, tokens of context each, tokens of them computed.
+#: (name, requests, tokens of context of each, tokens of these that are computed)
 _BATCHES = (("prefill", 1, 2000, 2000), ("decode", 1, 2000, 1), ("decode", 8, 512, 1), ("decode", 32, 2000, 1))
 
 
 class Case(NamedTuple):
+    """One kernel on one shape, and torch's operation for the same work."""
+
     kernel: str
     shape: str
     run: Callable[[], object]
@@ -49,7 +51,7 @@ class Case(NamedTuple):
 
 @torch.inference_mode()
 def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
-    """A record for each kernel and shape. Errors: ConfigError where there are no C kernels."""
+    """Yield a record for each kernel and shape. Errors: ConfigError without C kernels."""
     library = start_cpu_kernels(config)
     if library is None:
         raise ConfigError("bench kernels measures the C kernels, and there are none here; see cpu_kernels")
@@ -82,7 +84,7 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
 
 
 def _least(run: Callable[[], object]) -> float:
-    """Seconds of the fastest run."""
+    """Return the seconds of the fastest run."""
     run()
     times: list[float] = []
     end = time.perf_counter() + _SECONDS
@@ -94,7 +96,7 @@ def _least(run: Callable[[], object]) -> float:
 
 
 def _limits(library: CpuLibrary, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes/s from memory, and operations/s."""
+    """Return (bytes/s from memory, operations/s)."""
     large, small = torch.zeros(1 << 16, 1024, dtype=dtype), torch.zeros(512, 512, dtype=dtype)
     x, row = torch.zeros(512, 512, dtype=dtype), torch.zeros(1, 1024, dtype=dtype)
     matrix, square = PackedMatrix(library, large), PackedMatrix(library, small)
@@ -122,7 +124,7 @@ def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int
     theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(dtype)
     keys, values = torch.randn(2, requests, _KV_HEADS, length, _HEAD_DIM).to(dtype)
     group = _HEADS // _KV_HEADS
-    if count == 1:  # the query heads of a KV head as rows of one head: torch's fastest way
+    if count == 1:  # torch is fastest with the query heads of a KV head as rows of one head
         theirs = theirs.view(requests, _KV_HEADS, group, _HEAD_DIM)
     else:
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -191,7 +193,7 @@ def _sampler_cases(library: CpuLibrary, rows: int) -> Iterator[Case]:
 
 
 def _sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """The torch operations that any such draw needs."""
+    """Draw tokens by the torch operations that any such draw needs."""
     if temperature == 0:
         return logits.argmax(-1)
     values = logits.topk(top_k).values if top_k else logits.sort(-1).values if top_p < 1 else logits

@@ -1,7 +1,7 @@
-"""What this process tree and the rest of the machine take, from /proc; and waiting until the machine is quiet.
+"""The CPU use of this process tree and of the rest of the machine, from /proc; and waiting until the machine is quiet.
 
-Other processes on the machine make a measurement worthless: with one of two cores taken, an engine may fall to a
-twentieth of its speed. So every run notes what others took meanwhile.
+Other processes on the machine make a measurement worthless: if one of two cores is taken, an engine may fall to a
+twentieth of its speed. So every run notes the CPU time of others.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ class CpuUse(NamedTuple):
 
 
 def cpu_use() -> CpuUse:
+    """Return the CPU seconds of the machine and of this process tree so far."""
     fields = [int(word) for word in _read("/proc/stat").split("\n", 1)[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = fields
     ours = 0.0
@@ -39,7 +40,7 @@ def cpu_use() -> CpuUse:
 
 
 def cpu_by_process(before: CpuUse, after: CpuUse) -> dict[str, float]:
-    """CPU seconds between the two: of this process as "client", of the others by their names, summed."""
+    """Return the CPU seconds between two readings: of this process as "client", of the others summed by name."""
     seconds: dict[str, float] = {}
     for pid, (name, total) in after.by_process.items():
         used = total - before.by_process.get(pid, (name, 0.0))[1]
@@ -50,12 +51,12 @@ def cpu_by_process(before: CpuUse, after: CpuUse) -> dict[str, float]:
 
 
 def foreign_cpu(before: CpuUse, after: CpuUse) -> float:
-    """CPU seconds between the two that processes outside our tree took."""
+    """Return the CPU seconds that processes outside this tree took between two readings."""
     return max(0.0, (after.busy - before.busy) - (after.ours - before.ours))
 
 
 def wait_until_quiet(limit_s: float) -> None:
-    """Wait until others use little of the machine, at most limit_s seconds."""
+    """Wait until other processes use little of the machine, at most limit_s seconds."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         before, begin = cpu_use(), time.monotonic()
@@ -65,7 +66,7 @@ def wait_until_quiet(limit_s: float) -> None:
 
 
 def memory_mb() -> dict[str, int]:
-    """Peak resident set and proportional set now of this process tree, summed over its processes, MiB."""
+    """Return peak resident set and current proportional set in MiB, summed over this process tree."""
     peak = proportional = 0  # KiB
     for pid in process_tree():
         with contextlib.suppress(OSError):
@@ -75,13 +76,13 @@ def memory_mb() -> dict[str, int]:
 
 
 def seconds_since_process_start() -> float:
-    """Since the kernel started this process; to a clock tick, 10 ms."""
+    """Return the seconds since the kernel started this process, to a clock tick (10 ms)."""
     _, stat = _read_stat(os.getpid())
     return float(_read("/proc/uptime").split()[0]) - int(stat[19]) / _TICKS_PER_S
 
 
 def process_tree() -> list[int]:
-    """This process and all below it."""
+    """Return the ids of this process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -98,7 +99,7 @@ def _read(path: str) -> str:
 
 
 def _read_stat(pid: int) -> tuple[str, list[str]]:
-    """(name, fields from the third on) of proc(5)'s stat; a name may hold spaces and brackets."""
+    """Return (name, fields from the third on) of proc(5)'s stat; a name may contain spaces and brackets."""
     head, tail = _read(f"/proc/{pid}/stat").rsplit(")", 1)
     return head.split("(", 1)[1], tail.split()
 

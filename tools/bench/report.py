@@ -1,4 +1,7 @@
-"""One JSON object a line for each result; its fields are those of the peers' runners, so that lines compare."""
+"""One JSON object a line for each result.
+
+Its fields are those of the other engines' runners, so that lines compare.
+"""
 
 import json
 import sys
@@ -11,16 +14,17 @@ from tools.bench.runs import Bench, Run
 from tools.bench.startup import MeasuredStartup
 from tools.bench.startup_parts import Parts
 
-_NOISY_SHARE = 0.08  # of the wall time, taken by others: the result is marked
+_NOISY_SHARE = 0.08  # of the wall time; if others take more CPU time, the result is marked
 
 
 def print_record(record: Mapping[str, Any]) -> None:
+    """Print one record as a line of JSON."""
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
 
 def run_record(bench: Bench, run: Run, *, round_: int, rep: int) -> dict[str, Any]:
-    """Throughput and latencies of one run. TTFT counts from the moment all requests were handed over."""
+    """Return throughput and latencies of one run. TTFT counts from the moment all requests were submitted."""
     times = run.times
     num_input = run.workload.num_prompt_tokens
     num_output = sum(one.num_tokens for one in times)
@@ -56,6 +60,7 @@ def run_record(bench: Bench, run: Run, *, round_: int, rep: int) -> dict[str, An
 def startup_record(
     config: EngineConfig, threads: int, measured: MeasuredStartup, parts: Parts, *, kernel_cache: str, rep: int
 ) -> dict[str, Any]:
+    """Return the record of one start. threads: of the engine. parts: as measure_parts() gives them."""
     startup = measured.startup
     return {
         "engine": NAME,
@@ -80,7 +85,7 @@ def startup_record(
 
 
 def summary_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, median and 99th percentile in milliseconds; None of nothing."""
+    """Return mean, median and 99th percentile in milliseconds; None for no values."""
     if not seconds:
         return None
     values = {"mean": sum(seconds) / len(seconds), "p50": percentile(seconds, 0.5), "p99": percentile(seconds, 0.99)}
@@ -88,7 +93,7 @@ def summary_ms(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Linear between the two nearest; q from 0 to 1."""
+    """Return the q-quantile (q from 0 to 1), linear between the two nearest values."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * q
     low = int(position)

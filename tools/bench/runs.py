@@ -1,4 +1,4 @@
-"""Running a workload through the public LLM, when the machine is quiet; a disturbed run is repeated."""
+"""Run a workload through the public LLM when the machine is quiet, and repeat a disturbed run."""
 
 import os
 import time
@@ -16,12 +16,12 @@ from tools.bench.quiet import (
 )
 from tools.bench.workloads import BenchRequest, Workload, warm_up_workload
 
-#: A run is clean when others took less than this share of its wall time, or this many seconds.
+#: A run is clean if others took less CPU time than this share of its wall time, or than these seconds.
 _CLEAN_SHARE, _CLEAN_S = 0.04, 0.03
 
 
 class RequestTimes(NamedTuple):
-    """Monotonic seconds."""
+    """The times of one request, in monotonic seconds."""
 
     first_token: float
     last_token: float
@@ -29,10 +29,10 @@ class RequestTimes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One workload run once, and what the machine did meanwhile. Times: monotonic seconds."""
+    """One run of a workload, and what the machine did meanwhile. Times: monotonic seconds."""
 
     workload: Workload
-    begin: float  # all requests are handed over
+    begin: float  # when all requests are submitted
     end: float
     times: list[RequestTimes]
     foreign_cpu_s: float
@@ -43,6 +43,7 @@ class Run(NamedTuple):
 
     @property
     def wall_s(self) -> float:
+        """Return the duration of the run in seconds."""
         return self.end - self.begin
 
 
@@ -50,8 +51,9 @@ class Bench:
     """An engine under measurement, warmed up; a context manager.
 
     options: of EngineConfig. connect: address of a running engine instead. tries: runs of a workload until one is
-    clean. quiet_seconds: the longest wait for a quiet machine before each. is_first: count the start-up from the start
-    of this process, else (another engine ran in it) from here. Errors: LLM's.
+    clean, at most. quiet_seconds: longest wait for a quiet machine before each run. is_first: True = the start-up
+    counts from the start of this process; False = from here, because another engine ran in this process.
+    Errors: those of LLM.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Bench:
         self.run_once(warm)
 
     def run_once(self, workload: Workload) -> Run:
+        """Run the workload once, whatever else the machine does."""
         prompts: Any = [{"prompt_token_ids": request.prompt} for request in workload.requests]
         params = [request_params(request.max_tokens) for request in workload.requests]
         before, begin = cpu_use(), time.monotonic()
@@ -100,7 +103,7 @@ class Bench:
         )
 
     def run_cleanly(self, workload: Workload, round_: int) -> Run:
-        """The cleanest of at most `tries` runs, each with token ids of its own."""
+        """Return the cleanest of at most `tries` runs; each has its own token ids."""
         runs: list[Run] = []
         for _ in range(self._tries):
             self._num_runs += 1
@@ -111,6 +114,7 @@ class Bench:
         return min(runs, key=lambda run: run.foreign_cpu_s / run.wall_s)
 
     def close(self) -> None:
+        """End the engine, or the connection to it."""
         self._llm.close()
 
     def __enter__(self) -> "Bench":
@@ -121,7 +125,7 @@ class Bench:
 
 
 def request_params(max_tokens: int) -> SamplingParams:
-    """Greedy, exactly max_tokens tokens, no text."""
+    """Return parameters for greedy sampling of exactly max_tokens tokens, without text."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -132,4 +136,5 @@ def request_params(max_tokens: int) -> SamplingParams:
 
 
 def is_clean(foreign_cpu_s: float, wall_s: float) -> bool:
+    """Return whether other processes took so little CPU time that the run counts as undisturbed."""
     return foreign_cpu_s < max(_CLEAN_SHARE * wall_s, _CLEAN_S)

@@ -1,7 +1,8 @@
-"""What the scheduler costs: schedule + update_from_output per step, without a model, without a process border.
+"""The cost of the scheduler: schedule + update_from_output per step, without a model and without a process border.
 
-The work is that of peers' figures: block size 16, prefix caching and statistics on, prompts of 64 to 79 tokens, one
-token a request and step; with churn that share of the requests finishes in every step and is replaced before the next.
+The work is that of other engines' figures: block size 16, prefix caching and statistics on, prompts of 64 to 79 tokens,
+one token for each request and step. With churn, that share of the requests finishes in every step and is replaced
+before the next.
 """
 
 import gc
@@ -23,6 +24,8 @@ from tools.bench.report import percentile
 
 
 class Load(NamedTuple):
+    """Requests that run and wait. churn: share of the running ones that is replaced in each step."""
+
     running: int
     waiting: int = 0
     churn: float = 0.0
@@ -43,11 +46,14 @@ _BLOCK_SIZE = 16
 _BLOCKS_PER_REQUEST = 40
 _WARM_UP = 40
 _STEPS = 160
-_NUM_CALLS = 1000  # of adding and aborting
+_NUM_CALLS = 1000  # of add_request and of finish_requests
 
 
 def measure_scheduler(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
-    """config: its policy and admission options count, its sizes do not. Microseconds."""
+    """Return a record for each load, in microseconds.
+
+    config: its policy and its admission options apply; its sizes are replaced by those of the load.
+    """
     names = {"engine": NAME, "version": VERSION, "workload": "scheduler", "rep": rep}
     return [{**names, "policy": config.scheduling_policy, **load._asdict(), **_measure(config, load)} for load in LOADS]
 
@@ -85,7 +91,7 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 
 class _Driver:
-    """A scheduler under load; its results are made up."""
+    """A scheduler under load. The sampled tokens are made up."""
 
     def __init__(self, config: EngineConfig, load: Load) -> None:
         self._load = load
@@ -128,7 +134,7 @@ class _Driver:
         number, churn = self._serial, self._load.churn
         self._serial += 1
         life = round(1 / churn) if churn else 500
-        if churn and number < self._load.running:  # the first ones end one after the other
+        if churn and number < self._load.running:  # the first requests end at different steps
             life = 40 + number * 7919 % life
         prompt = (number * 31 + np.arange(64 + number % 16)) % 30_000 + 5
         params = SamplingParams(max_tokens=life, ignore_eos=True, temperature=0)

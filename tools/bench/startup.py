@@ -1,6 +1,6 @@
-"""From the start of a process to its first token: a fresh Python for each measurement, phases included.
+"""From the start of a process to its first token: a fresh Python process for each measurement, with phases.
 
-`python -m tools.bench.startup` is that fresh process: it reads an EngineConfig as JSON from standard input and prints a
+`python -m tools.bench.startup` is that process: it reads an EngineConfig as JSON from standard input and prints a
 Startup as JSON.
 """
 
@@ -25,9 +25,9 @@ from tools.start import started_engine
 
 
 class Startup(msgspec.Struct, frozen=True):
-    """Seconds since the kernel started the process."""
+    """The moments of a start, in seconds since the kernel started the process."""
 
-    import_s: float  # Python and the frontend are loaded
+    import_s: float  # Python and the frontend have been loaded
     ready_s: float  # the engine answers
     start_to_first_token_s: float
     phases: dict[str, float]  # phase -> when it began, seconds since the engine process began
@@ -36,6 +36,8 @@ class Startup(msgspec.Struct, frozen=True):
 
 
 class MeasuredStartup(NamedTuple):
+    """A start, its wall time, and the CPU seconds that others took meanwhile."""
+
     startup: Startup
     wall_s: float
     foreign_cpu_s: float
@@ -45,8 +47,11 @@ class MeasuredStartup(NamedTuple):
 def measure_cleanly(
     config: EngineConfig, *, tries: int, quiet_seconds: float, has_kernels: bool = True
 ) -> MeasuredStartup:
-    """The cleanest of at most `tries` starts. has_kernels: False = built C kernels are not found, as in the first
-    start of all. Errors: EngineStartError with what the process wrote."""
+    """Return the cleanest of at most `tries` starts.
+
+    has_kernels: False = no built C kernels are found, as in the first start on a machine.
+    Errors: EngineStartError with the output of the process.
+    """
     measured: list[MeasuredStartup] = []
     for _ in range(tries):
         wait_until_quiet(quiet_seconds)
@@ -59,7 +64,10 @@ def measure_cleanly(
 
 @contextlib.contextmanager
 def kernel_cache(is_filled: bool) -> Iterator[dict[str, str]]:
-    """The environment of a process to measure: this user's cache, or an empty one. Models are found as ever."""
+    """Yield the environment of a process to measure: with this user's cache, or with an empty one.
+
+    Models are found in both.
+    """
     if is_filled:
         yield dict(os.environ)
         return
@@ -80,7 +88,7 @@ def _measure(config: EngineConfig, environment: dict[str, str]) -> MeasuredStart
 
 
 def start_to_first_token(config: EngineConfig) -> Startup:
-    """In this process, which does nothing else."""
+    """Start an engine in this process, which does nothing else, and return the times."""
     import_s = seconds_since_process_start()
     phases: dict[str, float] = {}
 

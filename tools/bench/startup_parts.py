@@ -1,7 +1,7 @@
-"""What the engine process's start consists of, part by part, in a fresh process that does nothing beside them.
+"""The parts of an engine process's start, one by one, in a fresh process that does nothing else.
 
-The engine itself has parts of this at the same time (kernels are built while torch is imported), so the sum is more
-than its start takes. CPU seconds are of all threads: beside a wall time that others have stretched, they tell the cost.
+The engine itself does some parts at the same time (it builds kernels while it imports torch), so the sum is more than
+its start takes. CPU seconds are of all threads: they show the cost even if other work has stretched the wall time.
 
 `python -m tools.bench.startup_parts` is that process: EngineConfig as JSON in, parts as JSON out.
 """
@@ -23,6 +23,8 @@ _BLOCK_SIZE = 16
 
 
 class Part(msgspec.Struct, frozen=True):
+    """The wall time and the CPU time of one part, in seconds."""
+
     wall_s: float
     cpu_s: float
 
@@ -31,12 +33,12 @@ Parts = dict[str, Part]
 
 
 def has_parts(config: EngineConfig) -> bool:
-    """Whether the engine of this config loads a model by our own code."""
+    """Return whether the engine of this config loads a model by this project's own code."""
     return config.executor == "local" and config.model_impl != "transformers"
 
 
 def measure_parts(config: EngineConfig, environment: dict[str, str]) -> Parts:
-    """Errors: EngineStartError with what the process wrote."""
+    """Measure in a fresh process. Errors: EngineStartError with the output of the process."""
     command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False, env=environment)
     if done.returncode:
@@ -52,7 +54,7 @@ def _timed(parts: Parts, name: str) -> Iterator[None]:
 
 
 def start_by_parts(config: EngineConfig) -> Parts:
-    """In this process. Errors: those of a start."""
+    """Do the parts of a start in this process and return their times. Errors: those of a start."""
     parts: Parts = {"python": Part(round(seconds_since_process_start(), 3), round(time.process_time(), 3))}
     path = resolve_model(config.model)
     with _timed(parts, "tokenizer"):

@@ -1,6 +1,6 @@
-"""Where a step's time goes: schedule, prepare, forward, sample, update and encode, for batches of several sizes; and of
-the forward pass each operation by itself, called one after the other instead of all in one call.
+"""The time of a step by phase: schedule, prepare, forward, sample, update and encode, for batches of several sizes.
 
+The operations of the forward pass are also timed one by one, called one after the other instead of all in one call.
 The engine runs in this process. Every request decodes one token a step, after a prompt of _PROMPT tokens. Times are
 medians over steps, in microseconds; host_us is the time that this thread takes outside the forward pass.
 """
@@ -38,7 +38,7 @@ _STEPS_ONE_BY_ONE = 10
 
 
 class Watch:
-    """Seconds by name, on the wall; and this thread's outside the forward pass, for each step."""
+    """Wall seconds by phase, and this thread's CPU seconds outside the forward pass, for each step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -46,11 +46,12 @@ class Watch:
         self._wall = self._thread = 0.0
 
     def start(self) -> None:
+        """Begin a step."""
         self._wall, self._thread = time.perf_counter(), time.thread_time()
         self.host.append(0.0)
 
     def stop(self, name: str) -> None:
-        """What passed since start() or the last stop() was `name`."""
+        """Count the time since start() or the last stop() as the phase `name`."""
         self.seconds[name].append(time.perf_counter() - self._wall)
         if name != "forward":
             self.host[-1] += time.thread_time() - self._thread
@@ -58,7 +59,7 @@ class Watch:
 
 
 class _Watched:
-    """A model whose forward passes are told to a watch; everything else is the model's."""
+    """A model that reports its forward passes to a watch; everything else is the model's."""
 
     def __init__(self, model: Llama, watch: Watch) -> None:
         self._model, self._watch = model, watch
@@ -74,7 +75,7 @@ class _Watched:
 
 
 class _OneByOne(_Watched):
-    """Runs operation after operation, and times each under its name in the layer."""
+    """A model that runs operation after operation, and times each under its name in the layer."""
 
     def __init__(self, model: Llama, watch: Watch) -> None:
         super().__init__(copy.copy(model), watch)
@@ -120,7 +121,7 @@ class _Timed:
 
 
 def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
-    """A record for each batch size. Errors: the executor's; ConfigError for a model that is not ours."""
+    """Yield a record for each batch size. Errors: the executor's; ConfigError for a model of transformers' code."""
     length = _PROMPT + _STEPS + _STEPS_ONE_BY_ONE + 2
     blocks = SIZES[-1] * ceil_div(length, config.block_size) + 1
     executor = LocalExecutor(config)
@@ -174,7 +175,7 @@ def _measure(engine: EngineCore, executor: LocalExecutor, model: Llama, size: in
 
 
 def _watched_step(engine: EngineCore, executor: LocalExecutor, watch: Watch) -> float:
-    """Seconds. EngineCore.step() at depth 1, cut into its parts."""
+    """Run EngineCore.step() at depth 1, cut into its phases, and return its seconds."""
     begin = time.perf_counter()
     watch.start()
     plan = engine.scheduler.schedule(0)

@@ -7,11 +7,11 @@ import numpy as np
 
 VOCAB_SIZE = 2048
 _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM = 64, 128, 2, 1, 32
-_STD = 0.02  # of the weights, as transformers initializes them
+_STD = 0.02  # of the weights, as in transformers' initialization
 
 
 def write_tiny_model(folder: Path) -> None:
-    """config.json and model.safetensors (bfloat16), the same bytes every time; no tokenizer."""
+    """Write config.json and model.safetensors (bfloat16, no tokenizer) into the folder: the same bytes every time."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(), indent=1))
     rng = np.random.default_rng(0)
@@ -26,7 +26,7 @@ def write_tiny_model(folder: Path) -> None:
         parts.append(data)
         offset += len(data)
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
+    text += b" " * (-len(text) % 8)  # the format requires data aligned to 8 bytes
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
 
 

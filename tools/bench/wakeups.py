@@ -1,7 +1,7 @@
-"""What waking somebody costs here: the hops that a request takes between a caller and the engine, one by one.
+"""The cost of a wake-up on this machine: the hops of a request between a caller and the engine, one by one.
 
-Each is there and back, halved. Awake: one after the other without a pause, so that cores stay awake. Idle: after a
-pause in which both sides, and their cores, have gone to sleep, as a request to an idle engine finds them.
+Each hop is measured there and back, and halved. Awake: one after the other without a pause, so that cores stay awake.
+Idle: after a pause in which both sides and their cores have gone to sleep, as when a request meets an idle engine.
 """
 
 import os
@@ -25,7 +25,7 @@ RoundTrip = Callable[[], object]
 
 @contextmanager
 def _answered(serve: Callable[[], object]) -> Iterator[None]:
-    """A thread that calls serve() until it returns False."""
+    """Run a thread that calls serve() until it returns False."""
 
     def run() -> None:
         while serve() is not False:
@@ -39,7 +39,7 @@ def _answered(serve: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def queues() -> Iterator[RoundTrip]:
-    """From thread to thread, as between the engine's two: Python's lock is handed over as well."""
+    """Yield a round trip between two threads, like the engine's two: Python's lock is handed over as well."""
     there: SimpleQueue[bool] = SimpleQueue()
     back: SimpleQueue[bool] = SimpleQueue()
 
@@ -59,7 +59,7 @@ def queues() -> Iterator[RoundTrip]:
 
 @contextmanager
 def eventfds() -> Iterator[RoundTrip]:
-    """From thread to a thread that polls, as a caller wakes its client's IO thread."""
+    """Yield a round trip to a thread that polls, as a caller wakes its client's IO thread."""
     there, back = os.eventfd(0), os.eventfd(0)
     poller, answers = zmq.Poller(), zmq.Poller()
     poller.register(there, zmq.POLLIN)
@@ -85,7 +85,10 @@ def eventfds() -> Iterator[RoundTrip]:
 
 @contextmanager
 def sockets() -> Iterator[RoundTrip]:
-    """From a DEALER to a ROUTER: three wake-ups one way, for libzmq has a thread of its own on each side."""
+    """Yield a round trip from a DEALER to a ROUTER.
+
+    It takes three wake-ups one way, because libzmq has its own thread on each side.
+    """
     here: zmq.Context[Socket] = zmq.Context()
     over_there: zmq.Context[Socket] = zmq.Context()
     address = private_ipc_address()
@@ -113,7 +116,7 @@ def sockets() -> Iterator[RoundTrip]:
 
 
 def one_way_us(round_trip: RoundTrip, pause_s: float) -> float:
-    """Median of half a round trip, microseconds."""
+    """Return the median of half a round trip, in microseconds. pause_s: sleep before each."""
     seconds = []
     for _ in range(_COUNT):
         if pause_s:
@@ -125,7 +128,7 @@ def one_way_us(round_trip: RoundTrip, pause_s: float) -> float:
 
 
 def measure_wakeups() -> dict[str, Any]:
-    """Name of the hop -> {"awake": microseconds, "idle": microseconds}."""
+    """Return for each hop {"awake": microseconds, "idle": microseconds}."""
     found: dict[str, Any] = {}
     for name, hop in (("queue", queues), ("eventfd", eventfds), ("socket", sockets)):
         with hop() as round_trip:

@@ -11,30 +11,36 @@ from ipc.errors import ConfigError
 #: Plain token ids of common vocabularies lie in [ID_LOW, ID_LOW + ID_SPAN).
 ID_LOW = 20
 ID_SPAN = 48_900
-HOST_ID_SPAN = 1_900  # in every vocabulary, the tiny model's 2,048 too
-_STRIDE = 7919  # a prime: rounds shift every id by another amount
+HOST_ID_SPAN = 1_900  # such ids are in every vocabulary, also in the tiny model's 2,048
+_STRIDE = 7919  # a prime: each round shifts the ids by another amount
 
 
 class BenchRequest(msgspec.Struct, frozen=True):
+    """A prompt of token ids, and how many tokens to generate."""
+
     prompt: list[int]
     max_tokens: int
 
 
 class Workload(msgspec.Struct, frozen=True):
+    """Requests that are submitted together. id_span: token ids lie in [ID_LOW, ID_LOW + id_span)."""
+
     name: str
     requests: list[BenchRequest]
     id_span: int = ID_SPAN
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Return the number of prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
+        """Return the number of output tokens of all requests."""
         return sum(request.max_tokens for request in self.requests)
 
     def shifted(self, round_: int) -> "Workload":
-        """The same shape with other token ids, so that no prefix cache hits across rounds."""
+        """Return the same shape with other token ids, so that the prefix cache has no hits across rounds."""
         shift = _STRIDE * round_
 
         def move(prompt: list[int]) -> list[int]:
@@ -45,7 +51,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def make_workload(name: str) -> Workload:
-    """One of WORKLOADS. Errors: ConfigError for another name."""
+    """Return one of WORKLOADS. Errors: ConfigError for another name."""
     if name not in WORKLOADS:
         raise ConfigError(f"unknown workload {name!r}; known are {', '.join(WORKLOADS)}")
     seed, make = WORKLOADS[name]
@@ -54,7 +60,7 @@ def make_workload(name: str) -> Workload:
 
 
 def read_workload(path: Path) -> Workload:
-    """A file {"name": ..., "requests": [{"prompt": [ids], "max_tokens": n}, ...]}. Errors: ConfigError."""
+    """Read a file {"name": ..., "requests": [{"prompt": [ids], "max_tokens": n}, ...]}. Errors: ConfigError."""
     try:
         workload = msgspec.json.decode(path.read_bytes(), type=Workload)
     except (OSError, msgspec.DecodeError) as error:
@@ -67,7 +73,7 @@ def read_workload(path: Path) -> Workload:
 
 
 def warm_up_workload(id_span: int = ID_SPAN) -> Workload:
-    """A small mixed load that runs before anything is timed; its first prompt gives the first token."""
+    """Return a small mixed load that runs before anything is timed; its first prompt gives the first token."""
     prompts = [[ID_LOW + ((77 + k) * 104729 + i * 7907) % id_span for i in range(40 + 61 * k)] for k in range(8)]
     return Workload("warm", [BenchRequest(prompt, 8 + 2 * k) for k, prompt in enumerate(prompts)], id_span)
 
@@ -101,11 +107,11 @@ def _long(rng: random.Random) -> _Prompts:
 
 
 def _host256(rng: random.Random) -> _Prompts:
-    """For the tiny model: almost only the engine's own overhead. Ids up to 1,999."""
+    """Return the requests for the tiny model: almost only the engine's own overhead. Ids up to 1,999."""
     return [(_ids(rng, 32, 2000), 128) for _ in range(256)]
 
 
-#: Name -> seed and maker.
+#: Name -> (seed, maker).
 WORKLOADS: dict[str, tuple[int, Callable[[random.Random], _Prompts]]] = {
     "lat1": (1, _lat1),
     "batch8": (2, _batch8),

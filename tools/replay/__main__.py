@@ -1,4 +1,4 @@
-"""`engine-core replay FILE`: run a capture again and say where it first differs. Exit statuses: see EXIT_... below."""
+"""`engine-core replay FILE`: run a capture again and say where it first differs."""
 
 import argparse
 import sys
@@ -16,27 +16,28 @@ from tools.replay.rerun import OtherModelError, Rerun, real_executor, recorded_e
 
 EXIT_SAME = 0
 EXIT_DIFFERS = 3
-EXIT_DAMAGED = 4  # or incomplete
-EXIT_OTHER_MODEL = 5  # or other options
+EXIT_DAMAGED = 4  # damaged or incomplete
+EXIT_OTHER_MODEL = 5  # another model, or other options
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What --json prints."""
+    """The object that --json prints for the modes resched and full."""
 
     capture: str
     mode: str
-    engine_version: str  # that wrote it
+    engine_version: str  # of the engine that wrote it
     model: str
     fingerprint: str
     numerics: str
-    num_steps: int  # whole ones in the file
-    num_dropped_bytes: int  # of a torn tail
+    num_steps: int  # complete steps in the file
+    num_dropped_bytes: int  # of an incomplete last record
     has_close: bool  # the captured engine ended in order
     run: Rerun
     seconds: float
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Replay the capture and return the exit status, one of EXIT_... or of argparse."""
     parsed = _parser().parse_args(arguments)
     _check_options(parsed)
     try:
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_options(parsed: argparse.Namespace) -> None:
-    """Errors: exit status 2 for options that do not go with the mode."""
+    """Check that the options fit the mode. Errors: exit status 2."""
     is_live = parsed.mode == "live"
     parser = _parser()
     if is_live and parsed.connect is None:
@@ -90,7 +91,7 @@ def _check_options(parsed: argparse.Namespace) -> None:
 
 
 def _check_complete(file: CaptureFile) -> None:
-    """Errors: CaptureFileError when there is nothing to replay, or too little to replay it exactly."""
+    """Check that the capture can be replayed exactly. Errors: CaptureFileError if records are missing."""
     if file.num_lost:
         raise CaptureFileError(f"{file.path}: {file.num_lost} records are missing (the disk was too slow for them)")
     if not file.num_steps and file.close is None:
@@ -125,6 +126,7 @@ def _play(file: CaptureFile, parsed: argparse.Namespace) -> int:
 
 
 def make_report(file: CaptureFile, mode: str, run: Rerun, seconds: float) -> Report:
+    """Return the report of a run that took `seconds`."""
     header = file.header
     return Report(
         capture=str(file.path),
@@ -146,6 +148,7 @@ def _print_json(report: Report | LiveReport) -> None:
 
 
 def print_report(report: Report) -> None:
+    """Print the report as text."""
     run = report.run
     print(
         f"{report.capture}: {report.num_steps} steps of {report.model} ({report.fingerprint:.16}, {report.numerics}), "

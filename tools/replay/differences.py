@@ -15,40 +15,45 @@ from ipc.messages import Outputs
 RequestKey: TypeAlias = tuple[int, int]
 Kind = Literal["decision", "token", "error"]
 
-_MAX_LINES = 20  # of a field-level diff
+_MAX_LINES = 20  # of Difference.details
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first one. step: index of the call of the step, from 0; offset: of its record in the file, bytes."""
+    """The first difference between a capture and its replay.
+
+    step: index of the step's call, from 0. offset: of its record in the file, bytes.
+    """
 
     kind: Kind
     step: int
     offset: int
     client: int | None = None
     request: int | None = None
-    position: int | None = None  # of the token in the request's output
+    position: int | None = None  # of the token in its request's output
     expected: int | None = None  # token id in the capture
     got: int | None = None  # token id in the replay
     details: list[str] = []
 
 
 class Batch:
-    """Which requests a capture's rows are, and the last plan's columns, which later steps may refer to."""
+    """The requests in a capture's rows, and the columns of the last plan, which later steps may refer to."""
 
     def __init__(self) -> None:
         self._requests: dict[int, RequestKey] = {}
         self._rows: list[int] = []
         self._counts: list[int] = []
         self._num_plans = 0
-        self._of_plan: dict[int, list[RequestKey | None]] = {}  # plans whose result has not been seen
+        self._of_plan: dict[int, list[RequestKey | None]] = {}  # by number of the plan, until its result arrives
 
     def copy(self) -> "Batch":
+        """Return a copy that can be changed by itself."""
         other = Batch()
         other._requests, other._rows, other._counts = dict(self._requests), self._rows, self._counts
         other._num_plans, other._of_plan = self._num_plans, dict(self._of_plan)
         return other
 
     def apply(self, step: Step) -> None:
+        """Bring rows and plans up to date with a step; a step without a plan changes nothing."""
         if not step.digest:
             return
         for row in unpack(step.removed_rows):
@@ -61,27 +66,34 @@ class Batch:
         self._num_plans += 1
 
     def forget(self, plan: int) -> None:
+        """Drop the requests of a plan whose result has arrived."""
         self._of_plan.pop(plan, None)
 
     def requests_of(self, plan: int) -> list[RequestKey | None]:
+        """Return the request of each row of a plan; None for a row without one. Empty for a plan that is not known."""
         return self._of_plan.get(plan, [])
 
     def request(self, row: int) -> str:
+        """Return the name of the request in a row."""
         return name_request(self._requests.get(row), row)
 
     def scheduled(self) -> dict[str, int]:
-        """Request -> tokens in the last plan."""
+        """Return the tokens of each request, by its name, in the last plan."""
         return {self.request(row): count for row, count in zip(self._rows, self._counts, strict=False)}
 
 
 def name_request(key: RequestKey | None, row: int) -> str:
+    """Return "client C request N", or "row R" if the row has no request."""
     return f"row {row}" if key is None else f"client {key[0]} request {key[1]}"
 
 
 def find_difference(
     turn: Turn, got: Step, batch: Batch, replies: Sequence[tuple[int, EngineReply]]
 ) -> Difference | None:
-    """batch: as before this turn; it is brought up to date when there is no difference."""
+    """Return the first difference between a recorded step and a replayed one, or None if they are equal.
+
+    batch: as before this turn; it is brought up to date if there is no difference.
+    """
     expected = turn.step
     if _plan_of(expected) != _plan_of(got):
         return Difference("decision", turn.step_index, turn.offset, details=_plan_details(expected, got, batch))
@@ -111,7 +123,7 @@ def _result_of(step: Step) -> tuple[object, ...]:
 
 
 def _plan_details(expected: Step, got: Step, batch: Batch) -> list[str]:
-    """- only in the capture, + only in the replay, ~ in both and not equal."""
+    """Return lines on both plans: - only in the capture, + only in the replay, ~ in both and not equal."""
     if not expected.digest or not got.digest:
         who = "capture" if expected.digest else "replay"
         return [f"only the {who} scheduled anything in this step", *([f"replay: {got.error}"] if got.error else [])]
@@ -180,7 +192,10 @@ def _row_of(place: int, counts: list[int]) -> tuple[int, int]:
 
 
 def _position(key: RequestKey, replies: Iterable[tuple[int, EngineReply]]) -> int | None:
-    """Of the request's first token in this step. None: its tokens were dropped, it had ended or was preempted."""
+    """Return the position of the request's first token in this step.
+
+    None: its tokens were dropped, because its request had ended or was preempted.
+    """
     for client, reply in replies:
         if client == key[0] and isinstance(reply, Outputs) and reply.tokens:
             numbers = np.frombuffer(reply.numbers, "<u4").tolist()
@@ -190,6 +205,6 @@ def _position(key: RequestKey, replies: Iterable[tuple[int, EngineReply]]) -> in
 
 
 def unpack(column: bytes) -> list[int]:
-    """An int32 column; a torn last entry is left out."""
+    """Return an int32 column as a list; an incomplete last entry is left out."""
     values: list[int] = np.frombuffer(column[: len(column) // 4 * 4], "<i4").tolist()
     return values

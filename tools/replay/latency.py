@@ -10,7 +10,7 @@ from tools.bench.report import percentile
 
 
 class Times(msgspec.Struct, frozen=True):
-    """One request. Seconds; None: it came to no such moment."""
+    """The times of one request, in seconds; None: the request did not get that far."""
 
     arrival: float
     first_token: float | None
@@ -20,7 +20,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Milliseconds over `count` requests; percentiles are linear between the two nearest."""
+    """Milliseconds over `count` requests; percentiles are interpolated linearly between the two nearest values."""
 
     count: int
     mean: float
@@ -31,7 +31,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Latencies(msgspec.Struct, frozen=True):
-    """None: no request has such a time."""
+    """Three latencies over many requests; None: no request has such a time."""
 
     ttft_ms: Summary | None  # arrival to first token
     tpot_ms: Summary | None  # between tokens, mean of each request
@@ -39,6 +39,7 @@ class Latencies(msgspec.Struct, frozen=True):
 
 
 def latencies(times: Sequence[Times]) -> Latencies:
+    """Return the summarized latencies of these requests."""
     return Latencies(
         ttft_ms=summarize([one.first_token - one.arrival for one in times if one.first_token is not None]),
         tpot_ms=summarize(
@@ -53,6 +54,7 @@ def latencies(times: Sequence[Times]) -> Latencies:
 
 
 def summarize(seconds: Sequence[float]) -> Summary | None:
+    """Return the summary of values in seconds, in milliseconds; None for no values."""
     if not seconds:
         return None
     values = [sum(seconds) / len(seconds), *(percentile(seconds, q) for q in (0.5, 0.9, 0.99)), max(seconds)]
@@ -60,6 +62,7 @@ def summarize(seconds: Sequence[float]) -> Summary | None:
 
 
 def print_latencies(console: Console, recorded: Latencies, replayed: Latencies, lateness: Summary | None) -> None:
+    """Print recorded and replayed latencies as one table. lateness: of sending, in milliseconds."""
     table = Table(title="milliseconds", title_justify="left")
     table.add_column("")
     for name in ("requests", "mean", "p50", "p90", "p99", "max"):

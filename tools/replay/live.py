@@ -1,4 +1,4 @@
-"""`--mode live`: a capture sent to a running engine, at its recorded times; tokens and latencies are compared."""
+"""`--mode live`: a capture's requests, sent to a running engine at their recorded times and compared."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ _MAX_SHOWN = 10
 
 
 class TokenDifference(msgspec.Struct, frozen=True):
-    """The first token of a request that is not the recorded one; None: there is none at this position."""
+    """The first token of a request that differs from the recorded one; None: no token at this position."""
 
     client: int
     request: int
@@ -32,26 +32,28 @@ class TokenDifference(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
+    """A request that failed in the replay and not in the capture."""
+
     client: int
     request: int
     error: str
 
 
 class LiveReport(msgspec.Struct, frozen=True):
-    """What --json prints."""
+    """The object that --json prints for the mode live."""
 
     capture: str
     mode: str
     speed: float | None  # None: as soon as possible
     num_requests: int
-    num_aborted: int  # sent again, and aborted after the recorded number of tokens
+    num_aborted: int  # by the replay, after the recorded number of tokens
     num_tokens: int  # compared
     recorded: Latencies
     replayed: Latencies
     lateness_ms: Summary | None  # of sending, behind the schedule
     differences: list[TokenDifference]
     failures: list[Failure]  # requests that failed now and not in the capture
-    seconds: float
+    seconds: float  # from the first request sent to the end
 
 
 class _Sent(msgspec.Struct):
@@ -60,13 +62,15 @@ class _Sent(msgspec.Struct):
     progress: Progress  # its token_ids are only the latest
     sent: float  # monotonic seconds
     tokens: list[int] = []
-    abort_at: float | None = None  # when nothing but the time says that its client gave up
+    abort_at: float | None = None  # monotonic seconds; for a request that was aborted before its first token
     is_aborted: bool = False
 
 
 def run_live(file: CaptureFile, address: str, speed: float | None) -> LiveReport:
-    """speed: factor on the recorded times; None = all at once. Errors: OtherModelError; EngineDeadError;
-    CaptureFileError."""
+    """Send all requests to the engine at `address` and return the report.
+
+    speed: factor on the recorded times; None = all at once. Errors: OtherModelError; EngineDeadError; CaptureFileError.
+    """
     traces = read_traces(file)
     client = EngineClient(ZmqTransport(address), name="replay")
     try:
@@ -106,7 +110,7 @@ def _check_model(file: CaptureFile, client: EngineClient) -> None:
 
 
 class _Player:
-    """Sends every request when it is due and aborts those whose clients did."""
+    """Sends every request when it is due, and aborts those that their clients aborted in the capture."""
 
     def __init__(self, client: EngineClient, traces: Sequence[Trace], speed: float | None) -> None:
         self._client = client
@@ -117,7 +121,7 @@ class _Player:
         self._sent: list[_Sent] = []
 
     def run(self) -> list[_Sent]:
-        """In order of the traces. Errors: EngineDeadError."""
+        """Return the sent requests, in order of the traces. Errors: EngineDeadError."""
         begin = time.monotonic()
         while len(self._sent) < len(self._traces) or self._live:
             now = time.monotonic()
@@ -130,7 +134,7 @@ class _Player:
         return self._sent
 
     def _timeout(self, begin: float) -> float | None:
-        """Seconds until the next thing is due; None: only the engine can go on."""
+        """Return the seconds until a request or an abort is due; None: only the engine's messages are awaited."""
         due = [one.abort_at for one in self._live.values() if one.abort_at is not None and not one.is_aborted]
         if len(self._sent) < len(self._traces):
             due.append(begin + self._due[len(self._sent)])
@@ -183,7 +187,7 @@ _NOTHING = Progress(np.zeros(0, np.int32), FinishReason.NONE, None, 0, 0.0, 0.0,
 
 
 def _difference(one: _Sent) -> TokenDifference | None:
-    """A finished request is compared to its end, any other as far as both go."""
+    """Compare a finished request to its end, any other as far as both go."""
     expected, got = one.trace.tokens, one.tokens
     if one.progress.error is not None:
         return None
@@ -217,6 +221,7 @@ def _replayed_times(one: _Sent) -> Times:
 
 
 def print_live(report: LiveReport) -> None:
+    """Print the report as text."""
     timing = "as soon as possible" if report.speed is None else f"at {report.speed:g} times the recorded speed"
     print(
         f"{report.capture}: {report.num_requests} requests {timing}, {report.num_aborted} aborted, "

@@ -22,24 +22,24 @@ OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
 
 
 class OtherModelError(EngineCoreError):
-    """The capture is sound; the model, the engine's options or the engine that should replay it are others."""
+    """The capture is sound, but the model, the engine's options or the engine of the replay differ from its own."""
 
 
 class Rerun(msgspec.Struct, frozen=True):
-    """What a run of a capture's steps came to."""
+    """The totals of a run of a capture's steps."""
 
-    num_steps: int  # replayed, the differing one included
+    num_steps: int  # replayed, the one that differs included
     num_requests: int
     num_aborted: int  # requests named in an Abort
-    num_tokens: int  # sampled, as far as they were delivered
+    num_tokens: int  # sampled and delivered
     num_preemptions: int
     num_cached_tokens: int
-    engine_error: str  # the exception with which the capture ends; it is the captured engine's
+    engine_error: str  # exception of the captured engine, with which the capture ends
     difference: Difference | None
 
 
 class _Comparison:
-    """The log of the engine that replays: keeps the step until it is compared."""
+    """The log of the replaying engine: keeps the last step until it is compared."""
 
     step: Step
 
@@ -49,11 +49,12 @@ class _Comparison:
 
 
 def recorded_executor(file: CaptureFile) -> RecordedExecutor:
+    """Return an executor whose tokens are those of the capture."""
     return RecordedExecutor(file.header.model)
 
 
 def real_executor(file: CaptureFile, model: str | None) -> tuple[EngineConfig, Executor]:
-    """The captured engine's model, loaded. model: its path here, None = as in the capture.
+    """Load the captured engine's model; return (config, executor). model: its path here, None = as in the capture.
 
     Errors: OtherModelError; ModelFileError, OutOfMemoryError.
     """
@@ -74,7 +75,7 @@ def real_executor(file: CaptureFile, model: str | None) -> tuple[EngineConfig, E
 
 
 def replay_config(header: Header) -> EngineConfig:
-    """Errors: OtherModelError for options this version does not have."""
+    """Return the captured engine's config. Errors: OtherModelError for options that this version does not have."""
     try:
         return decode_config(header)
     except DECODE_ERRORS as error:
@@ -84,14 +85,15 @@ def replay_config(header: Header) -> EngineConfig:
 
 
 def rerun(file: CaptureFile, config: EngineConfig, executor: Executor, *, on_turn: OnTurn | None = None) -> Rerun:
-    """Run every step, up to the first difference. on_turn: gets each turn that was the same, and the engine's replies.
+    """Run every step, up to the first difference.
 
+    on_turn: called with each turn that was equal, and the engine's replies.
     Errors: CaptureFileError for records that no engine can have written.
     """
     log = _Comparison()
     try:
         engine = CapturedEngine(config, executor, log, file.header.epoch)
-    except Exception as error:  # of whatever its options say: they are the file's
+    except Exception as error:  # any kind: the options come from the file
         raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
     batch, difference, num_steps, engine_error = Batch(), None, 0, ""
     num_requests = num_aborted = 0
@@ -101,7 +103,7 @@ def rerun(file: CaptureFile, config: EngineConfig, executor: Executor, *, on_tur
         if isinstance(executor, RecordedExecutor):
             executor.feed(turn.step)
         replies: Sequence[tuple[int, EngineReply]] = ()
-        with contextlib.suppress(Exception):  # the engine's record says what it was
+        with contextlib.suppress(Exception):  # the engine has noted the exception in its record
             replies = engine.step(turn.inbox, turn.step.now_ns)
         difference = find_difference(turn, log.step, batch, replies)
         engine_error = turn.step.error
@@ -123,7 +125,10 @@ def rerun(file: CaptureFile, config: EngineConfig, executor: Executor, *, on_tur
 
 
 def _check_inputs(file: CaptureFile, turn: Turn) -> tuple[int, int]:
-    """(requests, aborted requests) of the inbox. Errors: CaptureFileError for what no IO thread lets through."""
+    """Return (requests, aborted requests) of the inbox.
+
+    Errors: CaptureFileError for a message that the IO thread would have refused.
+    """
     num_requests = num_aborted = 0
     model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:

@@ -1,4 +1,4 @@
-"""What clients asked of a captured engine and when, and when its tokens came: one trace per request."""
+"""The requests of a captured engine, with the times of their arrival and of their tokens: a trace for each."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -30,22 +30,25 @@ class Trace(msgspec.Struct):
 
     client: int
     message: AddRequest
-    arrival: float  # when the engine took it in
-    tokens: list[int]  # those that were delivered before it arrived included
+    arrival: float  # begin of the step that received it
+    tokens: list[int]  # including those in AddRequest.delivered
     first_token: float | None = None
     last_token: float | None = None
     end: End = End.OPEN
-    end_time: float | None = None  # of an open one: the end of the capture
+    end_time: float | None = None  # of an open request: the end of the capture
 
 
 def read_traces(file: CaptureFile) -> list[Trace]:
-    """In order of arrival. Errors: CaptureFileError, also for a capture that resched does not reproduce."""
+    """Return the traces in order of arrival.
+
+    Errors: CaptureFileError, also for a capture that resched does not reproduce.
+    """
     collector = _Collector()
     run = rerun(file, replay_config(file.header), recorded_executor(file), on_turn=collector.add)
     if run.difference is not None:
         raise CaptureFileError(
-            f"{file.path}: step {run.difference.step} is decided otherwise by this version of the engine, so that its "
-            f"requests cannot be told apart; --mode resched says more"
+            f"{file.path}: step {run.difference.step} is decided differently by this version of the engine, so that "
+            f"its requests cannot be identified; --mode resched shows the difference"
         )
     collector.finish()
     return collector.traces

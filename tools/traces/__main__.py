@@ -22,7 +22,7 @@ from tools.traces.summary import Seconds, run_record, ttft_seconds
 from tools.traces.workload import Workload, make_workload
 
 EXIT_UNFINISHED = 1
-#: Engine options that differ from the engine's own defaults; 65,520 tokens of KV cache.
+#: Engine options whose defaults differ from the engine's own. The blocks hold 65,520 tokens.
 _OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_blocks_override": 4096}
 _EPILOG = """\
 Lengths: where a trace's longest request has more than --max-tokens tokens, all lengths are multiplied by k/512, with
@@ -34,6 +34,7 @@ exit status: 0 all finished, 1 not all, 2 usage"""
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run each trace under each policy, print a JSON line for each run; return the exit status. Errors: ConfigError."""
     parsed = _parser().parse_args(arguments)
     options = engine_options(parsed)
     _check(parsed, options)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -> tuple[dict[str, Any], Seconds]:
-    """One line on standard output."""
+    """Run one workload, print its record as one line, and return (record, TTFT of each request in seconds)."""
     assert config.swap_ns_per_block is not None, "the config is not resolved"
     step_time = StepTime(
         fixed_ns=round(parsed.step_ms * 1e6),
@@ -78,7 +79,7 @@ def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -
 
 
 def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig:
-    """Resolved. The costs of preemption are the step time's, unless they are given."""
+    """Return the resolved config. Default costs of preemption: the step time of a token, and 80 us for a block."""
     costs = {"recompute_ns_per_token": max(1, round(parsed.token_us * 1e3)), "swap_ns_per_block": 80_000}
     fixed = {"executor": "fake", "max_model_len": parsed.max_tokens, "fake_max_model_len": parsed.max_tokens}
     defaults = dict(_OPTIONS)
@@ -90,7 +91,7 @@ def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig
         config,
         executor.info,
         executor.determine_num_available_blocks,
-        total_memory_bytes=2**36,  # virtual, like the machine
+        total_memory_bytes=2**36,  # of a virtual machine
         num_cpus=1,
     )
     return resolve_costs(config, executor.measure_costs)
@@ -113,7 +114,7 @@ def _check(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def _time_scales(parsed: argparse.Namespace) -> list[float]:
-    """One for each file."""
+    """Return one factor on arrival times for each file. Errors: ConfigError."""
     scales: list[float] = parsed.time_scale
     if len(scales) not in (1, len(parsed.files)):
         raise ConfigError(f"--time-scale takes one number, or one for each of {len(parsed.files)} files; got {scales}")
@@ -128,7 +129,7 @@ def _check_number(name: str, value: float) -> None:
 
 
 def _numbers(text: str) -> list[float]:
-    """'0.2' or '0.2,0.4'. Errors: argparse's."""
+    """Parse "0.2" or "0.2,0.4". Errors: those of argparse."""
     return [float(part) for part in text.split(",")]
 
 
@@ -141,9 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="a trace; its format is seen from its content"
-    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a trace; its content shows its format")
     parser.add_argument("--rows", type=int, metavar="N", help="the first N rows of each; default: all")
     parser.add_argument("--max-tokens", type=int, default=8192, metavar="N", help="longest request; default: 8192")
     parser.add_argument(
@@ -153,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X[,X...]",
         help="of arrivals, one for all files or one for each; 0.5: twice as fast; default: 1",
     )
-    parser.add_argument("--clients", type=int, default=5, metavar="N", help="that share the requests; default: 5")
+    parser.add_argument("--clients", type=int, default=5, metavar="N", help="number of clients; default: 5")
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="X", help="of every step; default: 10")
     parser.add_argument("--token-us", type=float, default=50.0, metavar="X", help="of a token computed; default: 50")
     parser.add_argument("--context-ns", type=float, default=70.0, metavar="X", help="of a token read; default: 70")
@@ -163,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """As it can be typed where the traces lie: without the folders of this machine."""
+    """Return the command as it can be typed in the folder of the traces: without the folders of this machine."""
     words = [Path(word).name if word.endswith((".jsonl", ".csv", ".md")) else word for word in arguments]
     return "engine-core traces " + shlex.join(words)
 

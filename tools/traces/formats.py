@@ -1,7 +1,8 @@
-"""Public request traces, read from their files: when each request came, how long it was, and what its prompt shares.
+"""Public request traces, read from their files: arrival, lengths and shared prompt parts of each request.
 
-Known by their first line: Mooncake (JSON lines with hash_ids), the Azure LLM inference trace of 2023 (CSV), and runs of
-vLLM measured by LLMServingSim (JSON lines with queued_ts). ServeGen is refused: it holds a generator's parameters.
+A format is recognized by the first line: Mooncake (JSON lines with hash_ids), the Azure LLM inference trace of 2023
+(CSV), and runs of vLLM measured by LLMServingSim (JSON lines with queued_ts). ServeGen is refused: its files hold the
+parameters of a generator.
 """
 
 import csv
@@ -23,22 +24,25 @@ _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 class Row(NamedTuple):
     """One request."""
 
-    arrival_s: float  # after some moment before the first
+    arrival_s: float  # since any moment before the first request
     num_input: int
     num_output: int
-    hash_ids: tuple[int, ...] | None = None  # of the prompt's blocks of HASH_BLOCK tokens, the last may be partial
-    ttft_s: float | None = None  # as measured by whoever recorded the trace
+    hash_ids: tuple[int, ...] | None = None  # one for HASH_BLOCK tokens of the prompt; the last may be partial
+    ttft_s: float | None = None  # as measured when the trace was recorded
 
 
 class Trace(NamedTuple):
-    """rows in order of arrival, the first at 0."""
+    """A trace: rows in order of arrival, the first at 0 s."""
 
     name: str
     rows: list[Row]
 
 
 def read_trace(path: Path, num_rows: int | None = None) -> Trace:
-    """The first num_rows rows of the file. Errors: ConfigError naming the file and the row, counted from 1."""
+    """Return the first num_rows rows of the file; None = all.
+
+    Errors: ConfigError that names the file and the row, counted from 1.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +58,7 @@ def read_trace(path: Path, num_rows: int | None = None) -> Trace:
             raise ConfigError(f"{path}, row {number}: {_reason(error)}: {line:.80}") from error
     if not rows:
         raise ConfigError(f"{path} holds no requests")
-    rows.sort(key=lambda row: row.arrival_s)  # stable: rows of one moment keep their order
+    rows.sort(key=lambda row: row.arrival_s)  # stable: rows with equal times keep their order
     return Trace(path.name, [row._replace(arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows])
 
 
@@ -91,7 +95,7 @@ def _azure(line: str) -> Row:
 
 
 def _vllm_measured(line: str) -> Row:
-    """arrival_time is another clock than the other three."""
+    """Parse a row. arrival_time is on another clock than the other three times."""
     record = json.loads(line)
     ttft_s = _number(record["first_token_ts"]) - _number(record["queued_ts"])
     return Row(

@@ -16,7 +16,10 @@ _STYLE = "font-family:sans-serif;font-size:11px;fill:#333"
 
 
 def distribution_plot(panels: Mapping[str, Mapping[str, Seconds]], label: str) -> str:
-    """panels: title -> policy -> values > 0, in the axis' unit, which `label` names."""
+    """Return the SVG file's text. panels: title -> policy -> values > 0.
+
+    label: name of the axis, with the values' unit.
+    """
     width = _WIDTH * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_HEIGHT}" viewBox="0 0 {width} {_HEIGHT}">',

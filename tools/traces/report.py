@@ -1,4 +1,4 @@
-"""The report of some simulated runs: a table in a Markdown file, between two marks, and a plot beside it."""
+"""The report of some simulated runs: a table in a Markdown file, between two marks, and a plot beside the file."""
 
 import os
 import re
@@ -30,8 +30,10 @@ _HEADINGS = (
 def write_report(
     path: Path, command: str, records: Sequence[Mapping[str, Any]], ttfts: Mapping[str, Mapping[str, Seconds]]
 ) -> None:
-    """Replaces what stands between the marks, or makes the file. ttfts: trace -> policy -> seconds.
-    Errors: ConfigError when the file has no marks or cannot be written."""
+    """Replace the text between the marks, or make the file. ttfts: trace -> policy -> seconds.
+
+    Errors: ConfigError if the file lacks the marks or cannot be written.
+    """
     picture = path.with_suffix(".svg")
     body = "\n".join(
         [
@@ -87,7 +89,7 @@ def _seconds(quantiles: Mapping[str, float] | None, *names: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file completely or not at all."""
     unfinished = path.with_name(path.name + ".new")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)

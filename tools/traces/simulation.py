@@ -17,12 +17,15 @@ from ipc.messages import Outputs
 from tools.traces.workload import TimedRequest
 
 _NEVER = -1
-_PAUSE_NS = 1_000_000  # until the next step, where one had nothing to run
-_MAX_PAUSES = 100_000  # in a row: the engine is stuck
+_PAUSE_NS = 1_000_000  # from a step with nothing to run to the next step
+_MAX_PAUSES = 100_000  # consecutive ones, after which the engine counts as stuck
 
 
 class StepTime(NamedTuple):
-    """Of a step: fixed + token * tokens computed + context * tokens of KV cache read + copy * blocks copied."""
+    """The duration of a step.
+
+    It is fixed + token * tokens computed + context * tokens of KV cache read + copy * blocks copied.
+    """
 
     fixed_ns: int
     token_ns: int
@@ -30,26 +33,27 @@ class StepTime(NamedTuple):
     copy_ns: int  # to or from the host
 
     def of(self, plan: SchedulerOutput, num_context_tokens: int) -> int:
+        """Return the duration of this plan's step in ns. num_context_tokens: tokens of KV cache read."""
         num_copies = len(plan.swapped_out_blocks) + len(plan.swapped_in_blocks)
         linear = self.fixed_ns + self.token_ns * plan.num_tokens + self.copy_ns * num_copies
         return linear + round(self.context_ns * num_context_tokens)
 
 
 class Observed(NamedTuple):
-    """Of each request, in virtual ns; -1 for what never came."""
+    """Columns with one entry for each request, in virtual ns; -1 for a moment that never came."""
 
     arrivals: Ints
     scheduled: Ints  # begin of the step in which it first ran
     first_tokens: Ints
     last_tokens: Ints
     num_tokens: Ints
-    finished: Ints  # 1 where the request ended as it should
+    finished: Ints  # 1 if the request ended, else 0
     end_ns: int  # of the last step
     stats: SchedulerStats
 
 
 class _TimedExecutor:
-    """The fake executor, and how long the last step took."""
+    """The fake executor, with the duration of the last step."""
 
     def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
         self._inner = create(config)
@@ -66,7 +70,7 @@ class _TimedExecutor:
         return self._inner.cache_memory_bytes()
 
     def initialize_cache(self, config: EngineConfig) -> None:
-        """Done already."""
+        """Do nothing: the constructor has done it."""
 
     def measure_costs(self) -> Costs:
         return self._inner.measure_costs()
@@ -85,7 +89,10 @@ class _TimedExecutor:
 
 
 def simulate(config: EngineConfig, requests: list[TimedRequest], step_time: StepTime) -> Observed:
-    """config is resolved; requests are in order of arrival. Returns when all have ended or nothing moves any more."""
+    """Run the requests until all have ended or none makes progress any more.
+
+    config: resolved. requests: in order of arrival.
+    """
     executor = _TimedExecutor(config, step_time)
     engine = EngineCore(config, executor)
     executor.scheduler = engine.scheduler
@@ -117,7 +124,10 @@ class _Observer:
         self._counts, self._finished = (np.zeros(count, np.int64) for _ in range(2))
 
     def take(self, replies: list[tuple[int, EngineReply]], begin_ns: int, end_ns: int) -> None:
-        """What a step that took so long has said. A request that is refused never finishes, and is counted so."""
+        """Enter the replies of a step that ran from begin_ns to end_ns.
+
+        A request that is refused never finishes, and counts as unfinished.
+        """
         for _, reply in replies:
             if not isinstance(reply, Outputs):
                 continue

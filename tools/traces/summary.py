@@ -14,14 +14,17 @@ Seconds = Doubles
 
 
 def ttft_seconds(observed: Observed) -> Seconds:
-    """From arrival to the end of the step that gave the first token, of the requests that have one."""
+    """Return the time to first token of the requests that have one, in seconds.
+
+    It is the time from arrival to the end of the step that gave the first token.
+    """
     has_token = observed.num_tokens > 0
     seconds: Seconds = (observed.first_tokens - observed.arrivals)[has_token] / 1e9
     return seconds
 
 
 def run_record(workload: Workload, config: EngineConfig, observed: Observed, wall_s: float) -> dict[str, Any]:
-    """Times in virtual seconds; wall_s is what the simulation itself took."""
+    """Return the record of a run. Times are in virtual seconds; wall_s is the duration of the simulation itself."""
     stats, started = observed.stats, observed.scheduled >= 0
     steady = observed.num_tokens > 1
     tpot = (observed.last_tokens - observed.first_tokens)[steady] / (observed.num_tokens[steady] - 1)
@@ -46,13 +49,13 @@ def run_record(workload: Workload, config: EngineConfig, observed: Observed, wal
         "wall_s": round(wall_s, 3),
     }
     measured = [row.ttft_s for row in workload.trace.rows if row.ttft_s is not None]
-    if measured:  # the trace's own, on the machine and by the engine it was recorded with
+    if measured:  # on the machine and by the engine that recorded the trace
         record["recorded_ttft_s"] = _quantiles(np.array(measured))
     return record
 
 
 def _groups(workload: Workload, observed: Observed) -> dict[str, dict[str, float] | None]:
-    """TTFT of those whom the policies treat differently."""
+    """Return the TTFT quantiles of the groups that the policies treat differently."""
     urgent = np.array([request.message.priority == 0 for request in workload.requests])
     first = np.array([request.client == 0 for request in workload.requests])
     has_token = observed.num_tokens > 0

@@ -1,8 +1,9 @@
 """A trace as requests to the engine: lengths and times scaled, prompts made up, priorities and clients assigned.
 
-Lengths: where the longest request (input + output) is more than max_tokens, every length is multiplied by k / 512 and
-rounded down, at least 1, with the largest whole k for which the longest fits. A hash id's block of 512 tokens becomes k
-tokens, equal wherever the id is equal, so that prompts share what they shared. Rows without hash ids share nothing.
+Lengths: if the longest request (input + output) has more than max_tokens tokens, every length is multiplied by k / 512
+and rounded down, to at least 1; k is the largest whole number with which the longest fits. A hash id's block of 512
+tokens becomes k tokens, equal wherever the id is equal, so that prompts still share what they shared. Rows without hash
+ids share nothing.
 Times: arrivals are multiplied by time_scale.
 Every fifth request (the first, the sixth, ...) is urgent: priority 0, the others 1.
 Client 0 sends every other request (the first, the third, ...); the remaining clients take turns with the rest.
@@ -20,23 +21,27 @@ from ipc.rounding import ceil_div
 from ipc.sampling_params import SamplingParams
 from tools.traces.formats import HASH_BLOCK, Row, Trace
 
-_FIRST_ID = 3  # below it are the special tokens of the fake executor
+_FIRST_ID = 3  # smaller ids are the special tokens of the fake executor
 
 
 class TimedRequest(NamedTuple):
+    """A request, its client, and its arrival in virtual ns."""
+
     arrival_ns: int
     client: int
-    message: AddRequest  # its number is its place in the trace
+    message: AddRequest  # its number is its place in the trace, from 0
 
 
 class Workload(NamedTuple):
+    """A trace's requests, in order of arrival. length_scale: k / 512."""
+
     trace: Trace
     requests: list[TimedRequest]
     length_scale: float
 
 
 def make_workload(trace: Trace, *, max_tokens: int, time_scale: float, num_clients: int, vocab_size: int) -> Workload:
-    """Errors: ConfigError when max_tokens is too small for the trace."""
+    """Return the requests of a trace, scaled as above. Errors: ConfigError if max_tokens is too small for the trace."""
     longest = max(row.num_input + row.num_output for row in trace.rows)
     scale = min(HASH_BLOCK, HASH_BLOCK * max_tokens // longest)
     if scale < 1 or max_tokens < 2:
@@ -55,9 +60,9 @@ def make_workload(trace: Trace, *, max_tokens: int, time_scale: float, num_clien
 
 
 def _prompt(row: Row, number: int, scale: int, vocab_size: int) -> Int32s:
-    """Token o of block h is a function of h and o alone."""
+    """Return the prompt of a row. Token o of block h is a function of h and o alone."""
     positions = np.arange(max(1, row.num_input * scale // HASH_BLOCK), dtype=np.uint64)
-    if row.hash_ids is None:  # one block of its own, apart from all hash ids
+    if row.hash_ids is None:  # one block, with an id that no hash id has
         blocks, offsets = np.full(len(positions), 2**53 + number, np.uint64), positions
     else:
         blocks = np.array(row.hash_ids, np.uint64)[positions // np.uint64(scale)]
