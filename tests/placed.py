@@ -3,7 +3,7 @@
 import ipc
 from build_wheel.imports import move_imports
 
-#: What comes before "ipc": "" over a checkout, "engine_core." over a wheel (tests/wheel_suite.py).
+#: What comes before "ipc": "" over a checkout, "engine_core." over a wheel (tests/build_wheel/suite.py).
 PREFIX = ipc.__name__.removesuffix("ipc")
 
 

@@ -33,8 +33,8 @@ FAKE = {"executor": "fake"}
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A user's folder with packages of its own: core/ is a namespace folder, kernels is another distribution's."""
-    for name in ("core/thing.py", "frontend/__init__.py", "ipc/__init__.py", "tools/__init__.py"):
-        path = tmp_path / name
+    for name in ("core/thing", "frontend/__init__", "ipc/__init__", "tools/__init__"):
+        path = tmp_path / f"{name}.py"
         path.parent.mkdir()
         path.write_text("NAME = 'the user'\n")
     (tmp_path / "installed" / "kernels").mkdir(parents=True)

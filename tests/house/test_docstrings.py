@@ -7,6 +7,8 @@ import pytest
 
 from tests.house.source import product_trees
 
+pytestmark = pytest.mark.checkout
+
 #: Folders, without those below them, in which the rule holds. The others follow.
 FOLDERS = ("core", "core/batch", "core/execution", "core/kv", "frontend", "ipc/files", "kernels", "kernels/memory")
 

@@ -2,7 +2,11 @@
 
 import re
 
+import pytest
+
 from tests.house.source import PACKAGES, ROOT, known_files
+
+pytestmark = pytest.mark.checkout
 
 _FOLDERS = "|".join((*PACKAGES, "tests", "docs"))
 #: A path from the root, or from a folder of a package: core/kv/block_pool.py or docs/map.md.

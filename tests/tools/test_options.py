@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from ipc.config import OPTIONS
 from tests.make_options import PAGE, made
 from tools.options import ArgumentParser, add_engine_options, aliases_of, engine_options, flag_of, help_of
@@ -20,6 +22,7 @@ def test_help_shows_every_option_with_its_text_and_default() -> None:
     assert "reuse the KV blocks of equal beginnings; default: yes" in shown
 
 
+@pytest.mark.checkout  # docs/
 def test_the_page_of_options_is_that_of_the_code() -> None:
     """docs/options.md: `make map` makes it."""
     assert PAGE.read_text() == made()
