@@ -27,4 +27,3 @@ TokenIds: TypeAlias = Int32s
 
 NO_INTS: Ints = np.zeros(0, np.int64)
 NO_INT32S: Int32s = np.zeros(0, np.int32)
-NO_FLOATS: Floats = np.zeros(0, np.float32)

@@ -39,16 +39,6 @@ def choice_seed(seed: int, choice: int) -> int:
     return seed ^ (choice * int(_GOLDEN)) % 2**64
 
 
-def fake_tokens(prompt: list[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
-    """Return the `count` tokens that the fake executor answers to one request: the oracle of tests."""
-    ids = list(prompt)
-    for _ in range(count):
-        total = np.array([checksum(np.array(ids, np.int64))])
-        token = next_token(total, np.array([len(ids)], np.uint64), np.array([seed], np.uint64), vocab_size)
-        ids.append(int(token[0]))
-    return ids[len(prompt) :]
-
-
 def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:
     return mix((token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + mix(positions + np.uint64(1)))
 

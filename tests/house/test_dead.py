@@ -1,6 +1,7 @@
 """No dead declarations: what a file of the product declares, the product uses."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,13 @@ pytestmark = pytest.mark.checkout
 PUBLIC = Path("engine_core/names.py")
 #: The class of `LLM.client` and `AsyncLLM.client`, which is for users too.
 PUBLIC_CLIENT = "EngineClient"
+
+#: Seams: what has a test and no user in the product yet, with the feature that will use it. This list may only shrink.
+SEAMS = {
+    "write_drafts": "speculation",
+    "hidden_of": "pooling",
+    "add_limit": "adapters, an encoder's budget",
+}
 
 
 def declared(tree: ast.Module) -> Iterator[tuple[str, ast.ClassDef | None, ast.stmt]]:
@@ -99,7 +107,10 @@ def test_everything_declared_is_used() -> None:
     trees = product_trees()
     assert len(trees) > 150
     entries = {name for path in entry_files() for name, _, _ in declared(trees[path])}
-    assert dead(trees, public_names(trees) | entries) == []
+    found = dead(trees, public_names(trees) | entries)
+    seams = [one for one in found if re.split(r"[:.]", one)[-1] in SEAMS]
+    assert {re.split(r"[:.]", one)[-1] for one in seams} == set(SEAMS), "a seam has a user: take it out of the list"
+    assert sorted(set(found) - set(seams)) == []
 
 
 def test_a_dead_declaration_is_found() -> None:

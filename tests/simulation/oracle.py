@@ -1,7 +1,7 @@
 """The oracle: the tokens of a request that nothing disturbs, and the other ends that a fault may give it.
 
 The fake executor's tokens are a function of the ids before them, so an undisturbed run is a calculation.
-tests/simulation/test_oracle.py compares it with requests that run alone on a fresh engine.
+tests/simulation/test_simulation.py compares it with requests that run alone on a fresh engine.
 """
 
 from enum import Enum
