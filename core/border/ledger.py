@@ -13,7 +13,7 @@ from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_ch
 #: Numbers of finished requests that a session remembers. This is more than the rows, of at least 10 bytes each, that
 #: core/border/backlog.py merges into one message: a number's second use must not be merged with its first.
 MAX_FINISHED = 8192
-#: Ends of requests that may be lost with a connection; each is remembered with 4 bytes, for as many as sessions.
+#: Ends of requests that may be lost with a connection: each is remembered with some 70 bytes, for as many as sessions.
 MAX_UNCONFIRMED = 1024
 
 

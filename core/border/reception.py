@@ -139,7 +139,7 @@ class Reception:
             return
         if session is None:
             session = self._open(identity, fd, hello)
-            session.resumable = self._sessions.take_lost(hello.session_token)
+            session.resumable = self._sessions.resumable_after(hello.session_token)
         self._sessions.send(session, self._welcome(session, hello), now)
 
     def _open(self, identity: bytes, fd: int, hello: Hello) -> Session:

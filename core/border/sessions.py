@@ -6,7 +6,6 @@ HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session end
 
 import contextlib
 import os
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 
@@ -67,7 +66,7 @@ class Sessions:
         self._by_identity: dict[bytes, Session] = {}
         self._by_client: dict[int, Session] = {}
         self._backlogged: dict[int, Session] = {}
-        self._lost: OrderedDict[bytes, array[int]] = OrderedDict()  # request numbers of sessions cut off, by token
+        self._lost: OrderedDict[bytes, set[int]] = OrderedDict()  # request numbers of sessions cut off, by token
         self._farewells: dict[bytes, bytes] = {}  # last frames of ended sessions, by identity
         self._num_opened = 0
 
@@ -114,21 +113,21 @@ class Sessions:
 
     def lose(self, session: Session) -> None:
         """Close the session of a client that was cut off and may come back."""
-        if session.client in self._by_client and (numbers := self._resumable(session)):
-            self._lost[session.token] = array("I", numbers)
+        if session.client in self._by_client:
+            if len(session.resumable) > MAX_FINISHED:  # of many losses in a row; what was not sent again is not needed
+                session.resumable = set()
+            session.resumable |= session.requests.unconfirmed()
+            if session.resumable:
+                self._lost[session.token] = session.resumable
             if len(self._lost) > MAX_SESSIONS:
                 self._lost.popitem(last=False)
         self.close(session)
 
-    def _resumable(self, session: Session) -> set[int]:
-        """Numbers of the requests that its client may send again, whether they live or their ends were lost."""
-        numbers = session.requests.unconfirmed()
-        # A connection that was cut again and again adds to them; who never sends them again does not need them.
-        return numbers | session.resumable if len(session.resumable) <= MAX_FINISHED else numbers
-
-    def take_lost(self, token: bytes) -> set[int]:
-        """The requests of a lost session that its client may send again; once."""
-        return set(self._lost.pop(token, ()))
+    def resumable_after(self, token: bytes) -> set[int]:
+        """Numbers of the requests that the client of a lost session may send again. One set for all sessions that come
+        with this token, so that each request is sent again once: a client whose new connection is cut before the
+        Welcome arrives comes with the old token."""
+        return self._lost.get(token, set())
 
     def end(self, session: Session, code: ErrorCode, text: str) -> None:
         """Close the session from this side; the client finds out why as soon as it reads again."""
