@@ -1,6 +1,7 @@
 """The engine process: `python -P -m core LEASE_FD REPORT_FD`, started by frontend/engine/process.py with two pipes.
 
-LEASE_FD: Start, later Drain; its end ends the process. REPORT_FD: StartPhase ..., then Ready or StartFailed.
+LEASE_FD brings Start, and later Drain; when it closes, the process ends. REPORT_FD takes StartPhase messages, then
+Ready or StartFailed.
 """
 
 import contextlib
@@ -27,7 +28,10 @@ _PACKAGES = ("core", "ipc", "kernels")
 
 
 def check_packages() -> None:
-    """Errors: EngineStartError when Python finds another package under one of our names (Hugging Face: `kernels`)."""
+    """Check that Python finds our packages under their names (Hugging Face has a `kernels`, too).
+
+    Errors: EngineStartError when it finds another package.
+    """
     home = Path(__file__).resolve().parent.parent
     for name in (f"{__package__.removesuffix('core')}{name}" for name in _PACKAGES):
         spec = importlib.util.find_spec(name)
@@ -42,14 +46,14 @@ def check_packages() -> None:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was made; the kernel counts in hundredths."""
+    """Return the seconds since this process was made; the kernel counts in hundredths."""
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in ticks since boot
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def describe_failure(error: BaseException) -> StartFailed:
-    """One line for the owner. The traceback of an error nobody foresaw goes to standard error."""
+    """Return the report for the owner, one line. The traceback of an unexpected error goes to standard error."""
     if isinstance(error, EngineCoreError):
         return StartFailed(type(error).__name__, str(error))
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -82,7 +86,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
-    """The running engine, or None after saying why there is none. The one place where everything is caught."""
+    """Start the engine and return it; None after reporting why it did not start.
+
+    This is the one place where every exception is caught.
+    """
 
     def report(message: StartReport) -> None:
         with contextlib.suppress(BrokenPipeError):  # the owner is gone: the lease ends the process
@@ -117,4 +124,4 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     log.flush(_LOG_S)
-    os._exit(code)  # without the interpreter's teardown: threads may be in C code, and all that matters is closed
+    os._exit(code)  # skips the interpreter's teardown: threads may be in C code, and all files are closed

@@ -1,4 +1,4 @@
-"""What a model of ours runs on: the CPU with the C kernels where there are any, else torch's; or an NVIDIA GPU."""
+"""The device of our own models: the CPU, with the C kernels or else torch's operations, or an NVIDIA GPU."""
 
 import os
 
@@ -13,20 +13,23 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Compute threads: those asked for, else the CPUs this process may use."""
+    """Return the number of compute threads: as configured, else the CPUs that this process may use."""
     return config.threads or len(os.sched_getaffinity(0))
 
 
 def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
-    """The C kernels with their threads running, and torch with one: its own would spin beside them. None: torch's.
-    Errors: ConfigError when the config asks for C kernels and there are none."""
+    """Start the C kernels' threads and return the kernels; None: the model uses torch's operations.
+
+    With C kernels, torch gets one thread: more of them would spin beside the kernels' threads. Errors: ConfigError
+    when the config asks for C kernels and there are none.
+    """
     if config.cpu_kernels == "torch":
         return None
     try:
         library = load_cpu_library()
     except CpuLibraryError as error:
         if config.cpu_kernels == "c":
-            raise ConfigError(f"cpu_kernels=c is not to be had here: {error}; cpu_kernels=torch needs none") from error
+            raise ConfigError(f"cpu_kernels=c is not available here: {error}; cpu_kernels=torch needs none") from error
         log.say(f"engine-core: slower, and numerics level L0, without C kernels: {error}")
         return None
     library.start_threads(num_threads(config))
@@ -35,7 +38,7 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
 
 
 def cuda_device() -> torch.device:
-    """Errors: ConfigError."""
+    """Return the GPU. Errors: ConfigError when there is no Triton or no GPU."""
     check_triton()
     from kernels.triton.device import NoDeviceError, find_device
 

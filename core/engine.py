@@ -1,4 +1,4 @@
-"""EngineCore: the step. A pure function of its state, the messages drained before it and the clock value handed in."""
+"""EngineCore: the step, a pure function of its state, the messages drained before it and its clock value."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +33,10 @@ NS_PER_MS = 1_000_000
 
 
 class EngineCore:
-    """Drives one scheduler and one executor. No clock, no randomness, no sockets: the same inboxes and clock values
-    give the same plans and the same messages."""
+    """One scheduler and one executor, driven step by step.
+
+    It has no clock, no randomness and no sockets. The same inboxes and clock values give the same plans and messages.
+    """
 
     def __init__(self, config: EngineConfig, executor: Executor, epoch: int = 0) -> None:
         assert config.max_model_len is not None, "the config is not resolved"
@@ -47,20 +49,20 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """False: nothing happens until a message arrives or a deadline passes."""
+        """Return whether a step can do anything; if not, only a message or a deadline changes that."""
         return self.scheduler.has_work or self.pipeline.num_in_flight > 0
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anything is left to do, now or when a client that is on hold reads again."""
+        """Return whether any request lives or any step is in flight; requests of clients on hold count."""
         return self.scheduler.has_unfinished_requests or self.pipeline.num_in_flight > 0
 
     def count_waiting(self) -> tuple[int, int]:
-        """Requests that have not begun, or were preempted, and their tokens."""
+        """Return the number of requests without a row (not started, or preempted) and of their tokens."""
         return len(self.scheduler.waiting), self.scheduler.waiting.num_tokens
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
-        """Take in (client, message) pairs, run one step, return the (client, message) pairs to send."""
+        """Take in (client, message) pairs, run one step, and return the (client, message) pairs to send."""
         replies = self._receive(inbox, now_ns)
         plan = self.scheduler.schedule(now_ns)
         done = self.pipeline.execute(plan)
@@ -105,7 +107,7 @@ class EngineCore:
         self.scheduler.add_request(choices, now_ns, deadline_ns)
 
     def statistics(self, call: int, now_ns: int = 0) -> Statistics:
-        """now_ns: the clock of the step."""
+        """Return counters and gauges, as the answer to this call. now_ns: the clock of the step, in ns."""
         scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
         num_running, num_waiting = scheduler.get_request_counts()
         gauges = {
@@ -125,7 +127,7 @@ class EngineCore:
         return Statistics(**{**msgspec.structs.asdict(scheduler.stats), **gauges})
 
 
-#: What the engine core does for each call that the border lets through: its answer, or None for CallDone.
+#: The handler of each call that the border passes on. It returns the answer, or None for CallDone.
 HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | None]] = {
     GetStatistics: lambda engine, client, message, now_ns: engine.statistics(message.call, now_ns),
     ResetPrefixCache: lambda engine, client, message, now_ns: engine.scheduler.reset_prefix_cache(),

@@ -1,6 +1,6 @@
-"""What the border lets through to the engine core, and what the core answers.
+"""Messages that the border passes to the engine core, and the core's replies.
 
-The Structs of this file are never on the wire: they are the border's own words to the core, and part of its log.
+The Structs of this file are never on the wire. The border makes them for the core; captures contain them.
 """
 
 from typing import TypeAlias
@@ -22,28 +22,28 @@ from ipc.scheduling_messages import Explanation, KVEvents
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
-    """Too much waits to be sent to the client: its requests give back their rows and wait."""
+    """Put the client on hold, because too much waits to be sent to it: its requests give back their rows and wait."""
 
 
 class ReleaseClient(msgspec.Struct, frozen=True, array_like=True, tag=121):
-    """The client reads again."""
+    """End the client's hold, because it reads again."""
 
 
 class SetClientWeight(msgspec.Struct, frozen=True, array_like=True, tag=122):
-    """A client has come whose name has a weight."""
+    """Set the weight of a client that has connected under a name with a weight."""
 
     weight: float
 
 
 class RenewKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=123):
-    """KV events for the client were dropped: it gets everything that is cached, anew."""
+    """Send the client everything that is cached again, because KV events for it were dropped."""
 
 
 class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
-    """The engine drains: a pause would keep requests waiting for ever."""
+    """End any pause, because the engine drains: under a pause, requests would wait for ever."""
 
 
-#: What the border lets through to the engine; requests have been validated by then.
+#: Messages that the border passes to the engine. Requests are validated before that.
 EngineInput: TypeAlias = (
     AddRequest | Abort | Goodbye | ClientCall | HoldClient | ReleaseClient | SetClientWeight | RenewKVEvents | EndPause
 )

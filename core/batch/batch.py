@@ -1,4 +1,4 @@
-"""Batch: the running requests. Who has a row, in which order, on which blocks; rows begin and end here."""
+"""Batch: the running requests, with their rows, order and blocks. Rows begin and end here."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ipc.rounding import ceil_div
 
 
 class Batch:
-    """rows: sorted by (rank, serial)."""
+    """The rows of running requests, sorted by (rank, serial), and what belongs to them: table, pool and cache."""
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"
@@ -34,27 +34,28 @@ class Batch:
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
 
     def __len__(self) -> int:
+        """Return the number of running requests."""
         return len(self.rows)
 
     def num_blocks_of(self, num_tokens: Ints) -> Ints:
-        """Blocks that so many tokens take."""
+        """Return the number of blocks [n] that num_tokens [n] tokens take."""
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
     def num_blocks_at_most(self, rows: Rows) -> Ints:
-        """Blocks that the rows can ever need."""
+        """Return the number of blocks [n] that each row can ever need."""
         return self.num_blocks_of(self.table.max_computed_tokens[rows])
 
     def num_promised_blocks(self) -> int:
-        """Blocks that the rows still need for tokens they have: whoever starts must not take them."""
+        """Return the number of blocks that rows still need for their known tokens; starts must leave these free."""
         table, rows = self.table, self.rows
         return int(np.maximum(self.num_blocks_of(table.num_tokens[rows]) - table.num_blocks[rows], 0).sum())
 
     def num_promised_blocks_of(self, row: int) -> int:
-        """Of these, the row's."""
+        """Return this row's share of num_promised_blocks()."""
         return max(0, ceil_div(int(self.table.num_tokens[row]), self.block_size) - int(self.table.num_blocks[row]))
 
     def launch(self, starts: list[RequestStart]) -> Ints:
-        """Give these requests rows."""
+        """Give these requests rows, and return the rows in the order of the requests."""
         rows = self.table.add(starts)
         for start in starts:
             if stop_token_ids := start.request.params.stop_token_ids:
@@ -68,13 +69,13 @@ class Batch:
         return rows
 
     def release(self, rows: Rows) -> list[Request]:
-        """Free the rows and their blocks, tail first."""
+        """Free the rows and their blocks, tail first, and return their requests."""
         table = self.table
         counts = table.num_blocks[rows]
         ends = counts.cumsum()
         offsets = ends.repeat(counts) - np.arange(1, int(ends[-1]) + 1)
         blocks = table.blocks.get(rows.repeat(counts), offsets)
-        if self._tells_urgency:  # than the default priority: less, as, more
+        if self._tells_urgency:  # ring 0, 1, 2: less urgent than the default priority, equal, more
             self.pool.urgency[blocks] = (1 - np.sign(table.level[rows])).repeat(counts)
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
         self.stop_check.remove(rows)
@@ -92,7 +93,7 @@ class Batch:
         return removed
 
     def release_to_wait(self, row: int) -> Request:
-        """Free the row of a request that goes on later: it gets its tokens back."""
+        """Free the row of a request that resumes later, and return the request with its tokens."""
         token_ids, computed = self.table.token_ids(row), int(self.table.num_computed_tokens[row])
         (request,) = self.release(np.array([row]))
         request.token_ids = token_ids
@@ -105,7 +106,7 @@ class Batch:
         return int(np.count_nonzero(later)) == len(later)
 
     def check_integrity(self) -> None:
-        """AssertionError with the numbers when anything disagrees with anything."""
+        """Check the table, the pool and the order. Errors: AssertionError with the numbers."""
         self.table.check_integrity(self.rows)
         self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()])
         assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"

@@ -1,4 +1,4 @@
-"""Carried: what happened between two plans and the next plan that runs must carry to the runner."""
+"""Carried: changes since the last plan that ran, which the next one that runs carries to the runner."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Copies(NamedTuple):
     targets: list[Int32s]
 
     def drop(self, targets: Int32s) -> None:
-        """Nobody needs what would be copied there any more."""
+        """Remove the copies to these targets, which are no longer needed. targets: the array that was noted."""
         for index, blocks in enumerate(self.targets):
             if blocks is targets:
                 del self.sources[index], self.targets[index]
@@ -28,7 +28,7 @@ class Copies(NamedTuple):
 
 
 class Carried:
-    """Rows removed and blocks to copy since the last plan that ran; an empty plan does not run, and carries nothing."""
+    """Rows removed and blocks to copy since the last plan that ran. An empty plan does not run and carries nothing."""
 
     def __init__(self) -> None:
         self.removed_rows: list[int] = []

@@ -1,4 +1,4 @@
-"""PrefixCache: whole KV blocks found again by their content. See core/kv/block_names.py for how."""
+"""PrefixCache: whole KV blocks, found again by their content. The names are explained in core/kv/block_names.py."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class PrefixCache:
         self._enabled = enabled
 
     def prepare(self, request: Request) -> None:
-        """Hash the blocks of a request that is going to wait: it may be looked up in many steps, and is hashed once."""
+        """Hash the whole blocks of a request that will wait: once, although many steps may look it up."""
         if self._enabled and (count := request.num_tokens // self._block_size) > (have := len(request.block_hashes)):
             token_ids = request.token_ids[have * self._block_size : count * self._block_size]
             request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
@@ -27,9 +27,11 @@ class PrefixCache:
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
     def find(self, request: Request) -> tuple[Int32s, int]:
-        """Blocks that hold the waiting request's first tokens, and the content of the last; never its last token,
-        which has to be computed; none where the prompt's log probabilities are wanted, for which all of it has to
-        be."""
+        """Return the blocks that hold the waiting request's first tokens, and the content number of the last one.
+
+        The request's last token is never among these: it must be computed. A request for the prompt's log
+        probabilities gets no blocks, because its whole prompt must be computed.
+        """
         if request.first_key not in self._names.block_of_key or request.wants_prompt_logprobs:
             return NO_INT32S, request.root
         count = (len(request.token_ids) - 1) // self._block_size
@@ -37,10 +39,10 @@ class PrefixCache:
         return self._names.find(request.root, token_ids, request.block_hashes[:count])
 
     def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
-        """Name the blocks whose tokens are all known and computed by the end of the step being planned, which is when
-        `ends` tokens of these rows are.
+        """Name the blocks whose tokens are all known, and computed by the end of the step being planned.
 
-        Whoever finds them runs in this step or a later one, and every layer stores the step's K and V before it reads.
+        ends [n]: computed tokens of the rows after that step. A request that finds the blocks runs in this step or a
+        later one, and every layer stores the step's K and V before it reads.
         """
         if not self._enabled:
             return
@@ -65,12 +67,14 @@ class PrefixCache:
             table.num_named_blocks[row] = start + count
 
     def name_starts(self, starts: list[RequestStart]) -> None:
-        """Name the full blocks of these requests, of which the hits have names already. No two of them have the same
-        first block, unless it was a hit, and then no two the same next one."""
+        """Name the full blocks of these requests, after the hits, which have names already.
+
+        No two requests may have the same first block, unless it is a hit; then no two have the same next block.
+        """
         if not self._enabled:
             return
         size, shift, names = self._block_size, self._shift, self._names
-        fresh: list[RequestStart] = []  # whose next content is new
+        fresh: list[RequestStart] = []  # starts whose next content is new
         blocks, tokens, lengths = [], [], []
         for start in starts:
             request, named = start.request, start.num_hits
@@ -95,7 +99,7 @@ class PrefixCache:
                 start.content = last
 
     def _name_one_each(self, rows: Rows, indices: Ints) -> None:
-        """The rows' blocks at these indices."""
+        """Name one block of each row: the one at indices[i] in the table of rows[i]."""
         table, size = self._table, self._block_size
         token_ids = table.tokens.get_runs(rows, indices * size, size)
         blocks = table.blocks.get(rows, indices)

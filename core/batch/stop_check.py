@@ -9,7 +9,7 @@ from ipc.messages import FinishReason
 
 
 class StopCheck:
-    """EOS is compared for all rows; stop_token_ids only for the index group of rows that have them."""
+    """The stop rules: EOS is compared for all rows, stop_token_ids only for the rows that have them."""
 
     def __init__(self, table: BatchTable, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
@@ -22,12 +22,12 @@ class StopCheck:
         self._keys = np.union1d(self._keys, keys)
 
     def remove(self, rows: Rows) -> None:
-        """Rows without stop_token_ids among them are ignored."""
+        """Remove the stop_token_ids of these rows; rows without any are ignored."""
         if len(self._keys):
             self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
 
     def finish_of_delivered(self, request: Request) -> FinishReason:
-        """How the tokens that a request arrives with have ended it; NONE where it goes on."""
+        """Return how the tokens that a request arrives with have ended it; NONE where it goes on."""
         params, num_output_tokens = request.params, request.num_output_tokens
         if num_output_tokens and num_output_tokens >= params.min_tokens:
             last = int(request.token_ids[-1])
@@ -36,10 +36,10 @@ class StopCheck:
         return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE
 
     def __call__(self, rows: Rows, tokens: TokenIds, lengths: Ints) -> tuple[UInt8s, Bools]:
-        """FinishReason of each row after its new token, which makes its tokens `lengths`, and whether that token is one
-        of its stop_token_ids.
+        """Return each row's FinishReason after its new token, uint8 [n], and whether a stop token ended it, bool [n].
 
-        Order as vLLM's: EOS, stop tokens, length. Below min_tokens nothing but the length ends a request.
+        lengths [n]: tokens of each row, the new one included. The order is vLLM's: EOS, stop tokens, length. Below
+        min_tokens, only the length ends a request.
         """
         table = self._table
         finish = np.zeros(len(rows), np.uint8)
@@ -57,8 +57,10 @@ class StopCheck:
         return finish, by_stop_token
 
     def cut(self, rows: Rows, tokens: TokenIds, counts: Ints) -> tuple[Ints, TokenIds, UInt8s, Bools]:
-        """Of counts[i] > 0 new tokens of rows[i], row after row, those up to the row's first finish: (their counts,
-        the tokens, and finish and by_stop_token of each row as after the last of them)."""
+        """Cut counts[i] > 0 new tokens of rows[i], given row after row, after the row's first finish.
+
+        Returns the kept counts [n], the kept tokens, and finish and by_stop_token [n] of each row after its last token.
+        """
         firsts = counts.cumsum() - counts
         offsets = np.arange(len(tokens)) - firsts.repeat(counts)
         lengths = (self._table.num_tokens[rows] + 1).repeat(counts) + offsets
@@ -69,6 +71,7 @@ class StopCheck:
         return kept, tokens[offsets < kept.repeat(counts)], finish[last], by_stop_token[last]
 
     def _match(self, rows: Rows, tokens: TokenIds) -> Bools:
+        """Return whether tokens[i] is a stop token of rows[i], bool [n]."""
         keys = (rows.astype(np.int64) << 32) | tokens
         if not len(keys):
             return np.zeros(0, np.bool_)

@@ -1,6 +1,6 @@
 """BatchTable: the running requests as a table, one row each, their state in NumPy columns.
 
-Row numbers are stable while a request runs and are reused after it; `tenancy` tells two occupants of a row apart.
+Row numbers are stable while a request runs and are reused after it. `tenancy` distinguishes two occupants of a row.
 Token ids and block tables lie in paged pools addressed by the row.
 """
 
@@ -14,18 +14,18 @@ from ipc.paged_rows import PagedRows
 
 
 class RequestStart(msgspec.Struct, eq=False, gc=False):
-    """How a waiting request starts: first what it would need, then what it has got."""
+    """How a waiting request starts: its needs first, and then the blocks that it gets."""
 
     request: Request
     hits: Int32s  # blocks found in the prefix cache
     num_hits: int
-    content: int  # of the last block that has a name
-    num_computed_tokens: int  # in hits, or on the host
+    content: int  # content number of the last block that has a name
+    num_computed_tokens: int  # in hits, or in the host's copy
     num_missing_tokens: int  # to compute, in this step and later
-    num_tokens: int  # of this step; at first, at most
-    num_blocks: int  # hits included; all of them must fit
-    is_reserved: bool  # all are taken at once
-    num_given: int = 0  # blocks that it gets, hits included: enough for this step's tokens
+    num_tokens: int  # to compute in this step; an upper bound until admission has cut it
+    num_blocks: int  # hits included; it starts only if all of them fit
+    is_reserved: bool  # all num_blocks are allocated at the start
+    num_given: int = 0  # blocks allocated at the start, hits included: enough for this step's tokens
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
 
@@ -36,7 +36,10 @@ FREE_ROW = -1
 
 
 class BatchTable(Columns):
-    """Only the scheduler writes here. A column's entry is meaningful only for rows in use."""
+    """The state of running requests; only the scheduler writes it.
+
+    A column's entry is meaningful only for rows in use.
+    """
 
     tenancy: Ints = column(FREE_ROW)  # number of the occupancy, never reused
     client: Ints = column()  # with number and choice: where the outputs go
@@ -47,12 +50,12 @@ class BatchTable(Columns):
     num_placeholders: Ints = column()
     num_prompt_tokens: Ints = column()
     num_computed_tokens: Ints = column()  # advanced by schedule(), before the step runs
-    num_computed_before: Ints = column()  # how far it was when it was last preempted
-    max_total_tokens: Ints = column()  # a request with so many tokens is finished
-    max_computed_tokens: Ints = column()  # how many of them it can come to compute
-    min_total_tokens: Ints = column()  # below it nothing but the length ends a request
+    num_computed_before: Ints = column()  # most tokens computed when it was preempted
+    max_total_tokens: Ints = column()  # a request with this many tokens is finished
+    max_computed_tokens: Ints = column()  # most of them that it can ever compute
+    min_total_tokens: Ints = column()  # below it, only the length ends a request
     num_blocks: Ints = column()  # blocks in the row's table
-    num_named_blocks: Ints = column()  # of these, blocks whose content has been named
+    num_named_blocks: Ints = column()  # of num_blocks: blocks whose content has a name
     content: Ints = column()  # number of the content of the named blocks; see core/kv/block_names.py
     rank: Ints = column()  # with serial and level: the request's place in the order of the scheduling policy
     serial: Ints = column()
@@ -69,7 +72,7 @@ class BatchTable(Columns):
         self._num_tenancies = 0
 
     def add(self, starts: list[RequestStart]) -> Ints:
-        """Give these requests rows; their tokens move into the table."""
+        """Give these requests rows, move their tokens into the table, and return the rows."""
         free, entries, tenancy = self._free_rows, list[int](), self._num_tenancies
         numbers = free[: -len(starts) - 1 : -1]
         del free[-len(starts) :]
@@ -86,7 +89,10 @@ class BatchTable(Columns):
         return rows
 
     def remove(self, rows: Rows) -> list[Request]:
-        """Free the rows. The caller has taken care of the blocks, and of the tokens where the requests go on."""
+        """Free the rows and return their requests.
+
+        The caller frees the blocks before, and reads the tokens of requests that resume later.
+        """
         removed = []
         for row in rows.tolist():
             request = self.request[row]
@@ -101,15 +107,15 @@ class BatchTable(Columns):
         return removed
 
     def token_ids(self, row: int) -> Int32s:
-        """Prompt and output so far."""
+        """Return the row's prompt and output so far, int32 [num_tokens]."""
         return self.tokens.read(row, 0, int(self.num_tokens[row]))
 
     def block_ids(self, row: int) -> Int32s:
-        """The row's KV blocks [num_blocks], in the order of its tokens."""
+        """Return the row's KV blocks [num_blocks], in the order of its tokens."""
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
 
     def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:
-        """counts[i] > 0 more blocks for rows[i], taken from block_ids in order; returns the row of each block."""
+        """Append counts[i] > 0 blocks of block_ids, in order, to rows[i], and return the row of each block."""
         starts = self.num_blocks[rows]
         self.blocks.ensure(rows, starts + counts)
         self.num_blocks[rows] += counts
@@ -121,10 +127,10 @@ class BatchTable(Columns):
         return rows
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> Ints:
-        """One sampled token for each of these rows, or counts[i] > 0 of them, row after row; returns their tokens now.
+        """Append one sampled token to each row, or counts[i] > 0 of them, row after row; return the new lengths.
 
-        A step counts one placeholder for a row that samples. Tokens beside the first are known and not computed, so
-        a step in flight that was to sample after the first samples no more, and its placeholder is taken back too.
+        A step counts one placeholder for a row that samples. Tokens after the first are known but not computed. So a
+        step in flight that was to sample after the first samples no more, and its placeholder is taken back too.
         """
         lengths = self.num_tokens[rows]
         if counts is not None:
@@ -145,7 +151,7 @@ class BatchTable(Columns):
         return longer
 
     def check_integrity(self, running: Ints) -> None:
-        """AssertionError with the numbers when a column contradicts another or the list of running rows."""
+        """Check the columns against each other and the running rows. Errors: AssertionError with the numbers."""
         self.check_columns()
         used = np.flatnonzero(self.tenancy != FREE_ROW)
         assert sorted(running.tolist()) == used.tolist(), f"running {running} but rows in use are {used}"
@@ -164,7 +170,7 @@ class BatchTable(Columns):
 
 
 def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
-    """The values of a starting request's row, in the order of the table's columns, which a test compares."""
+    """Return the values of a starting request's row, in the order of the table's columns, which a test compares."""
     request = start.request
     params, num_prompt_tokens = request.params, request.num_prompt_tokens
     return (

@@ -1,6 +1,6 @@
-"""Capture: an EngineCore whose inputs and decisions are written down, from outside; the step knows nothing of it.
+"""CapturedEngine: an EngineCore whose inputs and decisions are logged from outside; the step does not change for it.
 
-Replaying a capture is capturing again: the same inputs go into a CapturedEngine whose log compares instead of writing.
+A replay is a capture too: the same inputs go into a CapturedEngine whose log compares instead of writing.
 """
 
 import time
@@ -21,11 +21,17 @@ DIGEST_BYTES = 8
 
 
 class CaptureLog(Protocol):
-    def add(self, record: Input | Step) -> None: ...
+    """The destination of a capture's records."""
+
+    def add(self, record: Input | Step) -> None:
+        """Take the next record."""
 
 
 class CapturedEngine:
-    """An EngineCore from its first step on, and the same step. log: gets each step's inputs, then the step."""
+    """An EngineCore that is logged from its first step on. Its interface is that of EngineCore.
+
+    log: gets each step's inputs, then the step.
+    """
 
     def __init__(self, config: EngineConfig, executor: Executor, log: CaptureLog, epoch: int = 0) -> None:
         self._log = log
@@ -35,17 +41,20 @@ class CapturedEngine:
 
     @property
     def has_work(self) -> bool:
+        """Return what EngineCore.has_work returns."""
         return self.engine.has_work
 
     @property
     def has_unfinished(self) -> bool:
+        """Return what EngineCore.has_unfinished returns."""
         return self.engine.has_unfinished
 
     def count_waiting(self) -> tuple[int, int]:
+        """Return what EngineCore.count_waiting returns."""
         return self.engine.count_waiting()
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
-        """As EngineCore's. A step that raises is logged too, as far as it came."""
+        """Run EngineCore.step and log it. A step that raises is logged too, with its error."""
         for client, message in inbox:
             self._log.add(Input(client, message))
         self._forget()
@@ -64,7 +73,7 @@ class CapturedEngine:
         self._result: ModelRunnerOutput | None = None
 
     def _on_plan(self, plan: SchedulerOutput) -> None:
-        """Within the step: afterwards the requests that it has ended are gone from the table."""
+        """Note the plan inside the step, because requests that the step ends leave the table before it returns."""
         self._plan = plan
         if plan.added:
             table = self.engine.scheduler.table
@@ -105,7 +114,7 @@ class CapturedEngine:
 
 
 class _Tap:
-    """An executor that tells of each plan it is given and each result it gives."""
+    """An executor that reports each plan before it runs and each result."""
 
     def __init__(
         self,
@@ -140,7 +149,7 @@ class _TappedStep(NamedTuple):
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:
-    """A new file with its header. config: resolved. Errors: ConfigError."""
+    """Return a writer to a new file with its header. config: resolved. Errors: ConfigError."""
     header = Header(
         magic=MAGIC,
         major=FORMAT_MAJOR,
@@ -156,7 +165,7 @@ def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_vers
 
 
 def capture_path(config: EngineConfig, epoch: int) -> str | None:
-    """Where this start of the engine writes: an engine that is started again goes on in FILE.1, FILE.2, ..."""
+    """Return the capture file of this start, None without capture. Restarted engines write to FILE.1, FILE.2, ..."""
     return f"{config.capture}.{epoch}" if config.capture and epoch else config.capture
 
 

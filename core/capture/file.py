@@ -34,15 +34,18 @@ class Turn(NamedTuple):
 
 
 class CaptureFile:
-    """Errors: CaptureFileError when it cannot be opened, is damaged anywhere but at its end, has a gap that is not
-    accounted for, or is of a format to come. A torn tail, which a killed engine leaves, is left out and counted."""
+    """A capture opened for reading. A torn tail, which a killed engine leaves, is left out and counted.
+
+    Errors: CaptureFileError when the file cannot be opened, is damaged before its end, lacks records without a Gap, or
+    has another major version of the format.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._data = _map(self.path)
-        self.num_lost = 0  # records that the engine could not write in time
-        self.num_unknown = 0  # records of a later minor of the format
-        self.close: Close | None = None  # None: the engine was killed, or is still running, or its disk was full
+        self.num_lost = 0  # records in gaps: the engine could not write them in time
+        self.num_unknown = 0  # records of a later minor version of the format
+        self.close: Close | None = None  # None: the engine was killed, is still running, or its disk was full
         self._counts = dict.fromkeys(TAGS.values(), 0)
         end = 0
         try:
@@ -59,14 +62,16 @@ class CaptureFile:
 
     @property
     def num_steps(self) -> int:
+        """Return the number of steps in the file."""
         return self._counts[TAGS[Step]]
 
     @property
     def num_inputs(self) -> int:
+        """Return the number of input messages in the file."""
         return self._counts[TAGS[Input]]
 
     def turns(self) -> Iterator[Turn]:
-        """Every step with what was drained before it; inputs that no step follows any more are left out.
+        """Yield every step with the inputs drained before it; inputs after the last step are left out.
 
         Errors: CaptureFileError for a record whose content is not what its tag says.
         """
@@ -123,7 +128,7 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def _read_header(frame: Frame) -> Header:
-    """The format first: a later one may have another header."""
+    """Return the header, after a check of the format: another one may have another header."""
     head = decode_format(frame.payload)
     if frame.tag != TAGS[Header] or head.magic != MAGIC:
         raise CaptureFileError("not a capture of engine-core: it does not begin with a header")

@@ -1,4 +1,4 @@
-"""The recorded executor: its tokens are those of a capture, handed to it step by step. No model, no torch."""
+"""The recorded executor: it yields the tokens of a capture, step by step. It needs no model and no torch."""
 
 from typing import NamedTuple
 
@@ -12,38 +12,41 @@ from ipc.config import EngineConfig
 
 
 class NotRecordedError(Exception):
-    """The capture has no tokens for a plan: the engine decides otherwise than the one that was captured."""
+    """Error: the capture has no tokens for a plan, because this engine decided differently from the captured one."""
 
 
 class RecordedExecutor:
-    """info: of the captured engine's model."""
+    """An executor that replays a capture. info: the captured engine's model."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self._step: Step | None = None
 
     def feed(self, step: Step) -> None:
-        """The step that is replayed next."""
+        """Set the step that is replayed next."""
         self._step = step
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        """Return a number of blocks as if each token took one byte."""
         return memory_bytes // block_size
 
     def cache_memory_bytes(self) -> int | None:
+        """Return None: there is no device."""
         return None
 
     def initialize_cache(self, config: EngineConfig) -> None:
-        """There is none."""
+        """Do nothing: there is no KV cache."""
 
     def measure_costs(self) -> Costs:
-        """Those of the capture are in its config; an older one has none and needs none."""
+        """Return 1 and 1: the capture's config has the costs; one from before these options needs none."""
         return Costs(1, 1)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Return a handle that reads the plan's tokens from the capture when they are taken."""
         return _Recorded(self, plan)
 
     def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Errors: NotRecordedError."""
+        """Return the plan's output, from the step that was fed last. Errors: NotRecordedError."""
         step, num_rows = self._step, len(plan.rows)
         if step is not None and step.result_step == plan.step:
             if not step.token_counts and len(step.tokens) == 4 * num_rows:
@@ -55,10 +58,11 @@ class RecordedExecutor:
         raise NotRecordedError(f"the capture has no tokens for the {num_rows} rows of plan {plan.step}")
 
     def prepare_ahead(self) -> bool:
+        """Return False: there is nothing to prepare."""
         return False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def _int32s(column: bytes) -> Int32s:

@@ -1,7 +1,7 @@
-"""The records of a capture: what the engine was told, when, and what it decided, step by step.
+"""The records of a capture: the engine's inputs with their times, and its decisions, step by step.
 
-A record is the msgpack payload of one frame of ipc/log_frames.py; the frame's tag names its kind. Fields are only ever
-appended, with defaults. Columns are little-endian int32 arrays in `bin` fields.
+A record is the msgpack payload of one frame of ipc/log_frames.py. The frame's tag names its kind. New fields are
+always appended, with defaults. Columns are little-endian int32 arrays in `bin` fields.
 """
 
 from typing import TypeAlias
@@ -22,7 +22,7 @@ NO_RESULT = -1
 
 
 class FormatHead(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of every Header, of all formats to come."""
+    """The first fields of every Header, in this and all later formats."""
 
     magic: str
     major: int
@@ -30,13 +30,13 @@ class FormatHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first record."""
+    """The first record: the format, and the engine that was captured."""
 
     magic: str
     major: int
     minor: int
     engine_version: str
-    config: msgspec.Raw  # LoggedConfig; resolved
+    config: msgspec.Raw  # an encoded LoggedConfig, resolved
     model: ModelInfo  # with the fingerprint and the numerics level
     epoch: int
     wall_ns: int  # since 1970, when the capture began
@@ -53,8 +53,8 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """One call of EngineCore.step: its clock value, its decision and the tokens that arrived in it."""
 
-    now_ns: int  # handed to the step
-    elapsed_ns: int  # what the step took; not compared by a replay
+    now_ns: int  # the step's clock value
+    elapsed_ns: int  # duration of the step; a replay does not compare it
     digest: bytes  # blake2b-64 of the encoded plan; empty: the plan was empty
     rows: bytes  # int32[R] the batch; empty: as in the plan before
     counts: bytes  # int32[R] tokens scheduled for each; empty: as in the plan before
@@ -70,14 +70,17 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gap(msgspec.Struct, frozen=True, array_like=True):
-    """Records that are missing here, because the file was too slow; their sequence numbers are skipped."""
+    """Lost records: the file was too slow for them. Their sequence numbers are skipped.
+
+    first: sequence number of the first lost record.
+    """
 
     first: int
     count: int
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True):
-    """The last record of a capture whose engine ended in order."""
+    """The last record, written when the engine ended in order: the totals of the capture."""
 
     num_inputs: int
     num_steps: int
@@ -86,12 +89,12 @@ class Close(msgspec.Struct, frozen=True, array_like=True):
 
 Record: TypeAlias = Header | Input | Step | Gap | Close
 
-#: Tags of the frames. An unknown tag comes from a later minor of the format.
+#: Tags of the frames. An unknown tag comes from a later minor version of the format.
 TAGS: dict[type[Record], int] = {Header: 1, Input: 2, Step: 3, Gap: 4, Close: 5}
 
 
 class LoggedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=False, forbid_unknown_fields=True):
-    """Every option with its value, for defaults may change; an option unknown to the reader is an error."""
+    """The config with every option's value, because defaults may change. Unknown options are an error."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -103,15 +106,17 @@ _decoders: dict[int, msgspec.msgpack.Decoder[Record]] = {
 
 
 def encode_record(record: Record) -> bytes:
+    """Return the record as msgpack, without its tag."""
     return _encoder.encode(record)
 
 
 def encode_config(config: EngineConfig) -> msgspec.Raw:
+    """Return the config as an encoded LoggedConfig."""
     return msgspec.Raw(_encoder.encode(LoggedConfig(**msgspec.structs.asdict(config))))
 
 
 def decode_record(tag: int, payload: bytes) -> Record | None:
-    """None for a tag this version does not know. Errors: CaptureFileError saying what is wrong with the payload."""
+    """Return the record; None for an unknown tag. Errors: CaptureFileError that says what is wrong with the payload."""
     if tag not in _decoders:
         return None
     try:
@@ -121,7 +126,7 @@ def decode_record(tag: int, payload: bytes) -> Record | None:
 
 
 def decode_format(payload: bytes) -> FormatHead:
-    """What kind of file a first record says it begins. Errors: CaptureFileError."""
+    """Return the file's format from its first record. Errors: CaptureFileError."""
     try:
         return _head_decoder.decode(payload)
     except DECODE_ERRORS as error:
@@ -129,6 +134,6 @@ def decode_format(payload: bytes) -> FormatHead:
 
 
 def decode_config(header: Header) -> EngineConfig:
-    """The resolved config, without its `capture`. Errors: DECODE_ERRORS for options that this version does not have."""
+    """Return the resolved config with capture=None. Errors: DECODE_ERRORS for options unknown to this version."""
     options = msgspec.structs.asdict(_config_decoder.decode(header.config))
     return EngineConfig(**{**options, "capture": None})

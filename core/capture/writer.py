@@ -1,7 +1,8 @@
-"""CaptureWriter: records on their way from the engine thread to the capture's file.
+"""CaptureWriter: the queue of records from the engine thread to the capture's file.
 
-The engine thread encodes and appends, and never waits: beyond MAX_QUEUED_BYTES records are lost, and a Gap says so. A
-thread of its own numbers, frames and writes them, a batch every BATCH_S at most, and asks for nothing while idle.
+The engine thread encodes and appends records, and never waits. Records beyond MAX_QUEUED_BYTES are lost, and a Gap is
+written instead. The writer thread numbers, frames and writes records, in one batch every BATCH_S at most. While the
+queue is empty, it sleeps.
 """
 
 import contextlib
@@ -17,13 +18,13 @@ from ipc.errors import ConfigError
 from ipc.log_frames import pack_frame
 
 MAX_QUEUED_BYTES = 32 << 20
-BATCH_S = 0.05
-SYNC_S = 1.0  # from a write to the fdatasync that follows it, at most
-CLOSE_S = 2.0  # for the last batch
+BATCH_S = 0.05  # pause before each batch
+SYNC_S = 1.0  # longest time from a write to the fdatasync that follows it
+CLOSE_S = 2.0  # longest wait in close() for the last batch
 
 
 def check_capture(path: str) -> None:
-    """Before minutes go into loading a model. Errors: ConfigError."""
+    """Check the path before a model is loaded, which may take minutes. Errors: ConfigError."""
     folder = os.path.dirname(path) or "."
     if os.path.lexists(path):
         raise ConfigError(f"capture={path!r} exists already and is never overwritten: remove it, or give another name")
@@ -32,7 +33,7 @@ def check_capture(path: str) -> None:
 
 
 def open_capture(path: str) -> int:
-    """File descriptor of a new file that only its owner may read. Errors: ConfigError."""
+    """Create the file, readable by its owner only, and return its descriptor. Errors: ConfigError."""
     check_capture(path)
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -41,19 +42,22 @@ def open_capture(path: str) -> int:
 
 
 class CaptureWriter:
-    """Owns the file descriptor. Errors: ConfigError when the header cannot be written."""
+    """The owner of the file descriptor and of the writer thread.
+
+    Errors: ConfigError when the header cannot be written.
+    """
 
     def __init__(self, path: str, fd: int, header: Header) -> None:
         self._path = path
         self._fd = fd
-        self._sequence = 0  # from here on: of the writer thread
+        self._sequence = 0  # owner from here on: the writer thread
         self._size = 0  # bytes of whole frames
         self._unsynced_since = 0.0  # monotonic seconds; 0: all is on disk
         self._num_written = dict.fromkeys(TAGS.values(), 0)
         self._num_all_lost = 0
         self._num_taken_bytes = 0
-        self._num_put_bytes = 0  # from here on: of the engine thread
-        self._num_lost = 0  # since the last record that was kept
+        self._num_put_bytes = 0  # owner from here on: the engine thread
+        self._num_lost = 0  # records, since the last one that was queued
         self._queue: deque[tuple[int, bytes] | int] = deque()  # (tag, payload), or a number of lost records
         self._has_ended = False
         self._wake = threading.Event()
@@ -67,7 +71,10 @@ class CaptureWriter:
         self._thread.start()
 
     def add(self, record: Input | Step) -> None:
-        """Never waits and never fails. One thread calls this."""
+        """Queue a record, or count it as lost when too much is queued. Never wait and never fail.
+
+        Only the engine thread calls this.
+        """
         if self._has_ended:
             return
         payload = encode_record(record)
@@ -83,7 +90,7 @@ class CaptureWriter:
             self._wake.set()
 
     def close(self) -> None:
-        """Write what was added, then Close; any thread may call this, and again."""
+        """Write the queued records, then Close. Any thread may call this, repeatedly."""
         self._closing.set()
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -95,7 +102,7 @@ class CaptureWriter:
             self._serve()
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)  # a log that ends on a whole record
+                os.ftruncate(self._fd, self._size)  # so that the file ends with a whole record
             text = f"{error.strerror}; it ends after {self._size} bytes, the engine goes on without it"
             log.say(f"engine-core: the capture {self._path} stopped: {text}")
         finally:
@@ -120,7 +127,7 @@ class CaptureWriter:
         self._sync()
 
     def _seconds_until_sync(self) -> float | None:
-        """None: there is nothing to sync."""
+        """Return the time until the next fdatasync is due; None: there is nothing to sync."""
         if not self._unsynced_since:
             return None
         return max(0.0, self._unsynced_since + SYNC_S - time.monotonic())
@@ -154,7 +161,7 @@ class CaptureWriter:
         return frame
 
     def _write(self, frames: list[bytes]) -> None:
-        """Errors: OSError; _size counts the frames that are whole in the file."""
+        """Write the frames, and add those that are whole in the file to _size. Errors: OSError."""
         data = b"".join(frames)
         num_written = 0
         try:

@@ -1,4 +1,4 @@
-"""What the engine needs of an executor."""
+"""Executor: the interface through which the engine runs its plans."""
 
 import importlib.util
 from typing import NamedTuple, Protocol
@@ -11,26 +11,26 @@ from ipc.errors import ConfigError
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What an executor tells of its model once it is loaded."""
+    """Facts about an executor's model, known once it is loaded."""
 
     name: str
     fingerprint: str  # hex: config, weights ("dummy-" before it if made up), dtype, kernels; equal at L2 = equal tokens
-    dtype: str  # of the weights and the KV cache: what EngineConfig.dtype "auto" has become
+    dtype: str  # of the weights and the KV cache; where EngineConfig.dtype is "auto", the resolved one
     vocab_size: int
-    max_model_len: int  # tokens the model was made for
+    max_model_len: int  # longest sequence of the model, tokens
     eos_token_ids: tuple[int, ...]
     numerics: str  # "L0" | "L1" | "L2"
 
 
 class StepHandle(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step's tokens. Handles are asked in the order of their steps, each once."""
+        """Wait for the step and return its output. Called in the order of the steps, once for each."""
 
 
 class FinishedStep(NamedTuple):
-    """The handle of a step that execute() has run to its end."""
+    """Handle of a step that execute() has run to its end."""
 
     output: ModelRunnerOutput
 
@@ -40,38 +40,40 @@ class FinishedStep(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of bringing a preempted request back; at least 1 each."""
+    """Costs of restoring a preempted request, at least 1 each."""
 
     recompute_ns_per_token: int
     swap_ns_per_block: int  # one way
 
 
 class Executor(Protocol):
-    """Runs plans. It sees requests only through them, in step order; its constructor loads the model."""
+    """Runner of plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
 
     info: ModelInfo
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """KV blocks (null block included) of block_size tokens that fit memory_bytes."""
+        """Return the number of KV blocks of block_size tokens, null block included, that fit memory_bytes."""
 
     def cache_memory_bytes(self) -> int | None:
-        """What is free for the KV cache on a device of its own; None: it shares the machine's memory. Errors:
-        OutOfMemoryError."""
+        """Return the bytes free for the KV cache on the executor's own device; None: it uses the machine's memory.
+
+        Errors: OutOfMemoryError.
+        """
 
     def initialize_cache(self, config: EngineConfig) -> None:
-        """Allocate the KV cache and the host's blocks; config is resolved. Errors: OutOfMemoryError."""
+        """Allocate the KV cache and the host's blocks. config: resolved. Errors: OutOfMemoryError."""
 
     def measure_costs(self) -> Costs:
-        """Once, before the first step: it writes into free blocks."""
+        """Measure the costs of restoring requests: once, before the first step, because it writes into free blocks."""
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Begin a step; plan is not empty."""
+        """Begin a step and return its handle. The plan is not empty."""
 
     def prepare_ahead(self) -> bool:
-        """There is nothing to run: use some milliseconds for steps to come. Whether more could be of use."""
+        """Use some idle milliseconds to prepare later steps. Return whether another call could be of use."""
 
     def close(self) -> None:
-        """Give back what the executor holds; it is not used afterwards."""
+        """Release all resources. The executor is not used afterwards."""
 
 
 def check_triton() -> None:

@@ -7,8 +7,11 @@ from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class Pipeline:
-    """Holds at most `depth` steps: 1 runs each step to its end, 2 schedules a step before the last one's tokens are
-    known (async scheduling)."""
+    """A queue of at most `depth` steps in flight.
+
+    Depth 1 runs each step to its end. Depth 2 schedules a step before the last one's tokens are known (async
+    scheduling).
+    """
 
     def __init__(self, executor: Executor, depth: int) -> None:
         self._executor = executor
@@ -17,11 +20,14 @@ class Pipeline:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were begun and whose results were not taken yet."""
+        """Return the number of steps that have begun and whose results were not taken yet."""
         return len(self._steps)
 
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
-        """Begin the plan; wait for the oldest step when the pipeline is full, or when the plan is empty."""
+        """Begin the plan, and return a finished step's plan and output, or None.
+
+        It waits for the oldest step when the pipeline is full, or when the plan is empty.
+        """
         if not plan.is_empty:
             self._steps.append((plan, self._executor.execute(plan)))
         if self._steps and (plan.is_empty or len(self._steps) == self._depth):

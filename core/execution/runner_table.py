@@ -1,4 +1,4 @@
-"""RunnerTable: the executor's own mirror of the batch table, learned from plans alone."""
+"""RunnerTable: the executor's mirror of the batch table, made from plans alone."""
 
 import numpy as np
 
@@ -12,9 +12,9 @@ BLOCKS_PER_PAGE = 64
 
 
 class RunnerTable(Columns):
-    """Rows have the scheduler's numbers; sampled tokens are appended here without waiting for the scheduler.
+    """The rows of the batch, under the scheduler's numbers, as of the steps that this executor has begun.
 
-    The columns are those of the batch table, as of the steps that this executor has begun.
+    The columns mean what they mean in the batch table. Sampled tokens are appended without waiting for the scheduler.
     """
 
     num_tokens: Ints = column()
@@ -29,7 +29,7 @@ class RunnerTable(Columns):
         self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Take in the plan's changes; the batch itself is left to advance()."""
+        """Apply the plan's removed rows, added rows and new blocks. advance() counts the batch's tokens."""
         if len(plan.removed_rows):
             self.tokens.clear_all(plan.removed_rows)
             self.blocks.clear_all(plan.removed_rows)
@@ -48,7 +48,7 @@ class RunnerTable(Columns):
         self.blocks.fill(rows, [new.block_ids for new in added])
 
     def _append_blocks(self, rows: Rows, block_ids: Int32s) -> None:
-        """One for each entry; those of a row stand together."""
+        """Append block_ids[i] to rows[i]; entries of one row are neighbours."""
         places = self.num_blocks[rows]
         owners, lengths = rows, places + 1
         if np.count_nonzero(rows[1:] == rows[:-1]):  # some get several
@@ -61,8 +61,10 @@ class RunnerTable(Columns):
         self.num_blocks[owners] = lengths
 
     def advance(self, plan: SchedulerOutput) -> Bools:
-        """Count the batch's tokens as computed; True for the rows [R] that sample in this step: all tokens known of
-        them are computed."""
+        """Count the batch's tokens as computed, and return which rows sample in this step, bool [R].
+
+        A row samples when all its known tokens are computed.
+        """
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
         known, capacity = self.num_tokens[rows], self.num_blocks[rows] * self.block_size
@@ -73,18 +75,18 @@ class RunnerTable(Columns):
         return samples
 
     def block_tables(self, rows: Rows, width: int) -> Int32s:
-        """The first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
+        """Return the first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
         columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
         return self.blocks.get(rows[:, None], columns)
 
     def write_drafts(self, rows: Rows, token_ids: TokenIds, counts: Ints) -> None:
-        """counts[i] drafts for rows[i], row after row: written behind the row's tokens and not counted as such."""
+        """Write counts[i] draft tokens of rows[i], row after row, behind the row's tokens, without counting them."""
         lengths = self.num_tokens[rows]
         self.tokens.ensure(rows, lengths + counts)
         self.tokens.set_runs(rows, lengths, counts, token_ids)
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
-        """One sampled token for each of these rows; or counts[i] of them, row after row."""
+        """Append one sampled token to each of these rows; or counts[i] tokens, given row after row."""
         lengths = self.num_tokens[rows]
         if counts is not None:
             self.tokens.ensure(rows, lengths + counts)

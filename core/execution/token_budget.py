@@ -1,4 +1,4 @@
-"""The token budget of a step, as given or by default."""
+"""token_budget: the number of tokens of a step, as given or by default."""
 
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
@@ -9,7 +9,7 @@ DEFAULT_TOKEN_BUDGET = 512  # tokens of a step
 def token_budget(config: EngineConfig, max_model_len: int) -> int:
     """Return max_num_batched_tokens as given, or its default: without chunked prefill at least max_model_len tokens.
 
-    Errors: ConfigError when it is given, and too few for a whole prompt of max_model_len tokens.
+    Errors: ConfigError when the given budget is too small for a whole prompt of max_model_len tokens.
     """
     given = config.max_num_batched_tokens
     if config.enable_chunked_prefill:

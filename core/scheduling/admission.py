@@ -1,4 +1,4 @@
-"""Admission: which waiting requests start in this step, on whose room, and why the others do not."""
+"""Admission: which waiting requests start in this step, which rows make room, and why other requests wait."""
 
 from typing import NamedTuple
 
@@ -18,22 +18,25 @@ from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
 
-#: After so many preemptions for running requests one starts only with all the blocks that it can need.
+#: After this many preemptions for running requests, a request starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8
 
 
 class Appraisal(NamedTuple):
     """What a waiting request would need to start now."""
 
-    num_computed_tokens: int  # that it would not compute
+    num_computed_tokens: int  # found in the cache or on the host, and not computed again
     num_hits: int  # blocks found in the prefix cache
-    num_missing_blocks: int  # to take beside them
-    num_reserve_blocks: int  # that must stay free: the watermark, and more the oftener it was preempted
+    num_missing_blocks: int  # to allocate besides the hits
+    num_reserve_blocks: int  # must stay free: the watermark, and more after each preemption
 
 
 class Admission:
-    """Requests are looked at in the policy's order. One that lacks blocks is passed by at most `admission_lookahead`
-    others in its life, which is its reservation; one that lacks anything else holds the rest."""
+    """Starts of waiting requests, which are examined in the policy's order.
+
+    A request that lacks blocks or a limit's resource (a verdict above HOLDS_THE_REST) lets others pass: at most
+    `admission_lookahead` over its life, which is its reservation. Any other verdict holds all requests behind it.
+    """
 
     def __init__(
         self,
@@ -61,12 +64,12 @@ class Admission:
         self._limits: list[Limit] = []  # asked for every request
 
     def add_limit(self, limit: Limit) -> None:
-        """Ask this limit, too, before a request starts. Called before the first step."""
+        """Ask this limit, too, before a request starts. Call it before the first step."""
         self._limits.append(limit)
         self._batch.on_release.append(limit.give_back)
 
     def never_fits(self, request: Request) -> str | None:
-        """Why the request could not run even alone, with the numbers; None when it could."""
+        """Return why the request could not run even alone, with the numbers; None when it could."""
         length = request.max_computed_tokens
         needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
         if needed > there_are:
@@ -79,7 +82,7 @@ class Admission:
         return None
 
     def appraise(self, request: Request) -> Appraisal:
-        """Of a request that waits, between two steps."""
+        """Return what a waiting request would need. Valid between two steps."""
         room, pool = _Room(self._batch, 0), self._batch.pool
         start = self._start_of(request, room)
         left = self._blocks_left(start, room)
@@ -94,7 +97,7 @@ class Admission:
             self._delay.end_step(draft.now_ns, len(draft.starts))
 
     def _may_look(self, draft: Draft, row_limit: int) -> bool:
-        """False, at once, where nobody can start: that must not cost anything while many wait."""
+        """Return whether any request may start. False must come at once: it costs nothing while many requests wait."""
         first = self._waiting.peek()
         if first is None or not self._delay.has_passed(draft.now_ns, first, len(self._batch)):
             return False
@@ -126,11 +129,11 @@ class Admission:
         self._settle(draft, room)
 
     def _try(self, request: Request, draft: Draft, room: "_Room") -> Examined | None:
-        """Start the request, or say what it lacks."""
+        """Start the request, or return what it lacks."""
         if draft.preempted and any(preempted.request is request for preempted in draft.preempted):
             return Examined(request, Verdict.PREEMPTED, 0, 0)
         if request.first_key in room.first_keys:
-            self._settle(draft, room)  # who begins as one that starts in this step finds its blocks
+            self._settle(draft, room)  # so that the request finds the blocks of one that starts in this step
         start = self._start_of(request, room)
         lack = start.num_blocks - start.num_hits - self._blocks_left(start, room)
         refusal: Examined | None = None
@@ -144,8 +147,10 @@ class Admission:
         return refusal
 
     def _preempt_for(self, start: RequestStart, lack: int, draft: Draft, room: "_Room") -> Examined | None:
-        """Take the missing row, blocks and tokens from those who must yield to the request, or say what it lacks;
-        nobody is preempted for one that cannot start."""
+        """Take the missing row, blocks and tokens from rows that must yield to the request, or return what it lacks.
+
+        No row is preempted for a request that cannot start afterwards; only fences can delay its start.
+        """
         request, rows = start.request, self._batch.rows
         yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
         num_victims, given = self._count_victims(yields, start.hits, 1 - room.rows, lack)
@@ -168,8 +173,7 @@ class Admission:
         return None
 
     def _cut(self, start: RequestStart, budget: int, draft: Draft) -> Examined | None:
-        """Give the request what the budget allows of its tokens, or return what it lacks: tokens, or what a limit
-        says."""
+        """Cut the request's tokens to the budget, or return what it lacks: tokens, or a limit's resource."""
         missing = start.num_missing_tokens
         start.num_tokens = min(start.num_tokens, budget)
         if start.num_tokens < missing:
@@ -184,7 +188,7 @@ class Admission:
         return None
 
     def _start_of(self, request: Request, room: "_Room") -> RequestStart:
-        """What the request would start with."""
+        """Return how the request would start now."""
         hits, content = self._batch.prefix_cache.find(request)
         num_hits, length = len(hits), len(request.token_ids)
         computed = num_hits * self._block_size
@@ -210,8 +214,12 @@ class Admission:
         )
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
-        """Free blocks that are promised to nobody. While others run some are kept back: the watermark, and the more the
-        oftener the request was preempted, so that it does not come back only to be preempted again."""
+        """Return the number of free blocks that this start may take; negative when promises exceed them.
+
+        Promised blocks are left out, and the hits that would leave the free list. While other rows run, two reserves
+        are left out too: the watermark, and a number that doubles with each preemption of the request, so that it does
+        not resume only to be preempted again.
+        """
         pool, request = self._batch.pool, start.request
         left = pool.num_free - room.promised - room.unsettled
         if start.num_hits:
@@ -224,10 +232,13 @@ class Admission:
         return left
 
     def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
-        """How many of these rows must go, from the first on, to make room for so many rows and blocks, and how many
-        blocks that gives: those which nobody else holds or is about to. What they share goes with the last of them."""
+        """Return how many of these rows, from the first on, make room for num_rows and num_blocks, and their blocks.
+
+        A block counts when no other request holds it or is about to. A block that victims share comes free with the
+        last of them.
+        """
         batch, given, count = self._batch, 0, 0
-        num_dropped = np.zeros(batch.pool.num_blocks if len(yields) else 0, np.int32)  # references, of each block
+        num_dropped = np.zeros(batch.pool.num_blocks if len(yields) else 0, np.int32)  # victims' references, by block
         for row in yields.tolist():
             if count >= num_rows and given >= num_blocks:
                 break
@@ -258,7 +269,7 @@ class Admission:
         self._policy.start(start)
 
     def _settle(self, draft: Draft, room: "_Room") -> None:
-        """Give those that start their blocks, and the full ones of them their names."""
+        """Give the starting requests their blocks, and name the full ones."""
         if not room.settling:
             return
         fresh, first = self._batch.pool.allocate(room.unsettled).astype(np.int32), 0
@@ -277,17 +288,17 @@ class Admission:
 
 
 class _Room:
-    """What is left for others in the step being planned."""
+    """Rows and blocks that are left for further requests in the step being planned."""
 
     def __init__(self, batch: Batch, row_limit: int) -> None:
         self.row_limit = row_limit
-        self.rows = row_limit - len(batch)  # fewer than row_limit: somebody runs beside who starts now
+        self.rows = row_limit - len(batch)  # free rows; below row_limit: other rows run
         self.promised = batch.num_promised_blocks()  # blocks
-        self.settling: list[RequestStart] = []  # they start in this step and have not got their blocks yet
-        self.unsettled = 0  # blocks that those will get
-        self.first_keys: set[int] = set()  # of their first blocks; asked, never walked
+        self.settling: list[RequestStart] = []  # starting in this step, without their blocks yet
+        self.unsettled = 0  # blocks that _settle() will allocate for them
+        self.first_keys: set[int] = set()  # of their first blocks; only for lookups, since a set has no fixed order
 
     def make(self, promised: int) -> None:
-        """A row goes that had so many blocks promised."""
+        """Count a row that goes, with the number of blocks promised to it."""
         self.rows += 1
         self.promised -= promised

@@ -1,4 +1,4 @@
-"""The decision record: what the last step did with whom, and why not with others. Columns and references, no copies."""
+"""The decision record: which requests the last step ran, preempted or left waiting, and why. It holds no copies."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -10,33 +10,39 @@ from ipc.arrays import Ints, Rows
 
 
 class Verdict(IntEnum):
-    """On a waiting request that was looked at and did not start. What it lacks others behind it may not lack: those
-    above HOLDS_THE_REST let them pass."""
+    """Why a waiting request was examined and did not start.
+
+    Verdicts below HOLDS_THE_REST hold the requests behind it. Those above let them pass: they may not lack the same.
+    """
 
     NO_ROW = 1  # max_num_seqs requests run
-    NO_BUDGET = 2  # the step's tokens are given away
-    PREEMPTED = 3  # in this very step
-    FENCED = 4  # its room is made, and free when the steps in flight are done
+    NO_BUDGET = 2  # the step has not enough tokens left
+    PREEMPTED = 3  # it was preempted in this step
+    FENCED = 4  # rows were preempted for it; their blocks come free when the steps in flight are done
     HOLDS_THE_REST = 15
     NO_BLOCKS = 16  # the KV cache has no room for its tokens
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
 
 
 class Cause(IntEnum):
-    """Of a preemption."""
+    """Cause of a preemption."""
 
     OLDER = 1  # a running request, served before it, needed blocks
     MORE_URGENT = 2  # a waiting request took its place
 
 
 class Examined(NamedTuple):
+    """A waiting request that did not start, and what it lacked."""
+
     request: Request
     verdict: Verdict
-    needed: int  # blocks; of NO_BUDGET tokens
+    needed: int  # in the verdict's unit: rows, tokens, blocks or prompts
     available: int
 
 
 class Preempted(NamedTuple):
+    """A request that lost its row to another one."""
+
     request: Request
     cause: Cause
     num_computed_tokens: int
@@ -44,7 +50,10 @@ class Preempted(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Of one step. rows, counts: who runs, with how many tokens (the last `num_started` began or resumed in it)."""
+    """The decisions of one step.
+
+    rows, counts [R]: the rows that run and their tokens. The last `num_started` of them start or resume in this step.
+    """
 
     step: int
     now_ns: int
@@ -53,7 +62,7 @@ class Decision(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     num_started: int
     num_skipped: int  # running rows that wanted tokens and got none
     preempted: list[Preempted]
-    examined: list[Examined]  # waiting ones that did not start, in order; the first holds the rest
-    num_waiting: int  # in all, after the step
+    examined: list[Examined]  # waiting requests that did not start, in order
+    num_waiting: int  # all waiting requests, after the step
     budget: int  # tokens left over
     num_free_blocks: int

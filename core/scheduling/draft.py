@@ -1,4 +1,4 @@
-"""Draft: the plan being made, and what is found out in making it."""
+"""Draft: the plan of a step while it is made, with the findings for the decision record."""
 
 import numpy as np
 
@@ -10,8 +10,11 @@ from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
 
 
 class Draft:
-    """rows, counts: running rows and their tokens, in the order in which they were served; a count may be 0.
-    budget: tokens that are left."""
+    """The plan of one step while it is made.
+
+    rows, counts [n]: running rows and their tokens, in the order in which they are served; a count may be 0.
+    block_rows, block_ids [m]: new blocks of running rows. budget: tokens that are left.
+    """
 
     def __init__(self, step: int, now_ns: int, budget: int) -> None:
         self.step = step
@@ -28,7 +31,7 @@ class Draft:
         self.num_skipped = 0  # rows that wanted tokens and get none
 
     def drop(self, row: int) -> None:
-        """The row has been preempted: it leaves the plan, and its tokens go back to the budget."""
+        """Remove a preempted row from the plan, and return its tokens to the budget."""
         kept = self.rows != row
         self.budget += int(self.counts[~kept].sum())
         self.rows, self.counts = self.rows[kept], self.counts[kept]
@@ -36,11 +39,11 @@ class Draft:
         self.block_rows, self.block_ids = self.block_rows[kept], self.block_ids[kept]
 
     def tokens_of(self, rows: Rows) -> int:
-        """Tokens that these rows get in this step, so far."""
+        """Return the number of tokens that these rows get in this step so far."""
         return int(self.counts[np.isin(self.rows, rows)].sum())
 
     def take_budget(self, victims: Ints, amount: int) -> None:
-        """Skip these rows, the first first, until so many tokens are back in the budget; they keep their blocks."""
+        """Take `amount` tokens from these rows back into the budget, from the first row on. They keep their blocks."""
         order = np.argsort(self.rows, kind="stable")
         index = order[np.searchsorted(self.rows, victims, sorter=order)]
         counts = self.counts[index]
@@ -51,6 +54,8 @@ class Draft:
 
 
 def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
+    """Return the finished plan: counts [R] tokens for rows [R], with the changes carried since the last plan."""
+
     def column(values: AnyInts | list[int]) -> Int32s:
         return np.asarray(values, np.int32) if len(values) else NO_INT32S
 

@@ -1,4 +1,4 @@
-"""Explainer: why requests run or do not, from the decision record of the last step and the queue; on demand only."""
+"""Explainer: why requests run or wait, from the decision record of the last step and the queue; only on demand."""
 
 import numpy as np
 
@@ -16,24 +16,24 @@ from ipc.scheduling_messages import (
     SchedulingState,
 )
 
-#: Requests in one answer; a larger limit is this.
+#: Most requests in one answer; a larger limit is cut to this.
 MAX_EXPLAINED = 1000
 
 
 def explain(scheduler: Scheduler, policy: str, client: int, call: Explain, now_ns: int) -> Explanation | CallFailed:
-    """The answer to this client; now_ns: the clock of the step."""
+    """Return the answer to this client; CallFailed for an unknown request. now_ns: the clock of the step, ns."""
     return _Explainer(scheduler, now_ns).answer(policy, client, call)
 
 
 class _Explainer:
-    """Of one moment between two steps."""
+    """Explanations at one moment between two steps."""
 
     def __init__(self, scheduler: Scheduler, now_ns: int) -> None:
         self._scheduler = scheduler
         self._now_ns = now_ns
         self._rows = scheduler.policy.in_order(scheduler.running).tolist()
         self._places = {row: at for at, row in enumerate(self._rows)}
-        self._positions: dict[tuple[int, int, int], int] = {}  # of those looked up so far
+        self._positions: dict[tuple[int, int, int], int] = {}  # of requests looked up so far
         decision = scheduler.decision
         self._examined: dict[tuple[int, int, int], Examined] = {}
         self._counts: dict[int, int] = {}
@@ -43,6 +43,7 @@ class _Explainer:
         self._holder = self._find_holder()
 
     def answer(self, policy: str, client: int, call: Explain) -> Explanation | CallFailed:
+        """Return the explanation; INVALID_ARGUMENT for a request that is not live."""
         session = client if call.session == OWN_SESSION else call.session
         if call.number == EVERY_REQUEST:
             requests, num_left_out = self._some(max(0, min(call.limit, MAX_EXPLAINED)))
@@ -80,8 +81,10 @@ class _Explainer:
         )
 
     def _some(self, limit: int) -> tuple[list[Request], int]:
-        """The first that run and the first that wait, half of the limit for each where both are many; and how many are
-        left out."""
+        """Return the first running and the first waiting requests, and how many requests are left out.
+
+        Where there are many of both, each kind gets half of the limit.
+        """
         ready = self._scheduler.waiting.ready(limit)
         self._positions |= {_key(request): at for at, request in enumerate(ready)}
         waiting = [*ready, *self._scheduler.waiting.unbegun(), *self._scheduler.waiting.held()]
@@ -151,7 +154,7 @@ class _Explainer:
         )
 
     def _why_waiting(self, request: Request) -> tuple[tuple[Reason, int, int], Request | None]:
-        """What it lacks; whom it waits behind."""
+        """Return (reason, needed, available), and the request that this one waits behind, if any."""
         key = _key(request)
         if self._scheduler.waiting.is_held(request.client):
             return (Reason.ON_HOLD, 0, 0), None
@@ -164,7 +167,7 @@ class _Explainer:
         return (Reason.BEHIND, 0, 0), self._holder
 
     def _position(self, request: Request) -> int:
-        """In the queue of those that may start; -1 = not there."""
+        """Return the position among the requests that may start; -1: it may not start."""
         key = _key(request)
         if key not in self._positions:
             position = self._scheduler.waiting.position(request)
@@ -172,8 +175,11 @@ class _Explainer:
         return self._positions[key]
 
     def _find_holder(self) -> Request | None:
-        """Whom those that were not looked at wait behind: the last that was, if it lacks what holds the rest; else the
-        first that lacks blocks, which enough others have passed."""
+        """Return the request behind which all requests wait that the last step did not examine.
+
+        This is the last examined request if its verdict holds the rest. Else it is the first one examined,
+        for which admission has used up its lookahead.
+        """
         examined = list(self._examined.values())
         if not examined:
             return None
@@ -222,5 +228,5 @@ class _Explainer:
 
 
 def _key(request: Request) -> tuple[int, int, int]:
-    """By which a request is told from all others that live."""
+    """Identity of a live request: (client, number, choice)."""
     return request.client, request.number, request.choice

@@ -12,15 +12,18 @@ from core.scheduling.policies import Policy
 
 
 class Limit(Protocol):
-    """Admission asks every limit before it preempts anybody for a request, and starts the request if none lacks.
+    """A resource that admission asks for before it preempts any row for a request.
 
-    Rows, blocks and the token budget are no Limits: admission makes room for them by preemption. A limit must not lack
-    anything for a request while nothing runs, or the engine would look at its queue for ever.
+    The request starts if no limit lacks anything. Rows, blocks and the token budget are no Limits: admission makes
+    room for them by preemption. A limit must not lack anything for a request while nothing runs, or the engine would
+    examine its queue for ever.
     """
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Return what the request lacks to start in this step; None for nothing. A verdict above HOLDS_THE_REST lets
-        requests behind it pass, `admission_lookahead` of them at most."""
+        """Return what the request lacks to start in this step; None for nothing.
+
+        A verdict above HOLDS_THE_REST lets requests behind it pass, `admission_lookahead` of them at most.
+        """
         ...
 
     def take(self, start: RequestStart, draft: Draft) -> None:
@@ -33,17 +36,20 @@ class Limit(Protocol):
 
 
 class PartialPrefills:
-    """At most max_num_partial_prefills prompts that take more steps. Those that run are counted in the batch table, and
-    only for requests that they need not yield to."""
+    """A limit of max_num_partial_prefills prompts that take further steps.
+
+    Running partial prompts are counted in the batch table. Those that must yield to a request do not count for it.
+    """
 
     def __init__(self, table: BatchTable, policy: Policy, max_partial: int) -> None:
         self._table = table
         self._policy = policy
         self._max = max_partial
-        self._draft: Draft | None = None  # the step that is being planned ...
-        self._num_starting = 0  # ... and the partial prompts that start in it
+        self._draft: Draft | None = None  # the step that is being planned
+        self._num_starting = 0  # partial prompts that start in that step
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
+        """Return PARTIAL_PREFILLS for a prompt that would be cut while the limit is reached."""
         if start.num_tokens == start.num_missing_tokens:
             return None
         starting = self._num_starting if self._draft is draft else 0
@@ -52,12 +58,13 @@ class PartialPrefills:
         return Examined(start.request, Verdict.PARTIAL_PREFILLS, 1, 0)
 
     def take(self, start: RequestStart, draft: Draft) -> None:
+        """Count the request if its prompt is cut."""
         if self._draft is not draft:
             self._draft, self._num_starting = draft, 0
         self._num_starting += start.num_tokens < start.num_missing_tokens
 
     def give_back(self, request: Request) -> None:
-        """Nothing is held: what runs is counted in the table."""
+        """Do nothing: running partial prompts are counted in the table."""
 
     def _num_running(self, request: Request, draft: Draft) -> int:
         table, rows = self._table, draft.rows

@@ -1,4 +1,4 @@
-"""Preemption: who gives way, and how: computed again later, or copied to the host and back."""
+"""Preemption: which rows lose their place, and how they resume: computed again, or copied to the host and back."""
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from ipc.rounding import ceil_div
 
 
 class Preemption:
-    """Costs are measured where the engine starts and frozen in its config, so that a log replays equal."""
+    """Preemption of running rows, and the host's copies of their blocks.
+
+    Costs are measured when the engine starts and frozen in its config, so that a log replays equal.
+    """
 
     def __init__(
         self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, stats: SchedulerStats
@@ -32,16 +35,20 @@ class Preemption:
         self.num_swapped = 0  # requests that wait with a copy on the host
 
     def victims_first(self, candidates: Ints) -> Ints:
-        """These rows, given in the order in which they are served, the first victim first: what the policy values
-        least, of that the cheapest, of those the last."""
+        """Sort rows, given in the order in which they are served: best victim first.
+
+        Keys: least valuable to the policy, then cheapest to restore, then served last.
+        """
         position = np.arange(len(candidates))
         victim_keys = self._policy.victim_keys(candidates)
         order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(victim_keys))))
         return candidates[order]
 
     def preempt(self, draft: Draft, row: int, cause: Cause) -> None:
-        """The row's request waits again, in its old place. A token that a step in flight samples for it is dropped and
-        sampled again: same ids, same position, same token."""
+        """Preempt the row: its request waits again, in its old place.
+
+        A token that a step in flight samples for it is dropped and sampled again: same ids, same position, same token.
+        """
         computed = int(self._batch.table.num_computed_tokens[row])
         self.undo_recompute_count(row)
         swapped = self._swap_out(row)
@@ -57,22 +64,25 @@ class Preemption:
         self._stats.num_swapped_out_blocks += num_swapped
 
     def undo_recompute_count(self, row: int) -> None:
-        """The row goes before its time: what it was to compute again, which was counted at its start, and has not."""
+        """Take back the tokens that were counted as recomputed at the row's start and that it has not reached."""
         table = self._batch.table
         missing = int(table.num_computed_before[row]) - int(table.num_computed_tokens[row])
         self._stats.num_recomputed_tokens -= max(0, missing)
 
     def end(self, request: Request) -> None:
-        """The request, which waits, has ended: the host forgets it."""
+        """Give back the host's copy of a waiting request that has ended or is on hold."""
         if request.swapped is None:
             return
-        self._batch.carried.out.drop(request.swapped.slots)  # if the copy is still to come
+        self._batch.carried.out.drop(request.swapped.slots)  # when the copy has not reached a plan yet
         self.swap_space.give_back(request.swapped.slots)
         request.swapped = None
         self.num_swapped -= 1
 
     def swap_in(self, request: Request, block_ids: Int32s, num_hits: int) -> None:
-        """Copy back what the prefix cache does not have: into these blocks of the request, from num_hits on."""
+        """Copy the request's blocks back from the host, except the first num_hits, which the prefix cache has.
+
+        block_ids: the blocks [num_blocks] of the request, hits included.
+        """
         if request.swapped is None:
             return
         slots = request.swapped.slots
@@ -85,12 +95,14 @@ class Preemption:
         self.num_swapped -= 1
 
     def _swap_out(self, row: int) -> Swapped | None:
-        """Copy what the row has computed to the host, if that is the mode, the cheaper way and there is room. The last
-        token is left out: whoever resumes computes it, to sample the next."""
+        """Copy the row's computed blocks to the host, or return None: the mode, the costs or the room forbid it.
+
+        The last token is left out: the resumed request computes it, to sample the next one.
+        """
         table, request = self._batch.table, self._batch.table.request[row]
         assert request is not None, f"row {row} is preempted and free"
         if request.params.prompt_logprobs is not None and table.num_tokens[row] == table.num_prompt_tokens[row]:
-            return None  # those of a step in flight would be lost: computed again they are told again
+            return None  # prompt logprobs of a step in flight would be lost; computed again, they are reported
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
         count = ceil_div(kept, self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
@@ -104,7 +116,7 @@ class Preemption:
         return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
 
     def _costs(self, rows: Rows) -> Ints:
-        """ns to bring each row back to where it is."""
+        """Return the cost of restoring each row, ns [n]."""
         computed = self._batch.table.num_computed_tokens[rows]
         again = computed * self._recompute_ns
         copied = self._batch.num_blocks_of(computed) * self._swap_ns

@@ -1,4 +1,4 @@
-"""RunningRows: running rows get their next tokens and the blocks for them."""
+"""RunningRows: the next tokens of running rows, and the blocks for them."""
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from ipc.config import EngineConfig
 
 
 class RunningRows:
-    """Rows are served in the policy's order. One that is short of blocks takes them from those served after it; where
-    nobody there may be preempted, it and those after it keep what they have and get tokens for that only: it waits, and
-    the budget goes to those whose end will give it blocks."""
+    """Service of running rows, in the policy's order.
+
+    A row that lacks blocks takes them from rows served after it, by preemption. Where none of these may be preempted,
+    the row and those after it keep their blocks and get tokens only as far as these reach. So the row waits, and the
+    budget goes to rows whose end will give it blocks.
+    """
 
     def __init__(
         self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
@@ -27,11 +30,11 @@ class RunningRows:
         self._long_prefill = config.long_prefill_token_threshold
 
     def fill(self, draft: Draft) -> None:
-        """Give every running row its tokens, out of the draft's budget."""
+        """Give every running row its tokens, out of the draft's budget, and allocate the blocks for them."""
         batch, pool = self._batch, self._batch.pool
         rows = batch.rows
         counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
-        if num_needed > pool.num_free or num_tokens == draft.budget:  # who goes first matters
+        if num_needed > pool.num_free or num_tokens == draft.budget:  # the order matters only when something is short
             rows = self._policy.in_order(rows)
             counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
         while num_needed > pool.num_free + pool.num_fenced:
@@ -41,7 +44,7 @@ class RunningRows:
             self._preemption.preempt(draft, victim, Cause.OLDER)
             rows = rows[rows != victim]
             counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
-        if num_needed > pool.num_free:  # blocks come free when fences lift or others end
+        if num_needed > pool.num_free:  # more blocks come free when fences lift or rows end
             wanted = counts
             counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget, self._first_short(needs))
             draft.num_skipped += int(np.count_nonzero((wanted > 0) & (counts == 0)))
@@ -53,8 +56,10 @@ class RunningRows:
         draft.budget -= num_tokens
 
     def _demand(self, rows: Rows, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
-        """Tokens for each row, cut where the budget ends, and their sum; blocks that each lacks for them, and their
-        sum. Only the first num_growing rows may lack blocks, where it is given."""
+        """Return the tokens of each row [n], cut at the budget, and their sum; the blocks it lacks [n], and their sum.
+
+        num_growing: only the first num_growing rows may lack blocks. None: all rows may.
+        """
         table = self._batch.table
         placeholders = table.num_placeholders[rows]
         known = table.num_tokens[rows] + placeholders
@@ -75,11 +80,15 @@ class RunningRows:
         return wanted, num_wanted, needs, int(needs.sum())
 
     def _first_short(self, needs: Ints) -> int:
+        """Return the index of the first row for which the free blocks do not suffice."""
         return int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
 
     def _victim(self, rows: Rows, needs: Ints) -> int | None:
-        """Whom the first row that is short of blocks takes them from: somebody served after it, but of its own level
-        nobody who has all the blocks that he can ever need, and so is sure to end and give them back."""
+        """Choose the row to preempt for the first row that lacks blocks; None where there is none.
+
+        Candidates are the rows served after it. A row of the same level that holds all the blocks it can ever need is
+        spared: it is sure to end and give them back.
+        """
         table = self._batch.table
         short = self._first_short(needs)
         later = rows[short + 1 :]

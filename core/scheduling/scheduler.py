@@ -1,12 +1,12 @@
 """Scheduler: which tokens of which requests run in the next step.
 
-There is no prefill phase and no decode phase. A request has num_tokens (prompt, output, and what steps in flight will
-sample) and num_computed_tokens; each step gives it the difference, out of a token budget. Chunked prefill, prefix hits,
-resumption after preemption and plain decode are this one subtraction, done for all running rows as columns.
-Python touches a single request only on an event: it arrives, starts, is preempted, ends.
+There is no prefill phase and no decode phase. A request has num_tokens (prompt, output, and the tokens that steps in
+flight will sample) and num_computed_tokens. Each step gives it the difference, out of a token budget. Chunked prefill,
+prefix hits, resumption after preemption and plain decode are this one subtraction, done for all running rows as
+columns. Python touches a single request only on an event: it arrives, starts, is preempted or ends.
 
-The parts: policies.py says who goes first, growth.py serves running rows, admission.py starts waiting requests,
-preemption.py makes room, batch.py holds the rows and their blocks.
+The parts: policies.py orders requests, running_rows.py serves running rows, admission.py starts waiting requests,
+preemption.py makes room, core/batch/batch.py holds the rows and their blocks.
 """
 
 import numpy as np
@@ -29,14 +29,14 @@ from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
 
-#: Of a failed row that has no text of its own.
+#: Error text for a failed row without a text of its own.
 _NOT_FINITE = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
 
 
 class Scheduler:
-    """Pure: no tensors, no sockets, no clock (now_ns is handed in), no randomness, no order of sets.
+    """The pure scheduler: no tensors, no sockets, no clock (now_ns is a parameter), no randomness, no order of sets.
 
-    `schedule` may be called again before the last plan's result is known; `update_from_output` takes the results in
+    `schedule` may be called again before the last plan's result is known. `update_from_output` takes the results in
     step order. Invariants, checked by check_integrity(): every request is in one place; rows are in the policy's
     order; blocks are owned as the tables say; a plan holds only rows whose blocks cover what it schedules.
     """
@@ -59,13 +59,16 @@ class Scheduler:
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
         self._step = 0
-        self.decision: Decision | None = None  # on the last step
+        self.decision: Decision | None = None  # of the last step
 
     # --- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, choices: list[Request], now_ns: int, deadline_ns: int = 0) -> None:
-        """Queue the choices of one validated message, which share their blocks as far as the prefix cache has them; a
-        number that lives already in the client's session, and one that could never run, are refused to the sender."""
+        """Queue the choices of one validated message. They share their blocks as far as the prefix cache has them.
+
+        The client gets ALREADY_EXISTS for a number that is live in its session, INVALID_ARGUMENT for a request that
+        could never run.
+        """
         client, number = choices[0].client, choices[0].number
         if self._requests.get(client, number):
             text = f"request number {number} is still running in this session; numbers are never reused"
@@ -76,7 +79,7 @@ class Scheduler:
             return
         for request in choices:
             finish = self.batch.stop_check.finish_of_delivered(request)
-            if finish:  # the client has all of its tokens already
+            if finish:  # the message came with all of its tokens
                 self.outputs.add_finish(request, request.num_output_tokens, finish)
                 continue
             request.arrival_ns = now_ns
@@ -87,8 +90,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def finish_requests(self, client: int, numbers: list[int], choices: list[int] | None = None) -> None:
-        """Abort these requests of a client, or of each only the choice beside it; what is unknown or finished is
-        ignored."""
+        """Abort these requests of a client; with choices, only choices[i] of numbers[i]. Ignore unknown ones."""
         for index, number in enumerate(numbers):
             for request in self._requests.get(client, number):
                 if choices is None or request.choice in choices[index : index + 1]:
@@ -97,15 +99,17 @@ class Scheduler:
                     self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
-        """End all requests of a client that is gone; nothing is reported."""
+        """End all requests of a client that is gone, and report nothing."""
         for request in self._requests.of_client(client):
             self._take_out(request)
         self.waiting.release(client)
         self.policy.forget(client)
 
     def hold_client(self, client: int, now_ns: int = 0) -> None:
-        """The client does not read: its requests wait, and nobody pays for that. Their rows and blocks are given back;
-        the prefix cache remembers the blocks as long as nobody needs the room."""
+        """Let all requests of a client that does not read wait, and free their rows and blocks.
+
+        The prefix cache keeps the blocks findable until they are allocated again.
+        """
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
             self.preemption.undo_recompute_count(row)
@@ -114,13 +118,15 @@ class Scheduler:
             self.waiting.push(request)
         if not self.waiting.is_held(client):
             for request in requests:
-                self.preemption.end(request)  # the host is for those who go on soon
-                self.policy.end(request)  # who does not read saves up no claim
+                self.preemption.end(request)  # swap space is kept for requests that resume soon
+                self.policy.end(request)  # a client on hold must not accumulate a share
         self.waiting.hold(client, requests)
 
     def release_client(self, client: int, serial: int, now_ns: int = 0) -> int:
-        """The client reads again: its requests queue up as if they came now, with serials from `serial` on. Returns how
-        many they are."""
+        """End a client's hold and return the number of its requests, which queue up as if they arrived now.
+
+        Their serials are `serial`, `serial` + 1, ...
+        """
         released = self.waiting.release(client)
         for request in released:
             request.serial, request.arrival_ns = serial, now_ns
@@ -130,84 +136,90 @@ class Scheduler:
         return len(released)
 
     def set_weight(self, client: int, weight: float) -> None:
-        """The client's share under policy fair."""
+        """Set the client's share under policy fair; clients without a weight have 1."""
         self.policy.set_weight(client, weight)
 
     def find(self, client: int, number: int) -> list[Request]:
-        """The live choices of a request; empty when there are none."""
+        """Return the live choices of a request; empty when there are none."""
         return self._requests.get(client, number)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
+        """Return the numbers of requests (running, waiting)."""
         return len(self.batch), len(self.waiting)
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """None: there is no pause."""
+        """Return the mode of the current pause; None: there is no pause."""
         if not self.waiting.is_shut:
             return None
         return PauseMode.NEW if self._token_budget else PauseMode.ALL
 
     @property
     def running(self) -> Ints:
-        """The rows of running requests, in order of rank and arrival."""
+        """Return the rows of running requests, in order of rank and arrival."""
         return self.batch.rows
 
     @property
     def has_unfinished_requests(self) -> bool:
+        """Return whether any request runs or waits."""
         return len(self.batch) > 0 or len(self.waiting) > 0
 
     @property
     def has_work(self) -> bool:
-        """False: steps change nothing until a message or a deadline comes."""
+        """Return whether a step can change anything; if not, only a message or a deadline changes that."""
         return self._token_budget > 0 and (len(self.batch) > 0 or self.waiting.num_ready > 0)
 
     def pause(self, mode: PauseMode) -> None:
-        """Let nothing begin, or nothing run; aborts and deadlines end requests all the same. What has begun and was
-        preempted goes on under NEW, as what runs does."""
+        """Stop requests from starting (NEW; preempted ones still resume) or from running at all (ALL).
+
+        Aborts and deadlines still end requests.
+        """
         self.waiting.shut()
         self._token_budget = 0 if mode == PauseMode.ALL else self.max_num_batched_tokens
 
     def resume(self) -> None:
+        """End any pause."""
         self.waiting.open()
         self._token_budget = self.max_num_batched_tokens
 
     def reset_prefix_cache(self) -> None:
-        """Forget what all blocks hold; requests that run keep theirs, and nobody else finds them."""
+        """Forget the content of all blocks. Running requests keep their blocks, but no other request finds them."""
         self.pool.forget()
 
     def take_outputs(self) -> list[ClientOutput]:
-        """What there is to tell without a result: refusals, aborts."""
+        """Return the messages that need no step's result: refusals and aborts."""
         return self.outputs.drain(self._step)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now_ns: int) -> SchedulerOutput:
-        """The next plan; empty when there is nothing to run. num_computed_tokens advances here, before it runs."""
+        """Return the next plan, empty when nothing can run, and advance num_computed_tokens before it runs."""
         self._fail_overdue(now_ns)
         draft = Draft(self._step, now_ns, self._token_budget)
         self._fill(draft)
         return self._commit(draft)
 
     def _running_first(self, draft: Draft) -> None:
-        """Chunked prefill: prompts share the step with whoever runs already."""
+        """Fill a step with chunked prefill: starting prompts share it with the running rows, which go first."""
         self._running_rows.fill(draft)
         self.admission.fill(draft, self.max_num_seqs)
 
     def _prompts_first(self, draft: Draft) -> None:
-        """No chunked prefill: a step either starts requests, with whole prompts, or serves those that run."""
+        """Fill a step without chunked prefill: either start requests, with whole prompts, or serve running rows."""
         self.admission.fill(draft, self.max_num_seqs)
         if not draft.starts:
             self._running_rows.fill(draft)
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
-        """Append the sampled tokens, end what has to end, and return the messages for the clients. Of a row's tokens
-        in one step those after its end are dropped, with their log probabilities."""
+        """Append the sampled tokens, end finished requests, and return the messages for the clients.
+
+        Where a row has several tokens, those after its end are dropped with their log probabilities.
+        """
         table, counts = self.table, None
         step, rows, tenancies = self.batch.in_flight.popleft()
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
         self.pool.lift_fences(step)
-        live = table.tenancy[rows] == tenancies  # the others were aborted or preempted meanwhile
+        live = table.tenancy[rows] == tenancies  # the others were aborted or preempted after the plan
         tokens = output.token_ids
         if output.counts is not None:
             rows, tokens, counts, finish, by_stop_token = self._take_runs(rows, tenancies, output, output.counts)
@@ -219,7 +231,7 @@ class Scheduler:
             sampled = live & (tokens >= 0)
             if np.count_nonzero(sampled) < len(rows):
                 self._fail_rows(rows, live & (tokens == FAILED_TOKEN), output)
-                sampled &= table.tenancy[rows] == tenancies  # the other choices of what has failed are gone too
+                sampled &= table.tenancy[rows] == tenancies  # a failure also removes the other choices of its request
                 rows, tokens = rows[sampled], tokens[sampled]
             lengths = table.append_tokens(rows, tokens)
             finish, by_stop_token = self.batch.stop_check(rows, tokens, lengths)
@@ -234,8 +246,10 @@ class Scheduler:
     def _take_runs(
         self, rows: Ints, tenancies: Ints, output: ModelRunnerOutput, counts: Int32s
     ) -> tuple[Ints, TokenIds, Ints, UInt8s, Bools]:
-        """Append the tokens of a step in which rows have several or none, up to each row's end. Returns the rows with
-        tokens, their tokens and counts, finish and by_stop_token."""
+        """Append up to each row's end the tokens of a step in which rows have several or none.
+
+        Returns the rows with tokens, their tokens and counts, finish and by_stop_token.
+        """
         table, tokens = self.table, output.token_ids
         assert len(counts) == len(rows), f"{len(counts)} counts for {len(rows)} rows"
         assert int(counts.sum()) == len(tokens), f"{len(tokens)} tokens for counts {counts}"
@@ -256,7 +270,7 @@ class Scheduler:
         return taken, tokens, kept, finish, by_stop_token
 
     def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
-        """(client, number, choice) of each row."""
+        """Return (client, number, choice) of each row."""
         return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
@@ -273,7 +287,7 @@ class Scheduler:
         self.decision = self._decision(draft, rows, counts)
         self.stats.count_decision(self.decision)
         if not len(rows):
-            return finish_plan(draft, rows, counts, Carried())  # does not run: the next one that does tells the rest
+            return finish_plan(draft, rows, counts, Carried())  # not run: the next plan that runs carries the rest
         self._step += 1
         ends = table.num_computed_tokens[rows] + counts
         table.num_computed_tokens[rows] = ends
@@ -286,7 +300,7 @@ class Scheduler:
         return finish_plan(draft, rows, counts, carried)
 
     def _launch(self, draft: Draft) -> Ints:
-        """Give the starting requests their rows, and tell of it."""
+        """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
         rows = self.batch.launch(draft.starts)
         for row, start in zip(rows.tolist(), draft.starts, strict=True):
             request = start.request
@@ -326,29 +340,28 @@ class Scheduler:
     # --- ends ----------------------------------------------------------------------------------------------------
 
     def _fail_rows(self, rows: Rows, failed: Bools, output: ModelRunnerOutput) -> None:
-        """Fail the requests of the rows in the mask, each alone and with its own text; what they have stored is not
-        found again."""
+        """Fail the requests of the rows in the mask, each with its text; no request finds their blocks again."""
         failing, texts = np.flatnonzero(failed).tolist(), dict(output.failures)
         for index in failing:
             self.pool.forget_names(self.table.block_ids(int(rows[index])))
         for index in failing:
             request = self.table.request[int(rows[index])]
-            if request is not None:  # no other choice of its request has failed before it
+            if request is not None:  # None: another choice of its request failed first
                 self._fail(request, ErrorCode.INTERNAL, texts.get(index, _NOT_FINITE))
 
     def _fail_overdue(self, now_ns: int) -> None:
         for request in self._requests.pop_overdue(now_ns):
-            if not request.is_finished:  # with another choice of it
+            if not request.is_finished:  # it may have failed with another choice
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
     def _fail(self, request: Request, code: ErrorCode, text: str) -> None:
-        """With all choices of its number."""
+        """Fail the request and all its choices, and report it to the client."""
         for choice in self._requests.get(request.client, request.number):
             self._take_out(choice)
         self.outputs.add_failed(request.client, request.number, code, text)
 
     def _take_out(self, request: Request) -> None:
-        """The request leaves the scheduler, wherever it is."""
+        """Remove the request from the scheduler, whether it runs or waits."""
         if request.row == NO_ROW:
             self.waiting.discard(request)
             self.preemption.end(request)
@@ -358,7 +371,7 @@ class Scheduler:
         self._forget([request])
 
     def _end(self, rows: Rows) -> None:
-        """The requests of these rows have all their tokens."""
+        """End the requests of these rows, which have all their tokens."""
         self._forget(self.batch.release(rows))
         self.stats.num_finished += len(rows)
 
@@ -376,7 +389,7 @@ class Scheduler:
         return int(self.table.num_tokens[request.row]) - request.num_prompt_tokens
 
     def check_integrity(self) -> None:
-        """AssertionError with the numbers when anything disagrees with anything."""
+        """Check all invariants. Errors: AssertionError with the numbers."""
         self.batch.check_integrity()
         counts = (len(self._requests), len(self.batch), len(self.waiting))
         assert counts[0] == counts[1] + counts[2], f"(live, running, waiting) = {counts}"

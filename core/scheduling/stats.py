@@ -1,4 +1,4 @@
-"""Counters of the scheduler since its start."""
+"""SchedulerStats: the scheduler's counters since its start."""
 
 from core.batch.table import RequestStart
 from core.kv.block_pool import BlockPool
@@ -12,11 +12,13 @@ _HEAD_COUNTERS: dict[Verdict, str] = {
 
 
 class SchedulerStats(Statistics):
-    """The counters of the Statistics message while the scheduler counts. The message's gauges stay 0 here:
-    EngineCore.statistics() reads them when a client asks."""
+    """The Statistics message with the counters kept up to date.
+
+    The message's gauges stay 0 here: EngineCore.statistics() reads them when a client asks.
+    """
 
     def count_starts(self, starts: list[RequestStart]) -> None:
-        """Before has_started of their requests is set."""
+        """Count starting requests. Call it before has_started of these requests is set."""
         num_prompt_tokens = 0
         for start in starts:
             request, num_found = start.request, start.num_computed_tokens
@@ -29,12 +31,14 @@ class SchedulerStats(Statistics):
         self.prefix_cache_queries += num_prompt_tokens
 
     def count_decision(self, decision: Decision) -> None:
+        """Count the skipped rows of a step, and the verdict on the first waiting request that did not start."""
         self.num_skipped += decision.num_skipped
         if decision.examined:
             name = _HEAD_COUNTERS[decision.examined[0].verdict]
             setattr(self, name, getattr(self, name) + 1)
 
     def count_step(self, rows: Rows, counts: Ints, pool: BlockPool) -> None:
+        """Count a step that runs counts [R] tokens of rows [R]; the pool gives the blocks in use."""
         self.num_steps += 1
         self.num_scheduled_tokens += int(counts.sum())
         self.num_scheduled_rows += len(rows)

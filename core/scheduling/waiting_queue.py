@@ -1,12 +1,17 @@
-"""WaitingQueue: requests that have no row, in the order of the scheduling policy; those of a client on hold wait
-apart, and so do those that have not begun while the queue is shut."""
+"""WaitingQueue: requests that have no row, in the order of the scheduling policy.
+
+Requests of a client on hold wait apart. So do requests that have not started, while the queue is shut.
+"""
 
 from core.batch.request import Request
 from core.scheduling.waiting_lines import FairLine, Line
 
 
 class WaitingQueue:
-    """num_tokens: of all that wait, those on hold included; num_ready: requests that may start."""
+    """Waiting requests: those that may start, those of clients on hold, and those set aside by shut().
+
+    num_tokens: tokens of all of them.
+    """
 
     def __init__(self, line: Line | FairLine) -> None:
         self._line = line
@@ -16,28 +21,31 @@ class WaitingQueue:
         self.num_tokens = 0
 
     def __len__(self) -> int:
+        """Return the number of all waiting requests."""
         return len(self._line) + self._num_held + self.num_unbegun
 
     @property
     def num_ready(self) -> int:
+        """Return the number of requests that may start."""
         return len(self._line)
 
     @property
     def num_held(self) -> int:
-        """Requests of clients on hold."""
+        """Return the number of requests of clients on hold."""
         return self._num_held
 
     @property
     def num_unbegun(self) -> int:
-        """Requests that wait for the queue to be opened."""
+        """Return the number of requests that wait for the queue to reopen."""
         return len(self._unbegun) if self._unbegun is not None else 0
 
     @property
     def is_shut(self) -> bool:
+        """Return whether the queue is shut."""
         return self._unbegun is not None
 
     def shut(self) -> None:
-        """Requests that have not begun may not start, those that come later included. O(n log n)."""
+        """Set aside requests that have not started, those that arrive later included. O(n log n)."""
         if self._unbegun is None:
             self._unbegun = {}
             for request in self._line.in_order():
@@ -46,12 +54,13 @@ class WaitingQueue:
                     self._unbegun[_key(request)] = request
 
     def open(self) -> None:
-        """They may, in their places."""
+        """Reopen the queue; requests set aside by shut() return to their places."""
         unbegun, self._unbegun = self._unbegun, None
         for request in (unbegun or {}).values():
             self._line.push(request)
 
     def push(self, request: Request) -> None:
+        """Add a request, which has no row, to the part of the queue where it belongs."""
         self.num_tokens += request.num_tokens
         lane = self._held.get(request.client)
         if lane is None:
@@ -64,7 +73,7 @@ class WaitingQueue:
             self._num_held += 1
 
     def discard(self, request: Request) -> None:
-        """The request, which waits, does so no longer."""
+        """Remove a waiting request, wherever it waits."""
         self.num_tokens -= request.num_tokens
         lane = self._held.get(request.client)
         if lane is None:
@@ -75,30 +84,33 @@ class WaitingQueue:
             self._num_held -= 1
 
     def peek(self) -> Request | None:
-        """The first that may start."""
+        """Return the first request that may start; None where there is none."""
         return self._line.peek()
 
     def pop(self) -> Request | None:
-        """Take out the first that may start."""
+        """Remove the first request that may start and return it; None where there is none."""
         request = self._line.pop()
         if request is not None:
             self.num_tokens -= len(request.token_ids)
         return request
 
     def ready(self, count: int) -> list[Request]:
-        """The first `count` that may start, in order; O(n)."""
+        """Return the first `count` requests that may start, in order; O(n log count)."""
         return self._line.first(count)
 
     def position(self, request: Request) -> int | None:
-        """How many may start before this one; None where it may not. O(n)."""
+        """Return how many requests may start before this one; None where it may not start. O(n)."""
         return self._line.position(request) if request.ticket else None
 
     def is_held(self, client: int) -> bool:
+        """Return whether the client is on hold."""
         return client in self._held
 
     def hold(self, client: int, requests: list[Request]) -> None:
-        """Requests of this client may not start, those that come later included. requests: all that it has, in order of
-        arrival; all of them wait."""
+        """Put the client on hold: its requests may not start, those that arrive later included.
+
+        requests: all requests of the client, in order of arrival. All of them wait.
+        """
         for request in requests:
             self.discard(request)
         self._held[client] = {}
@@ -106,18 +118,18 @@ class WaitingQueue:
             self.push(request)
 
     def release(self, client: int) -> list[Request]:
-        """End the hold; the client's requests, which are no longer in the queue."""
+        """End the client's hold and return its requests, which are no longer in the queue."""
         released = list(self._held.pop(client, {}).values())
         self._num_held -= len(released)
         self.num_tokens -= sum(request.num_tokens for request in released)
         return released
 
     def unbegun(self) -> list[Request]:
-        """All that wait for the queue to be opened, in the order in which they came to it."""
+        """Return all requests that wait for the queue to reopen, in the order in which they were set aside."""
         return list(self._unbegun.values()) if self._unbegun is not None else []
 
     def held(self) -> list[Request]:
-        """All of clients on hold."""
+        """Return all requests of clients on hold."""
         return [request for lane in self._held.values() for request in lane.values()]
 
 

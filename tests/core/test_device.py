@@ -78,7 +78,7 @@ def test_with_a_compiler_that_hangs_torch_serves_and_one_line_says_why(
 
 @pytest.mark.usefixtures("no_compiler")
 def test_c_kernels_that_are_demanded_and_missing_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"cpu_kernels=c is not to be had here: no C compiler.*cpu_kernels=torch"):
+    with pytest.raises(ConfigError, match=r"cpu_kernels=c is not available here: no C compiler.*cpu_kernels=torch"):
         start_cpu_kernels(EngineConfig(cpu_kernels="c"))
 
 
