@@ -165,7 +165,7 @@ class AsyncLLM:
     async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
         """Yield the content of the engine's prefix cache, then every change; see frontend/client/kv_event_stream.py.
 
-        One stream can be open at a time. Errors: CallFailedError, EngineDeadError.
+        A new stream closes the one before. Errors: CallFailedError, EngineDeadError.
         """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         stream = await asyncio.to_thread(self._engine.client.follow_kv_events)
