@@ -248,10 +248,8 @@ class ZmqTransport:
         self._bytes_sent -= len(hello)
 
     def _serve(self, connection: _Connection, on_frames: OnFrames) -> str | None:
-        """Send and receive frames until the connection ends.
-
-        Return "" after close(), the reason when the engine is gone, or None when the IO thread is to reconnect.
-        """
+        """Send and receive frames until the connection ends. Return "" after close(), the reason when the engine is
+        gone, or None when the IO thread is to reconnect."""
         socket, monitor = connection.socket, connection.monitor
         poller = select.poll()
         for fd in (signal_fd(socket), signal_fd(monitor), self._wake_fd, self._pidfd):
