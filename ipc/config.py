@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "cpu"
     model_impl: Annotated[
         ModelImpl,
-        Option("model", "whose model code; auto = ours where there is some for the architecture, else transformers'"),
+        Option("model", "source of the model code; auto = ours where it has the architecture, else transformers"),
     ] = "auto"
     numerics: Annotated[
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
@@ -104,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         SchedulingPolicy,
         Option(
             "scheduling",
-            "who goes first: by arrival, by priority, or clients by what they have been served",
+            "order of requests: by arrival, by priority, or by the tokens that clients have been served",
             flags=("--schedule-policy",),
         ),
     ] = "fcfs"
@@ -228,7 +228,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "raw_logprobs"
     cpu_kernels: Annotated[
         CpuKernels,
-        Option("machine", "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's"),
+        Option("machine", "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, else torch's"),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)
