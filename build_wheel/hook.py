@@ -1,7 +1,7 @@
-"""Hatchling's hook: puts all packages of the checkout into one, `engine_core`, and adds the C kernels, compiled.
+"""Hatchling's build hook: it moves all packages of the checkout into `engine_core` and adds compiled C kernels.
 
-With kernels the wheel is one for this kind of machine. Without a C compiler it is pure Python, and kernels are built
-where it is installed, or torch's are used. An editable install uses the checkout as it stands.
+With kernels, the wheel is for this platform only. Without a C compiler the wheel is pure Python; then kernels are built
+on the machine that installs it, or torch's are used. An editable install uses the checkout unchanged.
 """
 
 import importlib.util
@@ -13,8 +13,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class WheelHook(BuildHookInterface[Any]):
+    """The hook that hatchling loads from this file."""
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """version: "standard" or "editable"."""
+        """Add the moved packages and the kernels to a wheel. version: "standard" or "editable"."""
         if version == "editable":
             return
         imports, platform_tag = self._load("build_wheel/imports.py"), self._load("build_wheel/platform_tag.py")
@@ -34,7 +36,7 @@ class WheelHook(BuildHookInterface[Any]):
             build_data["tag"] = f"py3-none-{platform_tag.platform_tag(libraries.values())}"
 
     def _compile_kernels(self) -> dict[str, bytes]:
-        """File name -> content, for each variant; nothing where there is no compiler."""
+        """Return file name -> content of each variant's library; empty where there is no compiler."""
         cpu_build = self._load("kernels/cpu/build.py")
         libraries = {}
         try:
@@ -48,11 +50,12 @@ class WheelHook(BuildHookInterface[Any]):
         return libraries
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Delete the temporary folder."""
         if hasattr(self, "_folder"):
             self._folder.cleanup()
 
     def _load(self, path: str) -> Any:
-        """A module of the checkout by its path: a build has its own environment, in which nothing of ours is found."""
+        """Return a module of the checkout by its path: a build's environment has none of the project's packages."""
         spec = importlib.util.spec_from_file_location(Path(path).stem, Path(self.root, path))
         assert spec is not None, path
         assert spec.loader is not None, path

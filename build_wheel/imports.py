@@ -1,8 +1,8 @@
-"""Where a wheel's modules are: `core.engine` of the checkout is `engine_core.core.engine` in it.
+"""Imports of a wheel's modules: `core.engine` of the checkout is `engine_core.core.engine` in a wheel.
 
-A checkout has its packages at its top, where editors, type checkers and editable installs find them. A wheel has all of
-them in one package, so that it takes one name of the user's environment. Only import statements are changed: a name
-that the program makes at run time must be derived from `__name__` or `__package__`. Standard library only.
+A checkout has its packages in its top folder, where editors, type checkers and editable installs find them. A wheel has
+all of them in one package, so that it uses only one name of the user's environment. Only import statements are changed:
+a module name made at run time must be derived from `__name__` or `__package__`. Standard library only.
 """
 
 import ast
@@ -42,7 +42,7 @@ def move_imports(source: str, packages: Collection[str] = PACKAGES, home: str = 
 
 
 def _binding(alias: ast.alias, home: str) -> str:
-    """What follows a moved `import a.b` so that the name `a` is bound, as it was."""
+    """Return the text after a moved `import a.b` that binds the name `a` as before."""
     package, _, rest = alias.name.partition(".")
     if alias.asname is not None:
         return ""
@@ -50,14 +50,14 @@ def _binding(alias: ast.alias, home: str) -> str:
 
 
 def _span(node: ast.alias | ast.stmt, starts: list[int]) -> tuple[int, int]:
-    """First byte of a node, and the one after its last."""
+    """Return the offsets of a node's first byte and of the byte after its last."""
     assert node.end_lineno is not None, node
     assert node.end_col_offset is not None, node
     return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
 
 def copy_moved(source: Path, target: Path) -> None:
-    """Copy a folder, without caches; Python files with their imports moved. Errors: OSError, SyntaxError."""
+    """Copy a folder without caches, and move the imports of its Python files. Errors: OSError, SyntaxError."""
 
     def copy(old: str, new: str) -> None:
         if old.endswith(".py"):

@@ -1,7 +1,7 @@
-"""The platform tag of a wheel with compiled libraries: which systems may install it. Standard library only.
+"""The platform tag of a wheel with compiled libraries: the systems that can install it. Standard library only.
 
-A library names the versions of glibc that its symbols come from. `manylinux_2_34_x86_64` (PEP 600) says that any system
-with glibc 2.34 or newer runs it, whatever the distribution.
+A library names the glibc versions of its symbols. `manylinux_2_34_x86_64` (PEP 600) means that any system with glibc
+2.34 or newer runs it, whatever the distribution.
 """
 
 import re
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 _DYNAMIC, _VERNEED = 6, 0x6FFFFFFE  # section types
 _NEEDED = 1  # tag of an entry of the dynamic section
-#: All that a library may need beside itself.
+#: Libraries that a manylinux library may need.
 _GLIBC = re.compile(r"(lib(c|m|pthread|dl|rt)|ld-linux[\w-]*)\.so\.\d+")
 
 
 class Needs(NamedTuple):
-    """What a shared library needs of others."""
+    """Dependencies of a shared library."""
 
     libraries: frozenset[str]  # file names
     versions: frozenset[str]  # of their symbols: "GLIBC_2.34"
@@ -31,8 +31,11 @@ class _Section(NamedTuple):
 
 
 def platform_tag(libraries: Iterable[bytes]) -> str:
-    """The tag for a wheel with these shared libraries (contents): manylinux_*, or this platform's own name where they
-    need more than glibc or are no 64-bit little-endian ELF files."""
+    """Return the platform tag of a wheel with these shared libraries (their contents).
+
+    It is manylinux_*, or this platform's name where a library needs more than glibc or is no 64-bit little-endian ELF
+    file.
+    """
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     try:
         minor = max((glibc_minor(read_needs(library)) for library in libraries), default=None)
@@ -44,7 +47,7 @@ def platform_tag(libraries: Iterable[bytes]) -> str:
 
 
 def glibc_minor(needs: Needs) -> int:
-    """The x of the oldest glibc 2.x that has all this. Errors: ValueError where no glibc is enough."""
+    """Return the x of the oldest glibc 2.x that has all of `needs`. Errors: ValueError where no glibc has them."""
     if strangers := [name for name in needs.libraries if not _GLIBC.fullmatch(name)]:
         raise ValueError(f"needs {strangers}")
     minors = [re.fullmatch(r"GLIBC_2\.(\d+)(\.\d+)*", version) for version in needs.versions]
@@ -54,7 +57,7 @@ def glibc_minor(needs: Needs) -> int:
 
 
 def read_needs(library: bytes) -> Needs:
-    """Read an ELF shared library's needs. Errors: ValueError, struct.error, IndexError where it is none."""
+    """Read an ELF shared library's needs. Errors: ValueError, struct.error, IndexError for another content."""
     if library[:6] != b"\x7fELF\x02\x01":
         raise ValueError("no 64-bit little-endian ELF file")
     (table,) = struct.unpack_from("<Q", library, 0x28)
@@ -75,14 +78,14 @@ def read_needs(library: bytes) -> Needs:
 
 
 def _needed(library: bytes, section: _Section) -> Iterator[int]:
-    """Offsets of the libraries' names (Elf64_Dyn)."""
+    """Yield the offsets of the needed libraries' names (Elf64_Dyn)."""
     for tag, value in struct.iter_unpack("<qQ", library[section.offset : section.offset + section.size]):
         if tag == _NEEDED:
             yield value
 
 
 def _needed_versions(library: bytes, section: _Section) -> Iterator[int]:
-    """Offsets of the versions' names: a chain of Elf64_Verneed, each with a chain of Elf64_Vernaux."""
+    """Yield the offsets of the versions' names: a chain of Elf64_Verneed, each with a chain of Elf64_Vernaux."""
     at = section.offset
     while True:
         count, first, following = struct.unpack_from("<2xH4xII", library, at)

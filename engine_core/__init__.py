@@ -1,7 +1,7 @@
 """The package that users import: `from engine_core import LLM, AsyncLLM, SamplingParams`.
 
-The names are those of engine_core/names.py, which is imported when the first of them is used: an installed wheel has
-all other modules in this package, so that the engine process and `engine-core --help` import this file too.
+The names are those of engine_core/names.py, which is imported at the first use of one of them. An installed wheel has
+all other modules in this package, so the engine process and `engine-core --help` import this file too.
 """
 
 import importlib

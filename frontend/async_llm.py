@@ -20,15 +20,15 @@ from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import KVEvents
 
-#: Texts above this many characters are tokenized on a thread: it would hold up the loop for more than a millisecond.
+#: Texts above this many characters are tokenized on a thread: they would block the loop for more than a millisecond.
 _LONG_TEXT_CHARS = 4096
 
 
 class AsyncLLM:
-    """An engine and an asynchronous way to use it; arguments and errors are LLM's.
+    """An engine with an asynchronous interface; arguments and errors are those of LLM.
 
-    The constructor waits for the engine; `await AsyncLLM.create(...)` does not hold up the loop. The loop of the first
-    generate() is the only one it can be used from; asyncio's and uvloop's both do.
+    The constructor blocks until the engine is ready; `await AsyncLLM.create(...)` does not block the loop. The object
+    is bound to the event loop of its first generate(). Loops of asyncio and of uvloop both work.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AsyncLLM:
             options=options,
         )
         self._waker: _Waker | None = None
-        self._numbers: dict[str, int | None] = {}  # of live requests; None while the prompt is being tokenized
+        self._numbers: dict[str, int | None] = {}  # by name of live requests; None during tokenization
         self._num_unnamed = 0
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -65,7 +65,7 @@ class AsyncLLM:
 
     @classmethod
     async def create(cls, model: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
-        """As the constructor, without holding up the loop."""
+        """Construct an AsyncLLM on a thread, without blocking the loop. Arguments: the constructor's."""
         return await asyncio.to_thread(cls, model, **arguments)
 
     def generate(
@@ -79,11 +79,12 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request's outputs as sampling_params.output_kind asks for them; the last one is finished.
+        """Yield the outputs of one request, as sampling_params.output_kind states; the last one is finished.
 
-        deadline: seconds, from when it is first asked for an output, until the request must have finished. A consumer
-        that lags behind gets merged outputs. Closing the iterator, or cancelling its task, aborts the request. Errors,
-        when it is asked for an output: InvalidRequestError, also for a request_id that is live; RequestFailedError;
+        Arguments: those of LLM.generate(), for one prompt. request_id: a name unique among live requests; None = a
+        number. deadline: seconds in which the request must finish, counted from the first output that is asked for. A
+        consumer that lags behind gets merged outputs. Closing the iterator, or cancelling its task, aborts the request.
+        Errors, raised by the iterator: InvalidRequestError, also for a request_id that is live; RequestFailedError;
         DeadlineExceededError; EngineDeadError.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
@@ -105,7 +106,7 @@ class AsyncLLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As generate(), for one conversation: a list of {"role", "content"}."""
+        """Yield the outputs of one conversation, a list of {"role", "content"}; see generate()."""
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
@@ -121,47 +122,51 @@ class AsyncLLM:
         return self._generate(prompt, sampling_params, request_id, priority, deadline, add_special_tokens=False)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Stop these requests; their iterators end with finish_reason "abort". Unknown ones are ignored."""
+        """Stop these requests; their iterators end with finish_reason "abort". Unknown names are ignored."""
         names = [request_id] if isinstance(request_id, str) else request_id
         numbers = [self._numbers.get(name) for name in names]
         self._engine.client.abort([number for number in numbers if number is not None])
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """As LLM's."""
+        """Return the sampling parameters that the model recommends; see LLM.get_default_sampling_params()."""
         return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Errors: InvalidRequestError where there is none."""
+        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
         if self._engine.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._engine.tokenizer
 
     @property
     def client(self) -> EngineClient:
-        """The session's client: statistics, explain, KV events, and for the engine's owner pause, resume and drain."""
+        """The session's client: statistics, explain, KV events; owner only: pause, resume and drain."""
         return self._engine.client
 
     @property
     def numerics(self) -> str:
-        """As LLM's."""
+        """The numerics level of the engine: "L2", or the level that this machine and model allow."""
         return self._engine.client.welcome.numerics
 
     async def check_health(self, timeout: float = 10.0) -> None:
-        """Returns if the engine answers, between two steps, within `timeout` seconds: a live process that does not
-        step is not healthy. Errors: EngineDeadError, CallFailedError."""
+        """Check that the engine answers, between two steps, within `timeout` seconds.
+
+        A live process that makes no steps is not healthy. Errors: EngineDeadError, CallFailedError.
+        """
         await asyncio.to_thread(self._engine.client.statistics, timeout)
 
     async def statistics(self) -> Statistics:
-        """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
+        """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
         return await asyncio.to_thread(self._engine.client.statistics)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Forget all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
         await asyncio.to_thread(self._engine.client.reset_prefix_cache)
 
     async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
-        """What the engine's prefix cache holds, and every change, as frontend/client/kv_event_stream.py says; one at a
-        time. Errors: CallFailedError, EngineDeadError."""
+        """Yield the content of the engine's prefix cache, then every change; see frontend/client/kv_event_stream.py.
+
+        A new stream closes the one before. Errors: CallFailedError, EngineDeadError.
+        """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         stream = await asyncio.to_thread(self._engine.client.follow_kv_events)
 
@@ -182,11 +187,14 @@ class AsyncLLM:
             await asyncio.to_thread(stream.close)
 
     def shutdown(self) -> None:
-        """End the session and the engine it started; iterators raise EngineDeadError. Does nothing the second time."""
+        """End the session, and the engine if this object started it. A second call does nothing.
+
+        Open iterators raise EngineDeadError.
+        """
         self._finalizer()
 
     def close(self) -> None:
-        """As shutdown()."""
+        """Call shutdown()."""
         self.shutdown()
 
     async def __aenter__(self) -> Self:
@@ -258,7 +266,7 @@ class AsyncLLM:
         return self._waker
 
     def _claim(self, request_id: str | None) -> str:
-        """Enter the request's name among the live ones."""
+        """Add the request's name to the live ones and return it. Errors: InvalidRequestError for a name in use."""
         name = request_id
         while name is None or (request_id is None and name in self._numbers):
             name = str(self._num_unnamed)
@@ -272,9 +280,9 @@ class AsyncLLM:
 
 
 class _Waker:
-    """Carries the client's news to the event loop: one callback per received batch, however many requests it is for.
+    """Wakes iterators of the event loop when their requests have news: one callback per received batch.
 
-    The client holds it, so it must not hold the AsyncLLM: that could never be collected.
+    The client holds a reference to it, so it must not refer to the AsyncLLM, which could never be collected then.
     """
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
@@ -285,7 +293,7 @@ class _Waker:
         client.add_listener(self._on_news)
 
     def register(self, number: int) -> asyncio.Event:
-        """The event that is set when the request has news; called in the loop, before it can have any there."""
+        """Return the event that is set when the request has news. Called in the loop, so no news is missed."""
         event = self._news[number] = asyncio.Event()
         return event
 
@@ -293,13 +301,13 @@ class _Waker:
         del self._news[number]
 
     def _on_news(self) -> None:
-        """In the client's IO thread."""
+        """Schedule _wake() in the loop, unless it is scheduled. Called by the client's IO thread."""
         if self._scheduled.is_set():
             return
         self._scheduled.set()
         try:
             self.loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:  # the loop is closed, and with it all iterators
+        except RuntimeError:  # the loop is closed, so there is no iterator to wake
             return
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of generate() and chat() beside prompts and sampling parameters: read, or refused with what is allowed."""
+"""Checks of generate()'s and chat()'s arguments other than prompts and sampling parameters."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DEADLINE_S = 1e9  # AddRequest counts milliseconds up to 2**40
-#: What chat_template_kwargs may not replace; add_generation_prompt and tools they may, as in vLLM.
+#: Template variables that chat_template_kwargs must not set. add_generation_prompt and tools are allowed, as in vLLM.
 _RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token")
 #: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
 _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
@@ -20,7 +20,7 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
 
 
 def check_neutral(**arguments: object) -> None:
-    """Errors: UnsupportedParameterError for an argument of vLLM's that asks for what this version does not do."""
+    """Check that arguments only vLLM supports have a neutral value. Errors: UnsupportedParameterError."""
     for name, value in arguments.items():
         if value not in _NEUTRAL_ARGUMENTS[name]:
             allowed = _NEUTRAL_ARGUMENTS[name][0]
@@ -30,7 +30,7 @@ def check_neutral(**arguments: object) -> None:
 
 
 def read_template_kwargs(kwargs: object) -> dict[str, Any]:
-    """Return chat_template_kwargs as a template's variables. Errors: InvalidRequestError."""
+    """Return chat_template_kwargs as variables of a template. Errors: InvalidRequestError."""
     if kwargs is None:
         return {}
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
@@ -43,7 +43,7 @@ def read_template_kwargs(kwargs: object) -> dict[str, Any]:
 
 
 def read_deadline(seconds: object) -> float | None:
-    """Return the moment on the monotonic clock that is so many seconds from now. Errors: InvalidRequestError."""
+    """Return a deadline in `seconds` from now as monotonic time; None = no deadline. Errors: InvalidRequestError."""
     if seconds is None:
         return None
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
@@ -55,7 +55,7 @@ def read_deadline(seconds: object) -> float | None:
 
 
 def read_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return a priority for each of `count` prompts; None = 0. Errors: InvalidRequestError."""
+    """Return one priority for each of `count` prompts; None = 0. Errors: InvalidRequestError."""
     priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
     if len(priorities) != count:
         raise InvalidRequestError(f"{count} prompts need as many priorities; got {len(priorities)}")

@@ -1,4 +1,4 @@
-"""LLM: the offline interface. Prompts in, finished RequestOutputs out, in the prompts' order."""
+"""LLM: the offline interface. It takes prompts and returns finished RequestOutputs in the prompts' order."""
 
 import os
 import time
@@ -22,18 +22,19 @@ from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestErr
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
 
-#: Requests of one generate() that are with the engine at once, at least; the others wait here, where they cost nothing.
+#: Least number of requests of one generate() that the engine holds at once. The others wait here and cost it nothing.
 _MIN_WINDOW = 256
 
 
 class LLM:
-    """An engine and a synchronous way to use it; the interface is vLLM's.
+    """An engine with a synchronous interface, which is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
-    running engine, instead of a model. seed: of requests without one of their own; None = 0. tokenizer: path to take
-    the text side from; skip_tokenizer_init: token ids only. start_timeout: seconds for the engine to come up;
-    connect_timeout: for it to answer. client_name: by which the engine knows it (client_weights). options: those of
-    EngineConfig. Ends with close(), as a context manager, or when it is collected.
+    running engine, instead of a model. seed: seed of requests without one of their own; None = 0. tokenizer: path of
+    the tokenizer files, instead of the model's; skip_tokenizer_init: use token ids only. start_timeout: seconds in
+    which the engine must start; connect_timeout: seconds in which it must answer. client_name: this client's name in
+    the engine (for client_weights). options: those of EngineConfig. The session ends with close(), at the end of a
+    `with` block, or when the object is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -77,15 +78,15 @@ class LLM:
         *,
         deadline: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; the outputs are in the prompts' order.
+        """Complete one prompt or many; return the outputs in the prompts' order.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
-        sampling_params: one for all, or one per prompt; None is get_default_sampling_params(). priority: smaller is
-        sooner, under a scheduling policy that looks at it (fcfs does not). deadline: seconds from now until every
-        request must have finished. use_tqdm: show progress (or the class that does). lora_request,
-        tokenization_kwargs: vLLM's, None only. Errors: InvalidRequestError before anything is submitted;
-        RequestFailedError at the end when the engine gave up a request, DeadlineExceededError when that was for its
-        deadline; EngineDeadError at once.
+        sampling_params: one for all, or one per prompt; None = get_default_sampling_params(). priority: a smaller one
+        runs sooner, where the scheduling policy uses priorities (fcfs does not). deadline: seconds from now in which
+        every request must finish. use_tqdm: whether to show progress, or a class such as tqdm. lora_request,
+        tokenization_kwargs: vLLM's arguments, None only. Errors: InvalidRequestError before anything is submitted;
+        RequestFailedError at the end when the engine failed a request, DeadlineExceededError when the deadline was
+        the reason; EngineDeadError at once.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline)
@@ -106,8 +107,11 @@ class LLM:
         *,
         deadline: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or many, each a list of {"role", "content"}; frontend/text/chat_messages.py says
-        what a message may be, tool calls among it. deadline and errors: as generate()."""
+        """Complete one conversation or many, each a list of {"role", "content"}.
+
+        frontend/text/chat_messages.py describes messages, including tool calls. The other arguments, the result and
+        the errors are those of generate().
+        """
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
@@ -125,40 +129,43 @@ class LLM:
         return self._run(prepared, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's generation_config.json or GGUF file recommends (repetition_penalty, temperature,
-        top_k, top_p, min_p, max_tokens), as vLLM does; the option generation_config="vllm" gives SamplingParams()."""
+        """Return the sampling parameters that the model's generation_config.json or GGUF file recommends, as vLLM does.
+
+        These are repetition_penalty, temperature, top_k, top_p, min_p and max_tokens. With the option
+        generation_config="vllm" the result is SamplingParams().
+        """
         return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Errors: InvalidRequestError where there is none."""
+        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
         if self._engine.tokenizer is None:
             raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
         return self._engine.tokenizer
 
     @property
     def client(self) -> EngineClient:
-        """The session's client: statistics, explain, KV events, and for the engine's owner pause, resume and drain."""
+        """The session's client: statistics, explain, KV events; owner only: pause, resume and drain."""
         return self._engine.client
 
     @property
     def numerics(self) -> str:
-        """The level the engine runs at: "L2", or what this machine and model allow."""
+        """The numerics level of the engine: "L2", or the level that this machine and model allow."""
         return self._engine.client.welcome.numerics
 
     def statistics(self) -> Statistics:
-        """The engine's counters and gauges, of all its clients. Errors: CallFailedError, EngineDeadError."""
+        """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
         return self._engine.client.statistics()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Forget all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
         self._engine.client.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the session and the engine it started. Does nothing the second time."""
+        """End the session, and the engine if this object started it. A second call does nothing."""
         self._finalizer()
 
     def shutdown(self) -> None:
-        """As close()."""
+        """Call close(), under vLLM's name for it."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -208,7 +215,7 @@ class LLM:
 
 
 def split_conversations(messages: list[Message] | Sequence[list[Message]]) -> list[list[Message]]:
-    """One conversation or many, as a list. Errors: InvalidRequestError for what is neither."""
+    """Return one conversation or many as a list of conversations. Errors: InvalidRequestError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequestError('a chat is a list of {"role": ..., "content": ...}, or a list of such lists')
     return [messages] if isinstance(messages[0], dict) else list(messages)  # type: ignore[list-item,arg-type]
@@ -219,7 +226,7 @@ def _final_only(prepared: PreparedRequest) -> PreparedRequest:
 
 
 def _failure(errors: dict[int, EngineCoreError], count: int) -> EngineCoreError:
-    """One error for all that failed: it names the first and says how many there are."""
+    """Return one error for all failed requests: it names the first and gives their number."""
     index, first = min(errors.items())
     kinds = (InvalidRequestError, DeadlineExceededError, RequestFailedError)
     kind = next(kind for kind in kinds if isinstance(first, kind))
@@ -228,7 +235,7 @@ def _failure(errors: dict[int, EngineCoreError], count: int) -> EngineCoreError:
 
 
 class _ProgressBar:
-    """tqdm with the rates of vLLM's bar; nothing when it is off."""
+    """A tqdm bar with the rates of vLLM's bar; shows nothing when it is off."""
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
         self._bar: Any = None
@@ -242,7 +249,7 @@ class _ProgressBar:
             )
 
     def advance(self, output: RequestOutput | None) -> None:
-        """A request has finished, or failed (None)."""
+        """Count one request that finished with `output`, or failed (None)."""
         if self._bar is None:
             return
         if output is not None:

@@ -33,22 +33,22 @@ _MAX_TIMEOUT_S = 1e6  # poll() counts milliseconds in 31 bits
 
 
 class PreparedRequest(NamedTuple):
-    """A request that was checked and can be submitted."""
+    """A checked request, ready to be submitted."""
 
     prompt: Prompt
     params: SamplingParams
     priority: int
-    deadline: float | None = None  # on the monotonic clock, seconds; the request fails when it has not finished by then
+    deadline: float | None = None  # monotonic seconds; the request fails unless it has finished by then
 
 
 class EngineHandle:
-    """An engine in use; close() ends its session, and the engine where this handle started it.
+    """An engine in use; close() ends the session, and the engine if this handle started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
-    address of a running engine, instead of a model. seed: of the requests that bring none; None = 0. tokenizer: path to
-    read the text side from instead of the model; skip_tokenizer: token ids only. start_timeout, connect_timeout:
-    seconds. client_name: by which the engine knows it. options: as in EngineConfig. Errors: ConfigError,
-    ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
+    address of a running engine, instead of a model. seed: seed of requests without one of their own; None = 0.
+    tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer: use token ids only. start_timeout,
+    connect_timeout: seconds. client_name: this client's name in the engine. options: those of EngineConfig. Errors:
+    ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
     def __init__(
@@ -98,8 +98,10 @@ class EngineHandle:
         *,
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
-        """Check and tokenize everything before anything is submitted. deadline: seconds from now. Errors:
-        InvalidRequestError."""
+        """Check and tokenize all prompts, before any is submitted; return one PreparedRequest each.
+
+        deadline: seconds from now. Errors: InvalidRequestError.
+        """
         end = read_deadline(deadline)
         all_params = self._read_params(params, len(prompts))
         vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
@@ -125,8 +127,11 @@ class EngineHandle:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
-        """Each conversation as the prompt that a template makes of it: the model's, one of its named ones (its name is
-        given) or a given one."""
+        """Return the prompt of each conversation, rendered by a chat template.
+
+        chat_template: None = the model's, a name = the model's template of this name, else a template's text. Errors:
+        InvalidRequestError.
+        """
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so no chat template: use generate() with token ids"
@@ -146,13 +151,13 @@ class EngineHandle:
         ]
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return those that the engine recommends; what only a later version knows is left out."""
+        """Return the sampling parameters that the engine recommends, without those that this version does not know."""
         known = SamplingParams.__struct_fields__
         recommended: dict[str, Any] = self.client.welcome.default_sampling
         return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
     def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
-        """Submit; request_id None = the request's number. Errors: those of EngineClient.submit."""
+        """Submit a request; request_id None = its number. Errors: those of EngineClient.submit."""
         prompt, params, priority, deadline = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
@@ -168,25 +173,28 @@ class EngineHandle:
         return RequestState(name, number, prompt, params, self.tokenizer)
 
     def advance(self, state: RequestState) -> RequestOutput | None:
-        """Take the news of a request; None where there is nothing to show. Errors: why the engine gave it up."""
+        """Update a request with its news; return its output, or None where there is nothing to show.
+
+        Errors: the error with which the engine failed the request.
+        """
         progress = [self.client.read(state.number, start, choice) for choice, start in state.wanted]
         for one in progress:
             if one.error is not None:
                 raise one.error
         output = state.update(*progress)
         stopped = state.take_stopped()
-        if stopped and not state.finished:  # a finished one is stopped as a whole, when it is discarded
+        if stopped and not state.finished:  # a finished request is stopped when it is discarded
             self.client.abort([state.number] * len(stopped), stopped)
         return output
 
     def describe(self) -> str:
-        """Return the model's name, the numerics level and the state of the engine, as arguments of a repr()."""
+        """Return the model's name, the numerics level and the engine's state, as arguments of a repr()."""
         welcome, error = self.client.welcome, self.client.error
         state = "running" if error is None else f"{error}"
         return f"model={welcome.model_name!r}, numerics={welcome.numerics!r}, engine={state!r}"
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the session, and within `timeout` seconds the engine this handle started."""
+        """End the session, and the engine if this handle started it, within `timeout` seconds."""
         self.client.close()
         if self._process is not None and self._owner == os.getpid():
             self._process.stop(timeout)
@@ -252,15 +260,18 @@ class EngineHandle:
             raise ModelFileError(f"the model's tokenizer files changed while the engine started: {theirs} and {ours}")
 
     def _derive_seed(self, number: int) -> int:
-        """The uint64 seed of a request that brought none: of LLM(seed=), the request's number and, with connect=, the
-        session, so that two clients of one engine do not draw the same numbers."""
+        """Return the uint64 seed of a request without one of its own.
+
+        It depends on LLM(seed=), the request's number and, with connect=, the session, so that two clients of one
+        engine do not draw the same numbers.
+        """
         text = b"%d:%d:" % (self._seed, number)
         return int.from_bytes(hashlib.blake2b(text + self._salt, digest_size=8).digest(), "little")
 
     def _read_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """One per prompt, as copies: a caller may change theirs while the request runs."""
+        """Return parameters for each prompt, as copies: a caller may change the originals while requests run."""
         given = self.default_sampling_params() if params is None else params
         many = list(given) if isinstance(given, Sequence) else [given]
         for one in many:
@@ -281,7 +292,7 @@ class EngineHandle:
         return [self._for_engine(given)] * count
 
     def _for_engine(self, params: SamplingParams) -> SamplingParams:
-        """A copy, with what only the engine needs."""
+        """Return a copy with the fields that only the engine reads: the token ids of bad_words."""
         words = params.bad_words
         if not words or self.tokenizer is None:
             return msgspec.structs.replace(params)
@@ -289,7 +300,7 @@ class EngineHandle:
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """These parameters, for a caller that waits for the end."""
+    """Return a copy of these parameters with one output, when the request has finished."""
     return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 

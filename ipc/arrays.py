@@ -1,6 +1,6 @@
-"""Names for the types of NumPy columns, by number and by meaning, and the empty columns that files share.
+"""Type aliases of NumPy columns, by dtype and by meaning, and shared empty columns.
 
-kernels/arrays.py has those of the kernels, which import nothing of ours.
+kernels/arrays.py has the aliases of the kernels, which import no other package of the project.
 """
 
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ Bools: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float32]
 Doubles: TypeAlias = NDArray[np.float64]
 
-# By meaning. Scheduling counts in int64, plans and pools hold int32: what takes these takes both.
+# By meaning. The scheduler uses int64, plans and pools use int32; functions with these types accept both.
 Rows: TypeAlias = AnyInts  # numbers of rows of a table
 BlockIds: TypeAlias = AnyInts  # numbers of blocks of the KV cache
 Positions: TypeAlias = AnyInts  # indices of tokens in their request

@@ -1,22 +1,22 @@
 """Roots of the prefix cache: the content number that a request's first KV block follows.
 
-Requests share blocks only under one root, so a root stands for everything but tokens that changes what a block holds.
-The engine and whoever predicts its cache, such as a router, compute it alike.
+Requests share blocks only under one root, so a root identifies everything except tokens that changes a block's content.
+The engine and programs that predict its cache, such as a router, compute it in the same way.
 """
 
 from collections.abc import Sequence
 from hashlib import blake2b
 
-#: The root of a request that has nothing but tokens.
+#: Root of a request without parts.
 PLAIN_ROOT = -1
 CACHE_SALT = "salt"
 
 
 def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
-    """Return a negative int64 for what distinguishes a request's blocks from others with the same tokens.
+    """Return a negative int64 that identifies `parts`: what distinguishes blocks of requests with the same tokens.
 
-    parts: (tag, value) in the order that all requests use; parts with an empty value are left out, and PLAIN_ROOT is
-    the root without parts. Tags and values are framed by their lengths, so no two lists run into one another.
+    parts: (tag, value) in the order that all requests use. Parts with an empty value are left out; without parts the
+    root is PLAIN_ROOT. Each tag and value follows its length in the hash, so different lists give different input.
     """
     digest = blake2b(digest_size=8, person=b"engine-core root")
     is_plain = True
@@ -30,5 +30,5 @@ def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
 
 
 def root_of_salt(cache_salt: str) -> int:
-    """Return the root of a request that has a cache salt, or none (""), and nothing else beside its tokens."""
+    """Return the root of a request that has a cache salt ("" = none) and no other part."""
     return root_content([(CACHE_SALT, cache_salt.encode())]) if cache_salt else PLAIN_ROOT

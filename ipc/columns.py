@@ -1,4 +1,4 @@
-"""Columns: a table's NumPy columns, each declared once: name, dtype and the value of an empty row."""
+"""Columns: a table's NumPy columns, each declared once with its name, its dtype and the value of an empty row."""
 
 import struct
 from typing import Any, get_args, get_type_hints
@@ -11,21 +11,21 @@ from ipc.arrays import Rows
 
 
 class _Column(msgspec.Struct, frozen=True):
-    """A declared column before its table exists."""
+    """Declaration of a column."""
 
     empty: float
 
 
 def column(empty: float = 0) -> Any:
-    """Declare a column whose rows hold `empty` while they are not in use; its annotation gives the dtype."""
+    """Declare a column whose unused rows hold `empty`; the annotation gives the dtype."""
     return _Column(empty)
 
 
 class Columns:
     """Base class of tables: `number: Ints = column(-1)` in a subclass declares a column [rows] int64.
 
-    Each instance has an array under the name of each column, so reading one is a plain attribute access. Columns of one
-    dtype lie below one another in one block, in the order of their declaration.
+    Each instance has an array [rows] under the name of each column, so reading one is a plain attribute access. The
+    columns of one dtype are the rows of one block [columns, rows], in the order of their declaration.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -40,12 +40,12 @@ class Columns:
 
     @property
     def num_column_rows(self) -> int:
-        """Rows that the columns have."""
+        """Number of rows of the columns."""
         num_rows: int = next(iter(self._blocks.values())).shape[1]
         return num_rows
 
     def grow_columns(self, num_rows: int) -> None:
-        """Add empty rows up to num_rows, as new arrays; the rows that were there keep their values."""
+        """Add empty rows up to num_rows. Columns become new arrays; existing rows keep their values."""
         for dtype, block in self._blocks.items():
             more = np.repeat(self._empty[dtype], num_rows - block.shape[1], axis=1)
             self._blocks[dtype] = np.concatenate([block, more], axis=1)
@@ -53,19 +53,22 @@ class Columns:
                 setattr(self, name, values)
 
     def clear_columns(self, rows: Rows | list[int]) -> None:
-        """Give these rows the empty value in every column."""
+        """Set these rows to the empty value in every column."""
         for dtype, block in self._blocks.items():
             block[:, rows] = self._empty[dtype]
 
     def set_columns(self, rows: Rows, entries: list[int]) -> None:
-        """Write one row after another, in one assignment, for a table of int64 columns only: each row has an entry for
-        every column, in the order of their declaration. ValueError where there are too many or too few."""
+        """Write whole rows in one assignment, for a table of int64 columns only.
+
+        entries: [rows * columns], row after row, with an entry for every column in the order of their declaration.
+        Errors: ValueError where there are too many or too few.
+        """
         (block,) = self._blocks.values()
         packed = struct.pack(f"={len(entries)}q", *entries)
         block[:, rows] = np.frombuffer(packed, np.int64).reshape(len(rows), len(block)).T
 
     def check_columns(self) -> None:
-        """AssertionError naming a column that was rebound, so that it no longer is a part of its block."""
+        """Check that every column is a part of its block. AssertionError names a column that was rebound."""
         for dtype, block in self._blocks.items():
             for name, values in zip(self._names[dtype], block, strict=True):
                 bound = getattr(self, name)
@@ -74,7 +77,7 @@ class Columns:
 
 
 def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:
-    """The columns of a class by dtype and name, in the order of their declaration."""
+    """Return the columns of a class by dtype and name, in the order of their declaration."""
     declared: dict[np.dtype[Any], dict[str, _Column]] = {}
     for name, hint in get_type_hints(table).items():
         if isinstance(default := getattr(table, name, None), _Column):

@@ -1,4 +1,4 @@
-"""EngineConfig: everything the engine process is told. Frozen, validated once, and itself a message."""
+"""EngineConfig: all options of an engine process. It is frozen, validated once, and itself a message."""
 
 import difflib
 import os
@@ -23,8 +23,11 @@ CpuKernels = Literal["auto", "c", "torch"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of one engine. None means "the engine decides at its start"; a resolved config (core/process/resolve.py)
-    has no None left but in `model` and `capture`. Errors: ConfigError naming the option and what is allowed."""
+    """Options of one engine. None means that the engine decides at its start.
+
+    A resolved config (core/process/resolve.py) has None only in `model` and `capture`. Errors: ConfigError that names
+    the option and what is allowed.
+    """
 
     model: Annotated[
         str | None,
@@ -53,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "cpu"
     model_impl: Annotated[
         ModelImpl,
-        Option("model", "whose model code; auto = ours where there is some for the architecture, else transformers'"),
+        Option("model", "source of the model code; auto = ours where it has the architecture, else transformers"),
     ] = "auto"
     numerics: Annotated[
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
@@ -101,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         SchedulingPolicy,
         Option(
             "scheduling",
-            "who goes first: by arrival, by priority, or clients by what they have been served",
+            "order of requests: by arrival, by priority, or by the tokens that clients have been served",
             flags=("--schedule-policy",),
         ),
     ] = "fcfs"
@@ -225,7 +228,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "raw_logprobs"
     cpu_kernels: Annotated[
         CpuKernels,
-        Option("machine", "whose CPU kernels; auto = the C ones where a wheel or a C compiler has them, else torch's"),
+        Option("machine", "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, else torch's"),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)
@@ -257,14 +260,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 OPTIONS = declared_options(EngineConfig)
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
-#: vLLM's names of our options.
+#: vLLM's name -> ours, for options that are named differently.
 _OTHER_NAMES = {other: name for name, declared in OPTIONS.items() for other in declared.option.names}
-#: vLLM's swap_space, in GiB, which here is swap_space_bytes.
+#: vLLM's swap_space, in GiB; ours is swap_space_bytes.
 _SWAP_SPACE = DeclaredOption("swap_space", Option("preemption", "", 0, 2**14), float, is_optional=False, default=0)
 
 
 def config_from_options(**options: Any) -> EngineConfig:
-    """The EngineConfig of these options. Errors: ConfigError for a bad value or an unknown option."""
+    """Return the EngineConfig of these options, under our names or vLLM's.
+
+    Errors: ConfigError for a bad value or an unknown option.
+    """
     accepted: dict[str, Any] = {}
     for given, value in options.items():
         name = _OTHER_NAMES.get(given, given)
@@ -279,7 +285,7 @@ def config_from_options(**options: Any) -> EngineConfig:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
     for name in ("enable_chunked_prefill", "generation_config"):
-        if accepted.get(name, True) is None:  # vLLM's "decide yourself"
+        if accepted.get(name, True) is None:  # vLLM's value for "the engine decides"
             del accepted[name]
     if (gibibytes := accepted.pop(_SWAP_SPACE.name, None)) is not None:
         _SWAP_SPACE.check(gibibytes)

@@ -1,8 +1,8 @@
-"""Every message between a client and the engine core: one tagged Struct each, one union and one decoder per direction.
+"""All messages between a client and the engine core: a tagged Struct each, a union and a decoder per direction.
 
-Wire: one ZeroMQ message = one frame = one msgpack array `[tag, field, ...]`. Fields and messages are only ever
-appended, with defaults, so that minors of one major interoperate. Columns are little-endian arrays in `bin` fields.
-Token ids are int32; request numbers and positions uint32. There is no untyped field and no extension type.
+Wire: one ZeroMQ message = one frame = one msgpack array `[tag, field, ...]`. New fields and messages are appended, with
+defaults, and none is removed, so that minors of one major interoperate. Columns are little-endian arrays in `bin`
+fields. Token ids are int32; request numbers and positions uint32. There is no untyped field and no extension type.
 """
 
 from enum import IntEnum
@@ -45,11 +45,11 @@ class FinishReason(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Why something was refused."""
+    """Reason for a refusal or a failure."""
 
-    INVALID_ARGUMENT = 1  # the message is wrong and will be wrong when sent again
+    INVALID_ARGUMENT = 1  # the message is wrong; sending it again does not help
     ALREADY_EXISTS = 2  # the request number is in use in this session
-    RESOURCE_EXHAUSTED = 3  # a bound was reached; later it may fit
+    RESOURCE_EXHAUSTED = 3  # a bound was reached; a later attempt may succeed
     UNAVAILABLE = 4  # the engine is draining or stopping
     VERSION_MISMATCH = 5  # the protocol majors differ
     DEADLINE_EXCEEDED = 6
@@ -58,6 +58,8 @@ class ErrorCode(IntEnum):
 
 
 class PauseMode(IntEnum):
+    """Which requests a Pause stops."""
+
     NEW = 0  # no request begins; those that have begun go on
     ALL = 1  # nothing runs; requests keep their rows and blocks
 
@@ -71,8 +73,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     major: int
     minor: int
     client_name: str
-    session_token: bytes = b""  # of the client's lost session: it is ended at once, and its requests with it
-    owner_token: bytes = b""  # the engine's owner proves itself by what it put into Start
+    session_token: bytes = b""  # of the client's lost session, which ends at once with its requests
+    owner_token: bytes = b""  # the token of Start; it gives the owner's rights
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -82,33 +84,33 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prompt_token_ids: bytes  # int32[num_prompt_tokens]
     params: SamplingParams
     seed: int  # uint64: key of the request's random stream; every request has one
-    priority: int = 0  # smaller = sooner, where the scheduling policy looks at it
-    deadline_ms: int = 0  # milliseconds from receipt until the request is failed; 0 = none
-    cache_salt: str = ""  # prefix-cache blocks are shared only among equal salts
-    delivered: list[bytes] = []  # per choice int32 tokens the client already has: generation goes on after them
+    priority: int = 0  # smaller = sooner, where the scheduling policy uses priorities
+    deadline_ms: int = 0  # milliseconds from receipt after which the request fails; 0 = none
+    cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
+    delivered: list[bytes] = []  # per choice, int32 tokens that the client already has; generation continues after them
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Stop these requests; unknown and finished numbers are ignored. Each live one gets a last row with ABORT."""
 
     numbers: bytes  # uint32[n]
-    choices: bytes = b""  # uint16[n]: the choice of each that is to stop; empty = all of them
+    choices: bytes = b""  # uint16[n]: the choice of each number to stop; empty = all choices
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The session ends; its requests are aborted and nothing more is sent."""
+    """End the session; its requests are aborted, and the engine sends nothing more."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Renews the session's lease, as every message does; for a client that has had nothing else to say."""
+    """Renew the session's lease, as every message does; for a client that had nothing else to send."""
 
 
 class GetTokenizer(Call, frozen=True, array_like=True, tag=16):
-    """Answered by TokenizerFiles."""
+    """Ask for the model's tokenizer files. Answered by TokenizerFiles."""
 
 
 class GetStatistics(Call, frozen=True, array_like=True, tag=17):
-    """Answered by Statistics, between two steps."""
+    """Ask for the engine's counters and gauges. Answered by Statistics, between two steps."""
 
 
 class ResetPrefixCache(Call, frozen=True, array_like=True, tag=18):
@@ -116,64 +118,64 @@ class ResetPrefixCache(Call, frozen=True, array_like=True, tag=18):
 
 
 class GetModelInformation(Call, frozen=True, array_like=True, tag=19):
-    """Answered by ModelInformation."""
+    """Ask for the model, sizes and options of the engine. Answered by ModelInformation."""
 
 
 class Pause(Call, frozen=True, array_like=True, tag=20):
-    """The owner's. Takes effect before the next step, for all clients. Answered by CallDone."""
+    """Owner only. Pause the engine before the next step, for all clients. Answered by CallDone."""
 
     mode: PauseMode
 
 
 class Resume(Call, frozen=True, array_like=True, tag=21):
-    """The owner's. Ends a pause; does nothing where there is none. Answered by CallDone."""
+    """Owner only. End a pause; do nothing where there is none. Answered by CallDone."""
 
 
 class BeginDrain(Call, frozen=True, array_like=True, tag=22):
-    """The owner's. No more requests; the engine ends when the running ones have. Answered by CallDone."""
+    """Owner only. Refuse new requests and end the engine after the last one. Answered by CallDone at once."""
 
 
 class Shutdown(Call, frozen=True, array_like=True, tag=23):
-    """The owner's. The engine ends at once. Answered by CallDone, then EngineStopping."""
+    """Owner only. End the engine at once. Answered by CallDone, then EngineStopping."""
 
 
 # --- core to client ---------------------------------------------------------------------------------------------
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """Bounds of this engine, for clients that want to check before they send."""
+    """Bounds of this engine, for clients that check requests before they send them."""
 
     max_model_len: int  # tokens of prompt and output together
     max_num_seqs: int  # requests running at once
     max_message_bytes: int
-    max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not told
-    max_num_queued_tokens: int = 0
+    max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not reported
+    max_num_queued_tokens: int = 0  # of those requests
     max_client_bytes: int = 0  # of one session's unfinished requests, as sent
-    heartbeat_ms: int = 0  # send something at least this often; 0 = this session needs no heartbeats
-    lease_ms: int = 0  # a session that is silent for so long is ended; 0 = never
-    max_logprobs: int = -1  # that a request may ask for at each position; -1 = any number, or not told
+    heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
+    lease_ms: int = 0  # a session without a message for so long ends; 0 = never
+    max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
-    """The session is open."""
+    """Answer to Hello: the session is open."""
 
     major: int
     minor: int
     server_version: str
-    engine_id: str  # random, made anew at each start of the process
+    engine_id: str  # random; new at each start of the process
     epoch: int  # counts the engine's restarts under one owner; outputs of another epoch are stale
     session_token: bytes  # 16 random bytes naming this session
     model_name: str
     model_fingerprint: str  # hex; equal fingerprints and numerics L2 mean equal tokens
-    tokenizer_hash: str  # hex of the tokenizer files' content; for clients that cache by it
+    tokenizer_hash: str  # hex, of the tokenizer files' content; a key for caches of clients
     numerics: str  # "L0" | "L1" | "L2"
     vocab_size: int
     limits: Limits
-    default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for requests whose caller gives none
+    default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for callers that give none
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
-    """Answer to a Hello that is not accepted, or to a message that cannot be understood."""
+    """Answer to a Hello that is not accepted, or to a message that cannot be decoded."""
 
     code: ErrorCode
     message: str
@@ -182,7 +184,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at L positions, as columns; sparse beside Outputs. Idempotent by (number, choice, position)."""
+    """Log probabilities at L positions, as columns of their own. Idempotent by (number, choice, position)."""
 
     numbers: bytes  # uint32[L]
     positions: bytes  # uint32[L]: index in the request's tokens, the prompt's first
@@ -194,7 +196,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
-    """What one step produced for one client, as columns of R rows.
+    """Outputs of one step for one client, as columns of R rows.
 
     (number, choice, position) makes delivery idempotent: at least once on the wire, exactly once to the caller.
     """
@@ -214,16 +216,16 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
-    """The request is refused or cannot be finished; nothing more comes for its number."""
+    """Refusal or failure of a request: the last message for its number."""
 
     number: int
     code: ErrorCode
     message: str
-    retry_after_ms: int = 0  # with RESOURCE_EXHAUSTED: when it may fit; 0 = do not send it again
+    retry_after_ms: int = 0  # with RESOURCE_EXHAUSTED: when to send it again; 0 = never
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
-    """The model's text side, byte for byte as it lies beside the weights; the core never parses it."""
+    """The model's tokenizer files, byte for byte as they are beside the weights; the core never parses them."""
 
     call: int
     tokenizer_hash: str
@@ -231,7 +233,7 @@ class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
 
 
 class Statistics(msgspec.Struct, array_like=True, tag=81):
-    """Counters since the engine started, and gauges now. Not frozen: the scheduler counts in one."""
+    """Counters since the engine started, and gauges now. Not frozen: the scheduler increments one instance."""
 
     call: int
     num_steps: int
@@ -250,38 +252,40 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_free_blocks: int
     max_used_blocks: int
     block_size: int
-    num_recomputed_tokens: int = 0  # computed again after a preemption: the measure of thrash
+    num_recomputed_tokens: int = 0  # computed again after a preemption
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_skipped: int = 0  # times a running request wanted tokens and got none
-    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by what it lacked
+    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by reason
     num_head_no_budget: int = 0
     num_head_preempted: int = 0
     num_head_fenced: int = 0
     num_head_no_blocks: int = 0
     num_head_partial_prefills: int = 0
-    num_swapped: int = 0  # requests that wait with a copy on the host, now
-    num_on_hold: int = 0  # requests whose client does not read, now
-    num_unbegun: int = 0  # requests kept waiting by a pause, now
+    num_swapped: int = 0  # now: preempted requests with a copy on the host
+    num_on_hold: int = 0  # now: requests whose client does not read
+    num_unbegun: int = 0  # now: requests that a pause keeps from beginning
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
-    engine_ns: int = 0  # clock of the engine when it answered; only differences mean something
+    engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
-    """A call without a result of its own succeeded."""
+    """Success of a call that has no result."""
 
     call: int
 
 
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=83):
+    """Refusal or failure of a call."""
+
     call: int
     code: ErrorCode
     message: str
 
 
 class ModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=84):
-    """What the engine runs and how."""
+    """Model, sizes and options of the engine."""
 
     call: int
     model_name: str
@@ -300,7 +304,7 @@ class ModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=84):
 
 
 class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
-    """The last message of a session that the engine ends; `error` is empty for an orderly stop."""
+    """Last message of a session that the engine ends; `error` is empty for an orderly stop."""
 
     error: str = ""
 
@@ -309,7 +313,7 @@ CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explana
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 
-#: Every call there is. A new one is a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
+#: All calls. A new one needs a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
 CALLS: dict[type[Call], CallRule] = {
     GetTokenizer: CallRule(TokenizerFiles, is_at_border=True),
     GetStatistics: CallRule(Statistics),
@@ -326,17 +330,17 @@ CALLS: dict[type[Call], CallRule] = {
 if TYPE_CHECKING:
     ClientCall: TypeAlias = Call
 else:
-    ClientCall = Union[tuple(CALLS)]  # what a decoder needs  # noqa: UP007
+    ClientCall = Union[tuple(CALLS)]  # a decoder needs the union at run time  # noqa: UP007
 ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
 
 
 def unpack_numbers(column: bytes) -> list[int]:
-    """A uint32 column as request numbers; a torn last entry is left out."""
+    """Return the request numbers of a uint32 column; an incomplete last entry is left out."""
     return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]
 
 
 def unpack_choices(column: bytes) -> list[int]:
-    """A uint16 column as choices; a torn last entry is left out."""
+    """Return the choices of a uint16 column; an incomplete last entry is left out."""
     return [int.from_bytes(column[at : at + 2], "little") for at in range(0, len(column) - 1, 2)]
 
 
@@ -344,16 +348,17 @@ _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
 
-#: What a typed decoder raises on hostile bytes (measured by fuzzing msgspec 0.22): DecodeError covers ValidationError.
+#: Errors of a typed decoder on hostile bytes (found by fuzzing msgspec 0.22). DecodeError includes ValidationError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
 
 def encode(message: msgspec.Struct) -> bytes:
+    """Return a message as a frame."""
     return _encoder.encode(message)
 
 
 def decode_client_message(frame: bytes | memoryview) -> ClientMessage:
-    """Errors: MalformedMessageError saying what is wrong with the frame."""
+    """Return a client's message. Errors: MalformedMessageError that states what is wrong with the frame."""
     try:
         return _client_decoder.decode(frame)
     except DECODE_ERRORS as error:
@@ -361,7 +366,7 @@ def decode_client_message(frame: bytes | memoryview) -> ClientMessage:
 
 
 def decode_server_message(frame: bytes | memoryview) -> ServerMessage:
-    """Errors: MalformedMessageError saying what is wrong with the frame."""
+    """Return an engine's message. Errors: MalformedMessageError that states what is wrong with the frame."""
     try:
         return _server_decoder.decode(frame)
     except DECODE_ERRORS as error:

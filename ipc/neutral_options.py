@@ -1,4 +1,4 @@
-"""Options of vLLM's LLM() that mean nothing here: accepted at the values under which they change nothing."""
+"""Options of vLLM's LLM() without an effect here: accepted only at values that change nothing."""
 
 from ipc.errors import ConfigError
 
@@ -6,7 +6,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "trust_remote_code": (True, False),  # nothing remote is ever run
+    "trust_remote_code": (True, False),  # no remote code is ever run
     "quantization": (None,),
     "disable_log_stats": (True, False),
     "tokenizer_mode": ("auto",),
@@ -20,19 +20,19 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "served_model_name": (None,),
     "attention_backend": (None, "auto"),
 }
-#: The same for numbers: (above, up to).
+#: Neutral ranges of number options: (above, up to).
 NEUTRAL_NUMBERS: dict[str, tuple[float, float]] = {
     "max_seq_len_to_capture": (0, 2**24),
 }
 
 
 def is_neutral(name: str) -> bool:
-    """Whether vLLM has an option of this name that changes nothing here."""
+    """Return whether vLLM has an option of this name that has no effect here."""
     return name in NEUTRAL or name in NEUTRAL_NUMBERS
 
 
 def check_neutral(name: str, value: object) -> None:
-    """Errors: ConfigError for a value that would ask for something this engine does not do."""
+    """Check the value of a neutral option. Errors: ConfigError for a value that asks for an unsupported feature."""
     if name in NEUTRAL:
         if value not in NEUTRAL[name]:
             allowed = " or ".join(repr(choice) for choice in NEUTRAL[name])

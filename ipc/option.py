@@ -1,4 +1,4 @@
-"""Option: the declaration of one engine option beside its field: help text, bounds, other names; and its check."""
+"""Option: the declaration of one engine option beside its field (help text, bounds, other names), and its check."""
 
 import math
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from ipc.errors import ConfigError
 
 
 class Option(msgspec.Struct, frozen=True):
-    """Metadata of an option's Annotated type: what its type and its default do not say."""
+    """Metadata in an option's Annotated type, in addition to its type and its default."""
 
     group: str  # the heading under which --help shows it
     help: str
     low: float = 0  # bounds of a number, both allowed
     high: float = 0
-    is_above_low: bool = False  # low itself is not allowed
-    names: tuple[str, ...] = ()  # vLLM's names of it, accepted as keywords and as flags
+    is_above_low: bool = False  # `low` itself is not allowed
+    names: tuple[str, ...] = ()  # vLLM's names of the option, accepted as keywords and as flags
     flags: tuple[str, ...] = ()  # further flags of other engines; accepted, not shown
-    spellings: dict[str, str] = {}  # vLLM's names of its values, and ours
+    spellings: dict[str, str] = {}  # vLLM's spelling of a value -> ours
 
 
 class DeclaredOption(msgspec.Struct, frozen=True):
-    """One field of a config with its type taken apart."""
+    """One field of a config, with the parts of its type."""
 
     name: str
     option: Option
@@ -34,20 +34,22 @@ class DeclaredOption(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a Literal; empty for other types."""
+        """Allowed values of a Literal; empty for other types."""
         return get_args(self.plain) if get_origin(self.plain) is Literal else ()
 
     @property
     def bounds(self) -> str:
-        """The numbers that are allowed, in words."""
+        """Range of allowed numbers, in words."""
         low, high = self.option.low, self.option.high
         if self.plain is int:
             return f"from {low} to {high}"
         return f"above {low:g} and up to {high:g}" if self.option.is_above_low else f"from {low:g} to {high:g}"
 
     def check(self, value: object) -> None:
-        """Errors: ConfigError that names the option, what is allowed and what was given. Values of types other than
-        choices, switches and numbers are not looked at."""
+        """Check the value of a choice, a switch or a number; other types are not checked here.
+
+        Errors: ConfigError that names the option, what is allowed and what was given.
+        """
         if value is None and self.is_optional:
             return
         if self.choices:
@@ -76,7 +78,10 @@ class DeclaredOption(msgspec.Struct, frozen=True):
 
 
 def declared_options(config: type[msgspec.Struct]) -> Mapping[str, DeclaredOption]:
-    """The options of a config by name, in order. TypeError for a field whose type is not Annotated with an Option."""
+    """Return a config's options by name, in the order of its fields.
+
+    Errors: TypeError for a field whose type is not Annotated with one Option.
+    """
     options = {}
     hints = get_type_hints(config, include_extras=True)
     for field in msgspec.structs.fields(config):

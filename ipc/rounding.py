@@ -1,6 +1,6 @@
-"""ceil_div and round_up: whole numbers rounded up, for sizes in blocks and pages; also of columns.
+"""ceil_div and round_up: integers or columns of them rounded up, for sizes in blocks and pages.
 
-kernels/rounding.py has the same for the kernels, which import nothing of ours.
+kernels/rounding.py has copies of them for the kernels, which import no other package of the project.
 """
 
 from typing import TypeVar
@@ -11,10 +11,10 @@ _Number = TypeVar("_Number", int, AnyInts)
 
 
 def ceil_div(number: _Number, by: int) -> _Number:
-    """number / by, rounded up: how many times `by` covers `number`."""
+    """Return number / by, rounded up."""
     return -(-number // by)
 
 
 def round_up(number: _Number, to: int) -> _Number:
-    """The least multiple of `to` that is not below `number`."""
+    """Return the least multiple of `to` that is not below `number`."""
     return ceil_div(number, to) * to

@@ -1,4 +1,4 @@
-"""SamplingParams: what one request asks of the sampler and the detokenizer. Names and defaults are vLLM's."""
+"""SamplingParams: one request's options for the sampler and the detokenizer. Names and defaults are vLLM's."""
 
 import copy
 import numbers
@@ -17,14 +17,14 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
-#: Larger logit biases are cut to it, as in vLLM.
+#: Logit biases are clamped to [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS], as in vLLM.
 MAX_LOGIT_BIAS = 100.0
 #: Temperatures in (0, MIN_TEMPERATURE) are raised to it, as in vLLM: 1/temperature must stay finite in float32.
 MIN_TEMPERATURE = 0.01
 
 
 class RequestOutputKind(IntEnum):
-    """What each RequestOutput of a request carries."""
+    """Content of each RequestOutput of a request."""
 
     CUMULATIVE = 0  # all text and tokens so far
     DELTA = 1  # what is new since the last one
@@ -32,10 +32,11 @@ class RequestOutputKind(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
-    """Parameters of one request; validated when made and again when decoded.
+    """Parameters of one request, validated when they are constructed and again when they are decoded.
 
-    Errors: InvalidRequestError (a ValueError) naming the parameter, its value and what is allowed;
-    UnsupportedParameterError for parameters that vLLM has and this version does not. Fields are only ever appended.
+    New fields are appended and none is removed, for the wire format. Errors: InvalidRequestError (a ValueError) that
+    names the parameter, its value and what is allowed; UnsupportedParameterError for parameters of vLLM that this
+    version does not support.
     """
 
     n: int = 1  # choices
@@ -64,10 +65,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     bad_words: list[str] | None = None
     structured_outputs: None = None
     extra_args: None = None
-    truncate_prompt_tokens: int | None = None  # keep the last so many of the prompt; -1 = as many as the model takes
+    truncate_prompt_tokens: int | None = None  # keep this many tokens at the prompt's end; -1 = what the model takes
     flat_logprobs: bool = False
-    bad_words_token_ids: list[list[int]] | None = None  # bad_words as the engine knows them; made by the frontend
-    # Known to vLLM and not to this version: here to be refused by name.
+    bad_words_token_ids: list[list[int]] | None = None  # bad_words in token ids, written by the frontend
+    # Parameters of vLLM that this version does not support, and refuses by name.
     prompt_logprob_token_ids: None = None
     prompt_logprob_start: None = None
     logprob_token_ids: None = None
@@ -77,7 +78,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     repetition_detection: None = None
     routed_experts_prompt_start: None = None
     trace_decode_token_ids: None = None
-    # The same, of earlier versions of vLLM.
+    # Such parameters of earlier versions of vLLM.
     best_of: None = None
     logits_processors: None = None
     guided_decoding: None = None
@@ -136,13 +137,15 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
 
     @staticmethod
     def from_optional(**options: Any) -> "SamplingParams":
-        """Those of the options that are not None, and defaults: what a web server makes of a body. max_tokens=None is
-        no default but "up to max_model_len", as in vLLM."""
+        """Return parameters of the options that are not None, such as a web server reads from a body.
+
+        The others get their defaults, except that max_tokens=None means "up to max_model_len", as in vLLM.
+        """
         given = {name: value for name, value in options.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**given)
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares no list or dict with this one."""
+        """Return a copy that shares no list or dict with this one."""
         return copy.deepcopy(self)
 
     @property
@@ -152,12 +155,15 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
 
 
 def check_num_logprobs(params: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
-    """max_logprobs: the engine's option, -1 = any number. Errors: InvalidRequestError."""
+    """Check the number of log probabilities that a request asks for at each position.
+
+    max_logprobs: the engine's option, -1 = any number. Errors: InvalidRequestError.
+    """
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         asked = vocab_size if count == -1 else count or 0
         if max_logprobs != -1 and asked > max_logprobs:
             raise InvalidRequestError(
-                f"{name}={count} asks for {asked} tokens at each position and this engine tells at most "
+                f"{name}={count} asks for {asked} tokens at each position and this engine reports at most "
                 f"{max_logprobs}: ask for fewer, or start the engine with a larger max_logprobs (-1: any number)"
             )
 
@@ -239,7 +245,7 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
 
 
 def _allowed_token_ids(ids: object) -> list[int] | None:
-    """Sorted, each once."""
+    """Return the ids sorted and without duplicates."""
     if ids is None:
         return None
     if not isinstance(ids, (list, tuple)) or not ids:

@@ -1,4 +1,4 @@
-"""The engine's options as command line flags, made from their declarations in ipc/config.py."""
+"""Command line flags of the engine's options, made from their declarations in ipc/config.py."""
 
 import argparse
 import difflib
@@ -14,12 +14,13 @@ _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, but flags are never abbreviated and an unknown one is answered with the nearest known."""
+    """argparse's parser without abbreviated flags; its error for an unknown flag suggests the nearest known one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the namespace of the arguments; end the process with a message for an unknown one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
@@ -45,17 +46,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option: --max-num-seqs of max_num_seqs."""
+    """Return the flag of an option: --max-num-seqs for max_num_seqs."""
     return "--" + name.replace("_", "-")
 
 
 def aliases_of(declared: DeclaredOption) -> tuple[str, ...]:
-    """The flags under which users of other engines know the option; accepted, not shown."""
+    """Return the option's flags in other engines; they are accepted and not shown."""
     return (*declared.option.flags, *map(flag_of, declared.option.names))
 
 
 def help_of(declared: DeclaredOption) -> str:
-    """The option's help text with its default, unless the text says what that is."""
+    """Return the option's help text, with its default unless the text already states one."""
     text = declared.option.help
     if "default:" not in text and declared.default is not None and declared.default != {}:
         text += f"; default: {_spell(declared.default)}"
@@ -63,12 +64,12 @@ def help_of(declared: DeclaredOption) -> str:
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, by their EngineConfig names."""
+    """Return the engine options that were given, by their names in EngineConfig."""
     return {name: getattr(parsed, name) for name in OPTIONS if hasattr(parsed, name)}
 
 
 def parse_bytes(text: str) -> int:
-    """'1048576', '512M' or '2G' (powers of 1024) as bytes. Errors: argparse's, for anything else."""
+    """Return '1048576', '512M' or '2G' (powers of 1024) as a number of bytes. Errors: ArgumentTypeError."""
     unit = _BYTE_UNITS.get(text[-1:].upper(), 0)
     digits = text[:-1] if unit else text
     if not digits.isascii() or not digits.isdigit():
@@ -91,7 +92,7 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
 
 
 class _Weights(argparse.Action):
-    """NAME=W, or a JSON object of them; given several times they add up."""
+    """Parser of NAME=W or a JSON object of weights; several flags are merged."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -103,7 +104,7 @@ class _Weights(argparse.Action):
             else:
                 name, _, weight = values.rpartition("=")
                 weights[name] = float(weight)
-        except ValueError:  # msgspec's are, too
+        except ValueError:  # msgspec's errors are ValueErrors too
             parser.error(f'argument {option}: expected NAME=W or {{"NAME": W}}, got {values!r}')
         setattr(namespace, self.dest, weights)
 
@@ -113,4 +114,5 @@ def _spell(default: object) -> str:
 
 
 def print_error(message: str) -> None:
+    """Print an error of the command line to stderr."""
     print(f"engine-core: error: {message}", file=sys.stderr, flush=True)

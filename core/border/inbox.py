@@ -1,20 +1,20 @@
-"""Inbox: messages on their way from the IO thread to the engine thread, and the bounds of what waits on both sides."""
+"""Inbox: the queue of messages from the IO thread to the engine thread, and its bounds."""
 
 from queue import SimpleQueue
 
 from core.inputs import EngineInput
 from ipc.messages import Abort, AddRequest
 
-#: Messages and bytes beyond which nothing of any client is read: what there is beside requests are aborts and calls.
+#: Queued messages and bytes beyond which no client is read. Requests have bounds of their own; aborts and calls do not.
 MAX_MESSAGES = 131_072
 MAX_BYTES = 512 << 20
 
 
 class Inbox:
-    """One producer (who holds the socket's lock) and one consumer (the engine thread); neither waits for the other.
+    """A queue with one producer (the thread that holds the socket's lock) and one consumer (the engine thread).
 
-    Each choice of a request is queued, with its tokens, from put() until the consumer says in settle() that it has
-    begun or ended.
+    Neither waits for the other. Each choice of a request counts as queued, with its tokens, from put() until the
+    consumer reports in settle() that it has begun or ended.
     """
 
     def __init__(self) -> None:
@@ -35,22 +35,26 @@ class Inbox:
 
     @property
     def num_queued_requests(self) -> int:
+        """Choices of requests that have not begun, including those in preparation."""
         return self._requests_preparing + self._requests_put - self._requests_settled
 
     @property
     def num_queued_tokens(self) -> int:
+        """Tokens of those choices; see num_tokens()."""
         return self._tokens_preparing + self._tokens_put - self._tokens_settled
 
     @property
     def is_overfull(self) -> bool:
-        """Nothing of a client should be put in."""
+        """Whether the queue is at its bounds, so that no client should be read."""
         return self._queue.qsize() >= MAX_MESSAGES or self._bytes_put - self._bytes_taken >= MAX_BYTES
 
     @property
     def is_empty(self) -> bool:
+        """Whether no message waits for the consumer."""
         return self._queue.empty()
 
     def put(self, client: int, message: EngineInput) -> None:
+        """Queue a client's message; for the producer."""
         self._bytes_put += _num_bytes(message)
         if isinstance(message, AddRequest):
             self._requests_put += message.params.n
@@ -58,26 +62,26 @@ class Inbox:
         self._queue.put((client, message))
 
     def begin_preparation(self, message: AddRequest) -> None:
-        """Count a request as queued that is put in later; for the producer."""
+        """Count a request as queued before its put(); for the producer."""
         self._requests_preparing += message.params.n
         self._tokens_preparing += num_tokens(message)
 
     def end_preparation(self, message: AddRequest) -> None:
-        """The request is put in now, or never."""
+        """Undo begin_preparation(), before the request's put() or when it is dropped; for the producer."""
         self._requests_preparing -= message.params.n
         self._tokens_preparing -= num_tokens(message)
 
     def put_end(self) -> None:
-        """No request comes after this."""
+        """Mark the end: no message follows; for the producer."""
         self._queue.put(None)
 
     @property
     def has_ended(self) -> bool:
-        """The end was drained; for the consumer."""
+        """Whether drain() has reached the end; for the consumer."""
         return self._ended
 
     def drain(self) -> list[tuple[int, EngineInput]]:
-        """Everything put so far, in order."""
+        """Take and return all queued (client, message), in order; for the consumer."""
         items: list[tuple[int, EngineInput]] = []
         for _ in range(self._queue.qsize()):
             item = self._queue.get_nowait()
@@ -89,7 +93,7 @@ class Inbox:
         return items
 
     def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
-        """Of the requests taken so far, these still wait to begin."""
+        """Report how many of the choices taken so far, with how many tokens, still wait to begin; for the consumer."""
         self._requests_settled = self._requests_taken - num_waiting
         self._tokens_settled = self._tokens_taken - num_waiting_tokens
 
@@ -101,7 +105,7 @@ class Inbox:
 
 
 def num_tokens(message: AddRequest) -> int:
-    """Of the prompt, which each choice has, and of what was delivered."""
+    """Return the number of a request's tokens: the prompt's, once for each choice, and the delivered ones."""
     return (message.params.n * len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
 
 

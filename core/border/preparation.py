@@ -1,8 +1,8 @@
-"""Preparation: work that a request needs before the engine thread sees it, done by a thread of its own.
+"""Preparation: work for a request before the engine thread receives it, done by a thread of its own.
 
-Between its admission and the inbox such a request counts as queued. The engine's step stays a pure function of its
-inbox, and a capture holds only requests that were ready. Requests of one client keep their order among those without
-preparation, and among those with; between the two there is none.
+A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
+holds only prepared requests. One client's requests without preparation keep their order, and so do those with it. There
+is no order between the two kinds.
 """
 
 import threading
@@ -29,21 +29,23 @@ from ipc.messages import (
     unpack_numbers,
 )
 
-#: Requests in preparation, of all clients together.
+#: Most requests in preparation, of all clients together.
 MAX_PREPARING = 1024
-_JOIN_S = 1.0  # for a preparation that is under way when the engine stops; then its thread is left behind
+_JOIN_S = 1.0  # seconds that close() waits for the running preparation; then its thread is abandoned
 
 
 class Preparer(Protocol):
-    """What requests need to have prepared."""
+    """Protocol of the work that requests need."""
 
     def needs(self, message: AddRequest) -> bool:
-        """Return whether the valid request has something to prepare. Called under the socket's lock: must not wait."""
+        """Return whether a valid request needs preparation. Called under the socket's lock: must not block."""
         ...
 
     def prepare(self, message: AddRequest) -> None:
-        """Prepare the request. Called by the preparation thread. Errors: InvalidRequestError, whose text the request's
-        client gets."""
+        """Prepare a request; called by the preparation thread.
+
+        Errors: InvalidRequestError, whose text is sent to the request's client.
+        """
         ...
 
 
@@ -56,9 +58,9 @@ class _Job(msgspec.Struct, eq=False):
 
 
 class Preparation:
-    """Used by the thread that holds the socket's lock; only _run() is the preparation thread's.
+    """Requests in preparation. All methods are for the thread that holds the socket's lock, except _run().
 
-    wake: called by the preparation thread when take_done() has something.
+    wake: called by the preparation thread when take_done() has a result.
     """
 
     def __init__(self, preparer: Preparer, inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
@@ -74,21 +76,26 @@ class Preparation:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Requests in preparation."""
+        """Return the number of requests in preparation."""
         return len(self._jobs)
 
     @property
     def is_full(self) -> bool:
+        """Whether MAX_PREPARING requests are in preparation."""
         return len(self._jobs) >= MAX_PREPARING
 
     def begin(self, client: int, message: AddRequest) -> None:
-        """Prepare the request, which then goes into the inbox."""
+        """Start to prepare a request; take_done() puts it into the inbox."""
         job = self._jobs[client, message.number] = _Job(client, message)
         self._inbox.begin_preparation(message)
         self._waiting.put(job)
 
     def abort(self, client: int, abort: Abort) -> tuple[Abort | None, Outputs | None]:
-        """Abort what is in preparation; return what is left for the engine, and the last rows of what has ended."""
+        """Abort requests that are in preparation.
+
+        Return an Abort of the other requests, for the engine, and the last rows of the requests that ended here. Where
+        n > 1, an abort of one choice follows the request into the inbox.
+        """
         numbers = unpack_numbers(abort.numbers)
         if not any((client, number) in self._jobs for number in numbers):
             return abort, None
@@ -109,12 +116,12 @@ class Preparation:
         return rest, self._last_rows(list(ended.values())) if ended else None
 
     def forget(self, client: int) -> None:
-        """Drop all of a client that is gone."""
+        """Drop all requests of a client that is gone."""
         for job in [job for job in self._jobs.values() if job.client == client]:
             self._drop(job)
 
     def take_done(self) -> list[tuple[int, ServerMessage]]:
-        """Put what is prepared into the inbox; return (client, message) of what could not be prepared."""
+        """Put prepared requests into the inbox; return (client, RequestFailed) for those whose preparation failed."""
         failed: list[tuple[int, ServerMessage]] = []
         for _ in range(self._done.qsize()):
             job = self._done.get_nowait()
@@ -130,20 +137,20 @@ class Preparation:
         return failed
 
     def close(self) -> None:
-        """End the thread, after the preparation that is under way; the others are dropped."""
+        """Drop all requests and end the thread, after the preparation that is running."""
         for job in list(self._jobs.values()):
             self._drop(job)
         self._waiting.put(None)
         self._thread.join(_JOIN_S)
 
     def _drop(self, job: _Job) -> None:
-        """It is in preparation no more."""
+        """Remove a request from preparation."""
         job.is_dropped = True
         del self._jobs[job.client, job.message.number]
         self._inbox.end_preparation(job.message)
 
     def _last_rows(self, jobs: list[_Job]) -> Outputs:
-        """A row with finish code ABORT for each choice of these requests."""
+        """Return a row with finish code ABORT for each choice of these requests."""
         rows = []
         for job in jobs:
             delivered = [len(tokens) // 4 for tokens in job.message.delivered]
@@ -171,7 +178,7 @@ class Preparation:
                 self._preparer.prepare(job.message)
             except InvalidRequestError as error:
                 job.error = str(error)
-            except Exception as error:  # one request fails, not the engine
+            except Exception as error:  # only this request fails; the engine continues
                 log.say(traceback.format_exc())
                 job.error = f"the request could not be prepared: {type(error).__name__}: {error}"
             self._done.put(job)
@@ -179,6 +186,6 @@ class Preparation:
 
 
 def _pack(pairs: list[tuple[int, int]], *, has_choices: bool) -> Abort:
-    """pairs: (number, choice)."""
+    """Return the Abort of these (number, choice) pairs."""
     numbers, choices = np.array(pairs).T
     return Abort(numbers.astype("<u4").tobytes(), choices.astype("<u2").tobytes() if has_choices else b"")

@@ -14,7 +14,7 @@ _MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
 
 
 class _RequestHead(msgspec.Struct, frozen=True, array_like=True, tag=AddRequest.__struct_config__.tag):
-    """The beginning of an AddRequest, enough to identify a bad one."""
+    """First field of an AddRequest, to identify one that cannot be decoded."""
 
     number: int
 
@@ -108,7 +108,7 @@ def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:
     if len(data) % 4:
         raise InvalidRequestError(f"{name} has {len(data)} bytes, which is no whole number of int32 token ids")
     ids = np.frombuffer(data, "<i4")
-    if len(ids) and int(ids.view("<u4").max()) >= vocab_size:  # a negative one is a large one
+    if len(ids) and int(ids.view("<u4").max()) >= vocab_size:  # a negative id is a large uint32
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise InvalidRequestError(
             f"token {int(ids[at])} at index {at} of {name} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"

@@ -1,8 +1,8 @@
-"""The journal: all a client knows of its live requests, one row per choice, fed by the engine's output columns.
+"""The journal: a client's live requests, one row per choice, updated from the engine's output columns.
 
-It holds every request as submitted and every token received, so it is enough to go on from when an engine is lost.
-Applying a batch of outputs is a handful of column operations; Python touches a single request only when it is added,
-stopped by a token, failed or removed. Owner and lock: frontend/client/client.py.
+It holds every request as submitted and every token received, so requests can be resumed from it after an engine is
+lost. Applying a batch of outputs is a handful of column operations. Python code runs for a single request only when it
+is added, stopped by a token, failed or removed. Owner and lock: frontend/client/client.py.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _NO_STOP_TOKEN = -1
 
 
 class Progress(NamedTuple):
-    """A request's state at one moment, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
+    """Snapshot of one choice, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
 
     token_ids: Int32s
     finish: FinishReason
@@ -37,15 +37,15 @@ class Progress(NamedTuple):
     first_token_time: float
     last_token_time: float
     finished_time: float
-    error: EngineCoreError | None  # why the engine refused or gave up the request
-    logprobs: ReceivedLogprobs | None = None  # at least those of the tokens; None where none were asked for
+    error: EngineCoreError | None  # the engine refused or failed the request with it
+    logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
 
 
 class Journal(Columns):
-    """One session's live requests in columns; see the module's text. Times: monotonic seconds, 0 = none."""
+    """Table of one session's live requests; see the module's docstring. Times: monotonic seconds, 0 = none."""
 
-    _num_choices: Ints = column()  # of first choices
+    _num_choices: Ints = column()  # in rows of first choices only
     _first: Ints = column()  # row of the first choice of the row's request
     _number: Ints = column(-1)
     _num_delivered: Ints = column()
@@ -54,7 +54,7 @@ class Journal(Columns):
     _stop_token: Ints = column(_NO_STOP_TOKEN)
     _aborted: Bools = column()  # the engine was asked to abort it
     _streaming: Bools = column()
-    _ready: Bools = column()  # has news its consumer waits for and has not taken
+    _ready: Bools = column()  # has news that its consumer waits for and has not taken
     _arrival_time: Doubles = column()
     _first_token_time: Doubles = column()
     _last_token_time: Doubles = column()
@@ -70,16 +70,18 @@ class Journal(Columns):
         self._errors: dict[int, EngineCoreError] = {}  # by row
         self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
         self._events: dict[int, list[RequestEvent]] = {}  # by row of the first choice
-        self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # of a first choice with others: rows of all choices
-        # Row of number _first_number + i at [1 + i], -1 = not live; a -1 at either end is where clipped look-ups land.
+        self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # rows of all choices, by first row, if n > 1
+        # [1 + i]: row of number _first_number + i, -1 = not live. Both ends stay -1: clipped look-ups land on them.
         self._row_of = np.full(66, -1, np.int64)
         self._first_number = 0
 
     # --- events: one request ------------------------------------------------------------------------------------
 
     def add(self, request: AddRequest, *, streaming: bool, now: float) -> int:
-        """Enter a request under its number, which must be above all numbers before it. Returns the row of its first
-        choice."""
+        """Add a request, whose number must be above all earlier numbers; return the row of its first choice.
+
+        streaming: every new token is news; else only the end is. now: monotonic seconds.
+        """
         while len(self._free) < request.params.n:
             self._grow_rows()
         rows = [self._free.pop() for _ in range(request.params.n)]
@@ -102,7 +104,10 @@ class Journal(Columns):
         return row
 
     def fail(self, number: int, error: EngineCoreError, now: float) -> bool:
-        """The engine gave the request up; its tokens stay readable. False when it is not live or has finished."""
+        """Finish a request with the engine's error; its tokens stay readable.
+
+        Return False when it is not live or has finished.
+        """
         rows = [row for row in self._rows_of_request(number) if not self._finish[row]]
         if not rows:
             return False
@@ -110,7 +115,7 @@ class Journal(Columns):
         return self.finish(number, FinishReason.ABORT, now)
 
     def finish(self, number: int, reason: FinishReason, now: float) -> bool:
-        """The request ends without another word of the engine. False when it is not live or has finished."""
+        """Finish a request without an output of the engine. Return False when it is not live or has finished."""
         rows = [row for row in self._rows_of_request(number) if not self._finish[row]]
         if not rows:
             return False
@@ -120,12 +125,15 @@ class Journal(Columns):
         return True
 
     def is_aborted(self, number: int) -> bool:
-        """Whether the engine was asked to abort all of it that had not finished."""
+        """Return whether the engine was asked to abort all unfinished choices of a request."""
         return all(self._aborted[row] or self._finish[row] for row in self._rows_of_request(number))
 
     def resubmission(self, number: int, now: float) -> list[AddRequest | Abort]:
-        """The request, to go on after the tokens that were delivered, within what is left of its deadline; an Abort of
-        the choices that were aborted by themselves, as stop strings do."""
+        """Return the messages that resume a request in a new session.
+
+        The AddRequest continues after the delivered tokens, with the remaining part of the deadline. An Abort follows
+        for choices that were aborted alone, as stop strings do.
+        """
         rows, request = self._rows_of_request(number), self.request(number)
         delivered = [self._tokens.read(row, 0, int(self._num_delivered[row])) for row in rows]
         left_ms = request.deadline_ms - int((now - self._arrival_time[rows[0]]) * 1000)
@@ -140,7 +148,7 @@ class Journal(Columns):
         return [again, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]
 
     def remove(self, number: int) -> bool:
-        """Forget a request; what still arrives for it is dropped. Returns whether it was known and unfinished."""
+        """Forget a request; later outputs for it are dropped. Return whether it was live and unfinished."""
         rows = self._rows_of_request(number)
         if not rows:
             return False
@@ -162,7 +170,7 @@ class Journal(Columns):
         self._events.pop(row, None)
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
-        """The state of one of the request's choices, with its tokens from output position `start` on."""
+        """Return the state of one choice of a live request, with its tokens from output position `start` on."""
         row = self.row(number, choice)
         assert row >= 0, f"request {number} is not in the journal"
         stop_token = int(self._stop_token[row])
@@ -181,13 +189,13 @@ class Journal(Columns):
         )
 
     def row(self, number: int, choice: int = 0) -> int:
-        """The row of one of the request's choices, -1 when it is not live."""
+        """Return the row of one choice of a request; -1 when the request is not live."""
         slot = number - self._first_number + 1
         row = int(self._row_of[slot]) if 0 < slot < len(self._row_of) else -1
         return row if row < 0 or choice == 0 else self._rows_of_request(number)[choice]
 
     def _rows_of_request(self, number: int) -> list[int]:
-        """Of all choices; empty when it is not live."""
+        """Return the rows of all choices of a request; empty when it is not live."""
         row = self.row(number)
         if row < 0 or self._num_choices[row] == 1:
             return [row] if row >= 0 else []
@@ -195,7 +203,7 @@ class Journal(Columns):
         return rows
 
     def request(self, number: int) -> AddRequest:
-        """The request as it was submitted."""
+        """Return a live request as it was submitted."""
         request = self._requests[self.row(number)] if self.row(number) >= 0 else None
         assert request is not None, f"request {number} is not in the journal"
         return request
@@ -203,8 +211,10 @@ class Journal(Columns):
     # --- columns ------------------------------------------------------------------------------------------------
 
     def rows_of(self, numbers: AnyInts, choices: Ints | None = None) -> Ints:
-        """The rows of these requests' choices (None = the first), -1 where one is not live. Errors:
-        MalformedMessageError for a choice that a request has not."""
+        """Return the rows [N] of these requests' choices (None = the first choice); -1 where one is not live.
+
+        Errors: MalformedMessageError for a choice that its request does not have.
+        """
         slots = numbers.astype(np.int64) - (self._first_number - 1)
         rows: Ints = self._row_of.take(slots, mode="clip")
         if choices is None:
@@ -217,14 +227,20 @@ class Journal(Columns):
         return rows
 
     def take_ready(self, numbers: Ints | None = None) -> Ints:
-        """Numbers (of these, or of all) with news not taken yet: finished, or new tokens while streaming."""
+        """Take and return the numbers of requests with news: finished, or new tokens while streaming.
+
+        numbers: look at these requests only; None = all.
+        """
         rows = np.flatnonzero(self._ready) if numbers is None else self.rows_of(numbers)
         rows = rows[(rows >= 0) & self._ready[rows]]
         self._ready[rows] = False
         return self._number[rows]
 
     def mark_aborted(self, numbers: Sequence[int], choices: Sequence[int]) -> None:
-        """The engine is asked to abort these, or only the choice beside each; it will not be given them again."""
+        """Record that the engine was asked to abort these requests, so that they are not resubmitted.
+
+        choices: the aborted choice of each number; empty = all choices.
+        """
         if len(choices):
             rows = [self.row(number, choice) for number, choice in zip(numbers, choices, strict=True)]
         else:
@@ -232,13 +248,13 @@ class Journal(Columns):
         self._aborted[[row for row in rows if row >= 0]] = True
 
     def unfinished(self) -> Ints:
-        """Numbers of the requests that go on, ascending: what a new engine would be given."""
+        """Return the numbers of unfinished requests, ascending: those to resubmit to a new engine."""
         return np.unique(self._number[(self._number >= 0) & (self._finish == 0)])
 
     def apply(self, outputs: Outputs, now: float) -> Ints:
-        """Enter what one step produced; returns the touched rows [N].
+        """Apply the outputs of one step; return the rows [N] with news.
 
-        Rows of requests that are gone or finished, and tokens at positions that were delivered before, are dropped; a
+        Outputs for removed or finished requests, and tokens at positions that were delivered before, are dropped. A
         position above the delivered ones is an AssertionError. Errors: MalformedMessageError when columns do not fit.
         """
         columns = columns_of(outputs)
@@ -277,7 +293,7 @@ class Journal(Columns):
         return news
 
     def any_ready(self, rows: Ints) -> bool:
-        """Whether one of these rows has news its consumer waits for."""
+        """Return whether one of these rows has news that its consumer waits for."""
         return bool(np.count_nonzero(self._ready[self._first[rows]]))
 
     def _write_tokens(self, columns: OutputColumns, rows: Ints, delivered: Ints, ends: Ints) -> None:
@@ -331,7 +347,7 @@ class Journal(Columns):
         self._free.extend(range(2 * size - 1, size - 1, -1))
 
     def _slot_for(self, number: int) -> int:
-        """Where `number` goes in _row_of; widened, or moved past numbers that are all gone, when it does not fit."""
+        """Return the index of `number` in _row_of; drop leading removed numbers and enlarge the array if needed."""
         slot = number - self._first_number + 1
         assert slot > 0, (number, self._first_number)
         if slot < len(self._row_of) - 1:

@@ -1,9 +1,9 @@
-"""How frames travel between a client and its engine: the Transport a client is given, and the one over ZeroMQ.
+"""Transport of frames between a client and its engine: the protocol, and its implementation over ZeroMQ.
 
-An IO thread receives. It sleeps on the file descriptors of the socket, of the engine's process (a socket alone would
-stay silent for ever when the engine dies), of the socket's monitor (for engines of other owners) and of an eventfd.
-Frames are sent by whoever calls send(), which costs less than to wake the IO thread; only what the socket does not take
-at once is queued for it.
+An IO thread receives. It polls the file descriptors of the socket, of the engine's process (a socket alone stays silent
+when the engine dies), of the socket's monitor (for engines of other owners) and of an eventfd. The thread that calls
+send() sends the frame itself, which costs less than waking the IO thread. A frame that the socket does not take at once
+is queued for the IO thread.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Locate = Callable[[], str | None]
 
 
 class _End(Enum):
-    """Why nothing is carried any more."""
+    """The reason for which a connection ended."""
 
     CLOSED = "from this side"
     PROCESS = "the engine's has ended"
@@ -41,15 +41,15 @@ class _End(Enum):
     GONE = "it was cut, and there is no engine any more"
 
 
-#: Frames handed over at once; a reader that falls behind still comes to its other file descriptors.
+#: Most frames received in one batch, so that a slow reader still polls its other file descriptors.
 _MAX_BATCH = 256
-#: Bytes that may wait for an engine that does not read, then submitting fails.
+#: Most bytes queued for an engine that does not read; beyond them, send() fails.
 MAX_QUEUED_BYTES = 64 << 20
-#: Seconds that last frames of a dead engine, or to a living one, are waited for.
+#: Seconds to wait for the last frames of a dead engine, or for the last ones to a live engine.
 _LAST_FRAMES_S = 0.2
-#: Seconds between two attempts to make a lost connection again.
+#: Seconds between two attempts to reconnect.
 _RETRY_S = 0.02
-#: Seconds between two questions where the engine is now, while it does not answer.
+#: Seconds between two calls of locate() while the engine does not answer.
 _LOCATE_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -66,42 +66,44 @@ class _Connection(NamedTuple):
 
 
 def _connect(context: Context, address: str) -> _Connection:
-    """Errors: AddressError."""
+    """Connect a DEALER socket and its monitor. Errors: AddressError."""
     socket = connect_dealer(context, address)
     return _Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
 
 
 class Transport(Protocol):
-    """Carries frames. The callbacks are called by one thread at a time; on_dead at most once, then nothing.
+    """Sends and receives frames. One thread at a time calls the callbacks.
 
-    on_lost: the connection was cut and is made again; what was not received is lost. Returns the first frame for the
-    new one. It may lead to another engine, at another address: the client decides by its Welcome whether to go on. A
-    transport that does not connect again calls on_dead instead.
+    on_frames: receives a batch of frames. on_dead: receives the reason, at most once, and is the last callback.
+    on_lost: called when the connection was lost and is made again; frames not received by then are lost. It returns the
+    first frame for the new connection, which may lead to another engine at another address: the client decides by its
+    Welcome whether to continue. A transport that does not reconnect calls on_dead instead.
     """
 
-    def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None: ...
+    def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
+        """Connect, and begin to call the callbacks. Errors: AddressError, EngineDeadError."""
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; never blocks. Called by one thread at a time, not after close().
+        """Send or queue a frame without blocking. Called by one thread at a time, not after close().
 
-        Errors: RequestFailedError when the queue is full. Dropped when the engine is gone.
+        A frame for an engine that is gone is dropped. Errors: RequestFailedError when the queue is full.
         """
 
     def keep_alive(self, frame: bytes, seconds: float) -> None:
-        """Send this frame whenever nothing else was sent for so long; 0 = never. Called from on_frames."""
+        """Send this frame whenever nothing was sent for `seconds`; 0 = never. Called from on_frames."""
 
     def close(self) -> None:
-        """Send what is queued, for a short while, and end; on_frames and on_dead are not called afterwards."""
+        """Send queued frames for a short time, then disconnect; no callback follows."""
 
 
 class ZmqTransport:
     """A DEALER socket to one engine.
 
-    address: of the engine. grace: seconds in which a connection that was cut may be made again: one over tcp, or any
-    where `locate` is given (else an engine on ipc, or of this process, that closes the connection is gone). pidfd:
-    readable once the engine process is dead (not closed here), None for an engine of another owner. describe_exit: how
-    that process ended, in words. locate: return the engine's present address, or None for an engine that does not come
-    back; called by the IO thread after a loss, again and again until an engine answers, and must not wait.
+    address: the engine's. grace: seconds in which a lost connection may be made again; it applies to tcp, or to any
+    address where `locate` is given. Without it, an engine on ipc or of this process that closes the connection is gone.
+    pidfd: readable once the engine process is dead (not closed here); None for an engine of another owner.
+    describe_exit: return in words how that process ended. locate: return the engine's present address, or None for an
+    engine that does not come back. The IO thread calls locate after a loss until an engine answers; it must not block.
     """
 
     def __init__(
@@ -117,26 +119,26 @@ class ZmqTransport:
         may_return = pidfd is None and (locate is not None or address.startswith("tcp://"))
         self._grace = grace if may_return else 0.0
         self._locate = locate
-        self._asked_at = 0.0  # monotonic; when the engine's address was asked for last
+        self._asked_at = 0.0  # monotonic; last call of locate()
         self._lost_at: float | None = None  # monotonic; None while connected
         self._heartbeat = b""
         self._heartbeat_s = 0.0  # 0 = none
         self._sent_at = 0.0  # monotonic
         self._pidfd = pidfd
         self._describe_exit = describe_exit
-        self._using = threading.Lock()  # the open socket; held for a call or two, never by who sleeps
+        self._using = threading.Lock()  # guards the open socket; held for a call or two, never while waiting
         self._open_socket: zmq.Socket[bytes] | None = None  # None: what is sent is queued
-        self._sender = 0  # thread that is in send(); a finalizer may close this in the middle of it
+        self._sender = 0  # id of the thread in send(); a finalizer may call close() in the middle of it
         self._queue: deque[bytes] = deque()
         self._bytes_queued = 0  # in total; written by senders only
-        self._bytes_sent = 0  # in total; written by the thread only
+        self._bytes_sent = 0  # in total; written by the IO thread only
         self._closed = False
         self._wake_fd = -1
         self._close_wake_fd: weakref.finalize[[int], ZmqTransport] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
-        """Errors: AddressError; EngineDeadError when nothing listens at the address."""
+        """Connect and start the IO thread. Errors: AddressError; EngineDeadError when nothing listens there."""
         check_listening(self._address)
         context = zmq.Context()
         try:
@@ -151,6 +153,7 @@ class ZmqTransport:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
+        """Send a frame, or queue it for the IO thread; see Transport."""
         if self._closed:
             return
         waiting = self._bytes_queued - self._bytes_sent
@@ -165,7 +168,10 @@ class ZmqTransport:
             os.eventfd_write(self._wake_fd, 1)
 
     def _send_now(self, frame: bytes) -> bool:
-        """False: it is to be queued, also what a finalizer or a signal handler sends in the middle of another send."""
+        """Send the frame; return False if it must be queued.
+
+        A frame that a finalizer or a signal handler sends in the middle of another send must be queued too.
+        """
         if self._queue or self._using.locked():
             return False
         self._sender = threading.get_ident()
@@ -179,7 +185,7 @@ class ZmqTransport:
                     os.eventfd_write(self._wake_fd, 1)
         except zmq.Again:
             return False
-        except BaseException:  # a KeyboardInterrupt in the middle
+        except BaseException:  # a KeyboardInterrupt, perhaps after the send
             os.eventfd_write(self._wake_fd, 1)
             raise
         finally:
@@ -187,6 +193,7 @@ class ZmqTransport:
         return True
 
     def close(self) -> None:
+        """End the IO thread and wait for it, unless it is the caller or interrupted the caller's send()."""
         self._closed = True
         if self._thread is None or self._close_wake_fd is None or not self._close_wake_fd.alive:
             return
@@ -196,6 +203,7 @@ class ZmqTransport:
             self._close_wake_fd()
 
     def keep_alive(self, frame: bytes, seconds: float) -> None:
+        """Set the heartbeat; see Transport."""
         self._heartbeat, self._heartbeat_s, self._sent_at = frame, seconds, time.monotonic()
 
     def _run(
@@ -205,11 +213,11 @@ class ZmqTransport:
             while (reason := self._serve(connection, on_frames)) is None:
                 connection.close(linger_s=0.0)
                 if self._lost_at is not None:
-                    time.sleep(_RETRY_S)  # whoever accepts connections in the engine's place has closed this one too
+                    time.sleep(_RETRY_S)  # a proxy that accepts connections for a lost engine closed this one too
                 self._look_for_engine(time.monotonic())
                 connection = _connect(context, self._address)
                 self._begin_again(on_lost())
-        except Exception as error:  # the thread's entry: its silent death would leave every caller waiting
+        except Exception as error:  # without a report, every caller would wait for ever
             _log.exception("the IO thread of the client of %s failed", self._address)
             reason = f"the client's IO thread failed: {type(error).__name__}: {error}"
         asked, self._closed = self._closed, True
@@ -219,7 +227,7 @@ class ZmqTransport:
             on_dead(reason)
 
     def _look_for_engine(self, now: float) -> _End | None:
-        """Ask where the engine is now; return how this ends the connection to where it was."""
+        """Call locate(); return MOVED or GONE where the engine is not at its old address."""
         if self._locate is None:
             return None
         self._asked_at = now
@@ -230,7 +238,7 @@ class ZmqTransport:
         return _End.MOVED if has_moved else None
 
     def _begin_again(self, hello: bytes) -> None:
-        """What was queued is the old connection's: all of it that still matters follows the answer to this Hello."""
+        """Replace the queued frames by `hello`; the client sends what still matters after the answer to it."""
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         self._heartbeat_s = 0.0  # until the next session says otherwise
@@ -240,15 +248,15 @@ class ZmqTransport:
         self._bytes_sent -= len(hello)
 
     def _serve(self, connection: _Connection, on_frames: OnFrames) -> str | None:
-        """Carry frames until close (returns ""), until the engine is gone (returns how), or until the connection is
-        lost and may be made again (returns None)."""
+        """Send and receive frames until the connection ends. Return "" after close(), the reason when the engine is
+        gone, or None when the IO thread is to reconnect."""
         socket, monitor = connection.socket, connection.monitor
         poller = select.poll()
         for fd in (signal_fd(socket), signal_fd(monitor), self._wake_fd, self._pidfd):
             if fd is not None:
                 poller.register(fd, select.POLLIN)
         self._open_socket = socket
-        ready = {signal_fd(monitor)}  # for a first look
+        ready = {signal_fd(monitor)}  # so that the first round reads the monitor
         try:
             while True:
                 with self._using:
@@ -303,7 +311,7 @@ class ZmqTransport:
         return self._look_for_engine(now) if now - self._asked_at >= _LOCATE_S else None
 
     def _poll_ms(self) -> int | None:
-        """Until the next heartbeat is due or the grace is over; None = until something happens."""
+        """Return the milliseconds until the next heartbeat, locate() or the end of the grace; None = no limit."""
         now, due = time.monotonic(), []
         if self._heartbeat_s > 0.0:
             due.append(self._sent_at + self._heartbeat_s - now)
@@ -314,7 +322,7 @@ class ZmqTransport:
         return max(0, int(min(due) * 1000) + 1) if due else None
 
     def _send_heartbeat(self, socket: zmq.Socket[bytes]) -> None:
-        """If one is due; where the socket takes nothing, there is something on its way."""
+        """Send a heartbeat if one is due. A full socket needs none: other frames are being sent."""
         now = time.monotonic()
         if self._heartbeat_s > 0.0 and now - self._sent_at >= self._heartbeat_s:
             self._sent_at = now
@@ -322,7 +330,7 @@ class ZmqTransport:
                 socket.send(self._heartbeat, zmq.NOBLOCK)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send what is queued; False when the socket takes no more for now."""
+        """Send queued frames; return False when the socket takes no more for now."""
         while self._queue:
             try:
                 socket.send(self._queue[0], zmq.NOBLOCK)
@@ -339,7 +347,7 @@ class ZmqTransport:
         on_frames: OnFrames,
         wait_s: float,
     ) -> None:
-        """Take what the engine sent before it ended: ZeroMQ reports the disconnect after the last frame."""
+        """Receive the frames that the engine sent before it ended: ZeroMQ reports the disconnect after the last one."""
         deadline = time.monotonic() + wait_s
         while not monitor.poll(0) and (left := deadline - time.monotonic()) > 0:
             poller = zmq.Poller()

@@ -1,4 +1,4 @@
-"""TypedCalls: the closed set of questions to an engine beside requests, as methods; ipc.messages.CALLS is its table."""
+"""TypedCalls: a client's calls to its engine, other than requests, as methods. ipc.messages.CALLS is their table."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -36,25 +36,25 @@ _Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Expla
 
 
 class TypedCalls(Protocol):
-    """Every method waits for the engine's answer, at most `timeout` seconds (None = the client's own limit).
+    """Methods that wait for the engine's answer, at most `timeout` seconds (None = the client's own limit).
 
-    Errors of all: CallFailedError when the engine refuses, does not answer in time or the connection was lost;
-    EngineDeadError at once when the engine is gone. pause, resume, drain and shutdown are the owner's.
+    Errors of all methods: CallFailedError when the engine refuses, does not answer in time or the connection was lost;
+    EngineDeadError at once when the engine is gone. Owner only: pause, resume, drain and shutdown.
     """
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
-        """Send the call that `make` makes of a fresh number, and wait for the answer to that number."""
+        """Send the call that `make` returns for a new number; return the answer to that number. name: for errors."""
 
     def statistics(self, timeout: float | None = None) -> Statistics:
-        """The engine's counters and gauges."""
+        """Return the engine's counters and gauges."""
         return self._ask(GetStatistics, Statistics, timeout)
 
     def model_information(self, timeout: float | None = None) -> ModelInformation:
-        """What the engine runs and how."""
+        """Return the model, sizes and options of the engine."""
         return self._ask(GetModelInformation, ModelInformation, timeout)
 
     def tokenizer_files(self, timeout: float | None = None) -> TokenizerFiles:
-        """The model's text side as the engine has it."""
+        """Return the model's tokenizer files as the engine has them."""
         return self._ask(GetTokenizer, TokenizerFiles, timeout)
 
     def explain(
@@ -65,25 +65,30 @@ class TypedCalls(Protocol):
         limit: int = 100,
         timeout: float | None = None,
     ) -> Explanation:
-        """Why a request runs or does not: this client's `number`, or that of another session; without a number the
-        scheduler in short, with at most `limit` requests. CallFailedError also for a request that does not live."""
+        """Explain why a request runs or does not: `number` of this client, or of another `session`.
+
+        Without a number the answer is a summary of the scheduler with at most `limit` requests. CallFailedError also
+        for a request that is not live.
+        """
         return self._ask(lambda call: Explain(call, number, session, limit), Explanation, timeout, "Explain")
 
     def begin_kv_events(self, timeout: float | None = None) -> None:
-        """Have the engine tell all that its prefix cache holds, and then every change. See follow_kv_events()."""
+        """Ask the engine to send the content of its prefix cache, then every change. See follow_kv_events()."""
         self._ask(FollowKVEvents, CallDone, timeout)
 
     def end_kv_events(self, timeout: float | None = None) -> None:
-        """Have it stop that."""
+        """Ask the engine to send no more KV events."""
         self._ask(UnfollowKVEvents, CallDone, timeout)
 
     def reset_prefix_cache(self, timeout: float | None = None) -> None:
-        """Forget cached blocks that no request holds."""
+        """Forget all cached blocks that no running request holds."""
         self._ask(ResetPrefixCache, CallDone, timeout)
 
     def pause(self, mode: PauseMode = PauseMode.ALL, timeout: float | None = None) -> None:
-        """Let no request begin (NEW: those that have begun finish) or nothing run (ALL), until resume(); of all
-        clients."""
+        """Pause the engine for all clients until resume(): no request begins (NEW), or nothing runs (ALL).
+
+        With NEW, requests that have begun continue.
+        """
         self._ask(lambda call: Pause(call, mode), CallDone, timeout, "Pause")
 
     def resume(self, timeout: float | None = None) -> None:
@@ -91,7 +96,7 @@ class TypedCalls(Protocol):
         self._ask(Resume, CallDone, timeout)
 
     def drain(self, timeout: float | None = None) -> None:
-        """Take no more requests and end after the last; does not wait for that."""
+        """Refuse new requests and end the engine after the last one. Does not wait for the end."""
         self._ask(BeginDrain, CallDone, timeout)
 
     def shutdown(self, timeout: float | None = None) -> None:
