@@ -8,7 +8,7 @@ from core.sampling.row_group import RowGroup
 
 
 class MinTokens(EditGroup):
-    """The rows with min_tokens: one entry for each ending token (stop tokens, and EOS unless ignore_eos) of each row."""
+    """The rows with min_tokens: one entry for each ending token of each row: stop tokens, and EOS unless ignore_eos."""
 
     options = ("min_tokens",)
 

@@ -68,7 +68,7 @@ def sample(
 
 
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:
-    """Return the token ids [S] int32 of the largest logits, ties by lower id; NOT_A_TOKEN where one is not finite.
+    """Return the token ids [S] int32 of the largest logits, ties by lower id; NOT_A_TOKEN where not finite.
 
     This equals sample() where every temperature is 0 and there are no edits. The logits [S, V] are not changed.
     """

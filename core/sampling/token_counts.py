@@ -28,7 +28,7 @@ class TokenCounts:
         return self.keys & ((1 << _ROW_SHIFT) - 1)
 
     def add(self, row: int, prompt: Int32s, output: Int32s) -> None:
-        """Add a row with these output tokens. prompt: tokens to add with count 0 where the output does not have them."""
+        """Add a row with these output tokens. prompt: tokens to add with count 0 where the output lacks them."""
         tokens, counts = np.unique(output, return_counts=True)
         only_prompt = np.setdiff1d(prompt, tokens)
         self._insert(_keys(row, np.concatenate([only_prompt, tokens])), np.append(np.zeros_like(only_prompt), counts))
