@@ -55,9 +55,7 @@ class Trial:
 
     def __init__(self, num_tokens: int) -> None:
         self.layers: dict[int, LayerUse] = {}
-        self._masks: dict[
-            int, tuple[torch.Tensor, MaskFunction]
-        ] = {}  # by address; the tensor is kept so that its address is not reused
+        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by address, which the tensor keeps in use
         self._num_tokens = num_tokens
 
     def make_mask(self, function: MaskFunction) -> torch.Tensor:

@@ -73,7 +73,7 @@ def _run(model: Any, max_model_len: int, *, is_poisoned: bool) -> tuple[dict[int
 
 
 def _explain(is_nan: list[bool], is_nan_without: list[bool]) -> str:
-    """Return what is wrong. is_nan, is_nan_without: whether each token's logits are NaN, with and without the poison."""
+    """Return what is wrong. is_nan, is_nan_without: whether a token's logits are NaN, with and without the poison."""
     if any(is_nan_without):
         return "its logits are NaN"
     if not is_nan[_POISONED]:

@@ -33,9 +33,7 @@ class Penalties(EditGroup):
             return False
         self._is_penalized[row] = True
         self._repetition[row], self._frequency[row], self._presence[row] = penalties
-        repeated = (
-            new.num_prompt_tokens if params.repetition_penalty != 1 else 0
-        )  # the other penalties count the output only
+        repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count output only
         self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
         return True
 

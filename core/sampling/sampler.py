@@ -120,9 +120,7 @@ def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -
     for part in _parts(np.flatnonzero(filters), vocab_size):
         index, top_p, min_p = torch.from_numpy(part), inputs.top_p[rows[part]], inputs.min_p[rows[part]]
         chosen = scaled.index_select(0, index)
-        values, ids = chosen.sort(
-            dim=-1, descending=True, stable=True
-        )  # of equal values the lower id first, as in a draw
+        values, ids = chosen.sort(dim=-1, descending=True, stable=True)  # ties by lower id, as in a draw
         maximum = values[:, :1]
         candidates = _Candidates(values.numpy(), ids.numpy(), (values - maximum).exp_().double().numpy())
         total = _sums(_weights_above_min_p(chosen.clone(), maximum, min_p))
