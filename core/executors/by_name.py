@@ -1,4 +1,4 @@
-"""How the executor that a config names is found: its module is imported when it is asked for, and torch with it."""
+"""The import of the executor that a config names. torch is imported with it, and not before."""
 
 import importlib
 from types import ModuleType
@@ -8,7 +8,7 @@ from ipc.config import EngineConfig
 
 
 def import_executor(config: EngineConfig) -> ModuleType:
-    """Import the module that makes the config's executor, and torch with it; only here. Errors: ConfigError."""
+    """Import the module of the config's executor, which imports torch. Errors: ConfigError if triton is missing."""
     on_gpu = config.executor == "local" and config.device == "cuda"
     if on_gpu:
         check_triton()
@@ -16,6 +16,6 @@ def import_executor(config: EngineConfig) -> ModuleType:
 
 
 def load_executor(config: EngineConfig) -> Executor:
-    """Make the executor named in the config."""
+    """Create the executor that the config names."""
     executor: Executor = import_executor(config).create(config)
     return executor

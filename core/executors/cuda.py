@@ -1,4 +1,4 @@
-"""The CUDA executor: one model on one GPU, driven from the engine process; a step is begun and asked for later."""
+"""The CUDA executor: it runs one model on one GPU from the engine process; results are read after the launch."""
 
 import torch
 
@@ -15,13 +15,17 @@ from ipc.config import EngineConfig
 
 
 class CudaExecutor:
-    """Loads the model when it is made. Errors: ModelFileError, UnsupportedModelError, OutOfMemoryError; ConfigError
-    where there is no device or the model is not one of ours."""
+    """An Executor on a GPU."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Load the config's model.
+
+        Errors: ModelFileError, UnsupportedModelError, OutOfMemoryError; ConfigError if there is no device or the model
+        is not an in-tree one.
+        """
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
-        # Under Triton's interpreter bfloat16 is slow.
+        # float32 without a GPU: bfloat16 is slow under Triton's interpreter.
         model, self.info, *_ = load(config, torch.bfloat16 if device.type == "cuda" else torch.float32)
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
@@ -29,12 +33,15 @@ class CudaExecutor:
         self._memory = CudaMemory(model, model.operations, config)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        """Return the number of blocks in memory_bytes."""
         return memory_bytes // self._model.bytes_per_block(block_size)
 
     def cache_memory_bytes(self) -> int | None:
+        """Return the bytes of GPU memory left for the KV cache; see CudaMemory. Errors: OutOfMemoryError."""
         return self._memory.cache_bytes()
 
     def initialize_cache(self, config: EngineConfig) -> None:
+        """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         assert config.max_model_len is not None, "the config is not resolved"
         with caches_that_fit():
             self.runner = CudaModelRunner(
@@ -46,18 +53,21 @@ class CudaExecutor:
             )
 
     def measure_costs(self) -> Costs:
+        """Return the measured costs of restoring a preempted request."""
         return self.runner.measure_costs()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Launch one step and return its handle."""
         return self.runner.begin(plan)
 
     def prepare_ahead(self) -> bool:
-        """The cache's memory is the device's, and there from the start."""
+        """Return False: the device's memory is allocated from the start."""
         return False
 
     def close(self) -> None:
-        """Memory goes with the process."""
+        """Do nothing: the memory is freed when the process ends."""
 
 
 def create(config: EngineConfig) -> CudaExecutor:
+    """Create the executor for this config."""
     return CudaExecutor(config)

@@ -1,4 +1,4 @@
-"""CudaMemory: how much of a GPU's memory is left for the KV cache; a part of the CUDA executor."""
+"""CudaMemory: measures the GPU memory that is left for the KV cache; a part of the CUDA executor."""
 
 from collections.abc import Callable
 
@@ -18,22 +18,25 @@ from kernels.triton.sampling import pack_columns, sample_tokens
 
 
 class CudaMemory:
-    """Measures with the loaded model, before there is a cache."""
+    """The measurement of free GPU memory, with the loaded model and before the KV cache is allocated."""
 
     def __init__(self, model: Llama, operations: TritonOperations, config: EngineConfig) -> None:
-        """operations: the model's."""
+        """Keep the arguments. operations: those of the model."""
         self._model, self._operations, self._config = model, operations, config
         self._device = operations.device
 
     def cache_bytes(self) -> int | None:
-        """Return what gpu_memory_utilization leaves beside the weights and the largest step, which is run to see; None
-        under Triton's interpreter, which uses the machine's memory. Errors: OutOfMemoryError."""
+        """Return the bytes that gpu_memory_utilization leaves beside the weights and the largest step.
+
+        The largest step is run to measure its memory. The result is None under Triton's interpreter, which uses the
+        host's memory. Errors: OutOfMemoryError.
+        """
         if self._device.type != "cuda":
             return None
         total = torch.cuda.mem_get_info(self._device)[1]
         try:
             peak = self._peak_bytes(self._largest_step)
-            # A decode step's memory is beside a mixed step's: CUDA graphs keep theirs.
+            # A decode step's memory adds to a mixed step's, because CUDA graphs keep their memory.
             peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
@@ -55,7 +58,7 @@ class CudaMemory:
         return left
 
     def _peak_bytes(self, step: Callable[[], None]) -> int:
-        """Most memory that tensors took at a time while the step ran, weights and all."""
+        """Run the step; return the peak of the memory that tensors occupied meanwhile, weights included, in bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
         step()
         torch.cuda.synchronize(self._device)
@@ -70,13 +73,16 @@ class CudaMemory:
         return token_budget(self._config, self._max_model_len())
 
     def _tables_bytes(self) -> int:
-        """Of core/runner/device_tables.py, which comes later."""
+        """Return the bytes of the tables in core/runner/device_tables.py, which are allocated later."""
         num_tokens = self._max_model_len() + 1
         return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
-        """All tokens of the budget, of as many requests as may run, over a cache that holds the null block only."""
+        """Run a step with all tokens of the budget, of as many requests as may run.
+
+        Its cache has only the null block.
+        """
         model = self._model
         num_tokens = self._token_budget()
         num_requests = min(self._config.max_num_seqs, num_tokens)
@@ -100,13 +106,16 @@ class CudaMemory:
             position=none,
             choice=none,
         )
-        reported = logits.clone()  # what a step keeps of them for log probabilities
+        reported = logits.clone()  # a step keeps a copy for log probabilities
         sample_tokens(reported, torch.from_numpy(words).to(self._device))
 
     @torch.inference_mode()
     def _largest_decode(self) -> None:
-        """One token of each request that may run. Memory goes by the longest context that there may be, time by what
-        there is: one token of the null block."""
+        """Run a decode step with one token of each request that may run.
+
+        Its memory is that of the longest possible context. Its time is that of a context of one token, in the null
+        block.
+        """
         model = self._model
         num_rows, device = padded_rows(self._config.max_num_seqs), self._device
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""load: the model that a config names, and what is reported of it; a part of the executors that run one."""
+"""load: loads the model that a config names, and describes it; a part of the executors that run a model."""
 
 import hashlib
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Loaded(NamedTuple):
-    """A model, and what is reported of it."""
+    """A loaded model and its description."""
 
     model: Model
     info: ModelInfo
@@ -25,15 +25,19 @@ class Loaded(NamedTuple):
     dtype: torch.dtype
 
     def settle_length(self, max_model_len: int) -> ModelInfo:
-        """Settle the model on requests of at most max_model_len tokens -> what is reported of it then: rotary
-        frequencies that depend on the length are part of the fingerprint."""
+        """Fix the maximum number of tokens of a request; return the model's updated description.
+
+        Rotary frequencies that depend on the length are part of the fingerprint.
+        """
         self.model.settle_length(max_model_len)
         return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
 
 
 def load(config: EngineConfig, usual_dtype: torch.dtype) -> Loaded:
-    """Load the config's model on the config's device. usual_dtype: what dtype "auto" becomes. Errors: ModelFileError,
-    UnsupportedModelError, ConfigError, OutOfMemoryError."""
+    """Load the config's model on the config's device. usual_dtype: the dtype for "auto".
+
+    Errors: ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
+    """
     path = resolve_model(config.model)
     dtype = _DTYPES[config.dtype] if config.dtype != "auto" else usual_dtype
     source = load_model(path, dtype, config)

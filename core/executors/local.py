@@ -1,4 +1,4 @@
-"""The local executor: one model on this machine's CPU, in the engine process, one step at a time."""
+"""The local executor: it runs one model on this machine's CPU, in the engine process, one step at a time."""
 
 from pathlib import Path
 
@@ -16,21 +16,27 @@ from kernels.memory.blocks_ahead import BlocksAhead
 
 
 class LocalExecutor:
-    """Loads the model when it is made. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
+    """An Executor on the CPU."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Load the config's model. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
         torch.set_num_threads(num_threads(config))
         self._loaded = load(config, usual_dtype())
         self._model, self.info = self._loaded.model, self._loaded.info
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """On a CPU the budget is the cache's: a step's working memory is small beside it and bounded."""
+        """Return the number of blocks in memory_bytes.
+
+        On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison.
+        """
         return memory_bytes // self._model.bytes_per_block(block_size)
 
     def cache_memory_bytes(self) -> int | None:
+        """Return None: there is no device with memory of its own."""
         return None
 
     def initialize_cache(self, config: EngineConfig) -> None:
+        """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
         with caches_that_fit():
@@ -38,29 +44,33 @@ class LocalExecutor:
         self._ahead = BlocksAhead(self.runner.cache)
 
     def measure_costs(self) -> Costs:
+        """Return the measured costs of restoring a preempted request."""
         return self.runner.measure_costs()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Run one step; the returned step is finished."""
         self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.added)]))
         return FinishedStep(self.runner.execute(plan))
 
     def prepare_ahead(self) -> bool:
+        """Take memory for blocks of later steps; return False if no more is needed for now."""
         return self._ahead.take()
 
     def close(self) -> None:
-        """Memory goes with the process."""
+        """Do nothing: the memory is freed when the process ends."""
 
 
 def create(config: EngineConfig) -> LocalExecutor:
+    """Create the executor for this config."""
     return LocalExecutor(config)
 
 
 def usual_dtype() -> torch.dtype:
-    """Return bfloat16 where the CPU multiplies it, else float32."""
+    """Return bfloat16 if the CPU can multiply it, else float32."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
         return torch.float32
     words = set(flags.split())
-    has_bfloat16 = words & {"avx512_bf16", "amx_bf16", "bf16"}  # the last is aarch64's name
+    has_bfloat16 = words & {"avx512_bf16", "amx_bf16", "bf16"}  # bf16 is aarch64's name
     return torch.bfloat16 if has_bfloat16 else torch.float32

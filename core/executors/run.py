@@ -1,4 +1,4 @@
-"""RunnerSizes: what a model runner is made with, from a resolved config; a part of the executors that run a model."""
+"""RunnerSizes: the arguments of a model runner, from a resolved config; a part of the executors that run a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from ipc.errors import OutOfMemoryError
 
 
 class RunnerSizes(TypedDict):
-    """Keyword arguments that all model runners have."""
+    """The keyword arguments that all model runners have in common."""
 
     num_rows: int
     num_blocks: int
@@ -21,7 +21,7 @@ class RunnerSizes(TypedDict):
 
 
 def runner_sizes(config: EngineConfig, info: ModelInfo) -> RunnerSizes:
-    """Return the sizes of the config's runner. config: resolved."""
+    """Return the runner's arguments for a resolved config."""
     assert config.num_blocks_override is not None, "the config is not resolved"
     return RunnerSizes(
         num_rows=config.max_num_seqs,

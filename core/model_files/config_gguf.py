@@ -1,6 +1,6 @@
 """ModelConfig from a GGUF file's metadata and tensor names, as llama.cpp's converter writes them.
 
-Whatever would change the arithmetic and is not implemented is refused by name.
+Settings that would change the arithmetic and are not implemented are refused by name.
 """
 
 import math
@@ -20,7 +20,7 @@ from ipc.errors import UnsupportedModelError
 from ipc.files.gguf import GgufHeader, read_gguf
 from ipc.files.mapped_file import map_file
 
-#: Setting -> key after the architecture's name.
+#: Setting -> its key, without the architecture's name in front.
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -41,7 +41,7 @@ _KEYS = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-#: Keys that nothing here computes -> the value without effect.
+#: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "expert_count": 0,
     "attn_logit_softcapping": 0.0,
@@ -55,13 +55,17 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _DIVISORS = "rope_freqs.weight"
 
-#: Layers of Gemma 3 27B, the one whose queries are not scaled by the head dimension; llama.cpp knows it by this, too.
+#: Number of layers of Gemma 3 27B, the only one whose queries are not scaled by the head dimension. llama.cpp
+#: recognizes it by this number, too.
 _GEMMA3_27B_LAYERS = 62
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
-    """Errors: ModelFileError naming the key for a missing or senseless value; UnsupportedModelError naming what this
-    version cannot run."""
+    """Return the configuration of a model from its GGUF file.
+
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
+    cannot run.
+    """
     header = read_gguf(path)
     values = Values(header.metadata, str(path))
     name = header.metadata.get("general.architecture")
@@ -111,7 +115,10 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
 
 
 def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Biases are there if their tensors are; the norms' offset is in the file's numbers already."""
+    """Return the layer features by ModelConfig's names, without rotation and window.
+
+    A model has a bias if the file has its tensor. The norms' offset is included in the file's numbers already.
+    """
     scalar = None
     if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
         scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
@@ -127,7 +134,7 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
 
 
 def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """A file of a model whose layers are all alike has no window."""
+    """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
     own = architecture.sliding_rope_theta
     if own is None or values.get("sliding_window") in (None, 0):
         return {}
@@ -139,7 +146,7 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
 
 
 def _sliding_layers(values: Values, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """A number as in config.json, or for each layer whether it slides."""
+    """Return the sliding layers. The setting is a number as in config.json, or one boolean for each layer."""
     flags = values.get("sliding_window_pattern")
     if not isinstance(flags, list):
         return pattern_layers(
@@ -153,7 +160,7 @@ def _sliding_layers(values: Values, architecture: Architecture, num_layers: int)
 def _rope_scaling(values: Values, header: GgufHeader, path: Path, sizes: dict[str, Any]) -> RopeScaling | None:
     if _DIVISORS in header.tensors:
         return _divisors(values, header, path, sizes["head_dim"] // 2)
-    kind = values.values.get(values.key("rope_type"), "linear")  # as llama.cpp has it
+    kind = values.values.get(values.key("rope_type"), "linear")  # llama.cpp's default
     if kind not in ("none", "linear", "yarn"):
         values.refuse("rope_type", "'none', 'linear' and 'yarn' are")
     if values.get("factor") in (None, 0, 1):
@@ -172,7 +179,10 @@ def _rope_scaling(values: Values, header: GgufHeader, path: Path, sizes: dict[st
 
 
 def _divisors(values: Values, header: GgufHeader, path: Path, expected: int) -> FrequencyDivisors:
-    """The tensor is read here: it is part of what the model is, and a few numbers long."""
+    """Read the tensor of frequency divisors.
+
+    It belongs to the configuration, and has only a few numbers. Errors: ModelFileError, UnsupportedModelError.
+    """
     tensor = header.tensors[_DIVISORS]
     if tensor.type != "F32" or tensor.shape != (expected,):
         raise UnsupportedModelError(

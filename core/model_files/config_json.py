@@ -1,6 +1,6 @@
 """ModelConfig from a Hugging Face folder: config.json and generation_config.json, as transformers 4 and 5 write them.
 
-Whatever would change the arithmetic and is not implemented is refused by name.
+Settings that would change the arithmetic and are not implemented are refused by name.
 """
 
 import json
@@ -17,7 +17,7 @@ from ipc.files.model_files import read_small_file
 
 _NAMES = ", ".join(ARCHITECTURES)
 
-#: Settings of relatives of these architectures that nothing here computes -> the value without effect.
+#: Settings of related architectures that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "mlp_bias": False,
     "attn_logit_softcapping": None,
@@ -27,8 +27,11 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 
 
 def read_json_config(folder: Path) -> ModelConfig:
-    """Errors: ModelFileError naming the key for a missing or senseless value; UnsupportedModelError naming what this
-    version cannot run."""
+    """Return the configuration of a model from its folder.
+
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
+    cannot run.
+    """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(values)
     values.values = {**architecture.defaults, **values.values}
@@ -66,7 +69,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _architecture(values: Values) -> Architecture:
-    """A config saved from a bare LlamaConfig has a model_type but no architectures."""
+    """Return the architecture that the config names.
+
+    A config saved from a bare LlamaConfig has a model_type but no architectures.
+    """
     names, model_type = values.get("architectures"), values.get("model_type")
     if names is None and model_type is None:
         values.fail("architectures", f"is missing; supported are {_NAMES}")
@@ -95,7 +101,7 @@ def _dtype(values: Values) -> str:
 
 
 def _features(values: Values, architecture: Architecture) -> dict[str, Any]:
-    """Everything about a layer but rotation and window."""
+    """Return the layer features by ModelConfig's names, without rotation and window."""
     configured = values.boolean("attention_bias") and architecture.attention_bias == "as configured"
     activation = values.get(architecture.activation_key)
     if activation not in (None, *get_args(Activation)):
@@ -119,8 +125,11 @@ def _features(values: Values, architecture: Architecture) -> dict[str, Any]:
 
 
 def _rope(values: Values, architecture: Architecture, max_position_embeddings: int) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters, with theta and scaling in it, and where layers differ one such group per
-    kind of layer; earlier ones write theta, the sliding layers' theta and rope_scaling as keys of their own."""
+    """Return the rotary settings by ModelConfig's names.
+
+    transformers 5 writes rope_parameters with theta and scaling; where layers differ it has one such group for each
+    kind of layer. Earlier versions write theta, the sliding layers' theta and rope_scaling as separate keys.
+    """
     own = architecture.sliding_rope_theta  # of sliding layers
     parameters = values.group("rope_parameters")
     if parameters is None or own is None:
@@ -141,7 +150,10 @@ def _rope(values: Values, architecture: Architecture, max_position_embeddings: i
 
 
 def _flat(values: Values, parameters: Values | None) -> Values:
-    """One group for all layers: rope_parameters, else rope_scaling; theta may stand outside."""
+    """Return the rotary settings of all layers as one group: rope_parameters, or else rope_scaling.
+
+    theta may be outside the group; it is copied into it.
+    """
     scaling = values.group("rope_scaling")
     if parameters is not None and scaling is not None and parameters.values != scaling.values:
         values.fail("rope_scaling", "and rope_parameters contradict each other; one of them is expected")
@@ -155,7 +167,10 @@ def _flat(values: Values, parameters: Values | None) -> Values:
 def _rope_group(
     values: Values, group: Values, theta: float, max_position_embeddings: int
 ) -> tuple[float, RopeScaling | None]:
-    """theta is the default. A length outside the group has precedence, as in transformers."""
+    """Return theta and the scaling of a group. theta: the default.
+
+    An original length outside the group has precedence, as in transformers.
+    """
     if (original := values.get("original_max_position_embeddings")) is not None:
         group.values = {**group.values, "original_max_position_embeddings": original}
     for place in (group, values):
@@ -168,6 +183,7 @@ def _rope_group(
 
 
 def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+    """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
     match architecture.sliding:
         case "none":
             layers: tuple[int, ...] = ()
@@ -187,7 +203,7 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
 
 
 def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The sliding ones of layer_types, if there is such a list."""
+    """Return the sliding layers that layer_types names; the default if there is no such list."""
     names = values.get("layer_types")
     if names is None:
         return default
@@ -199,5 +215,5 @@ def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> 
 
 
 def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
-    """The sliding layers where the last of every `pattern` sees everything."""
+    """Return the sliding layers of a model in which every `pattern`-th layer has full attention."""
     return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)

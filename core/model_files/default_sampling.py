@@ -1,7 +1,7 @@
-"""Default sampling: the parameters that a model's own files recommend, for requests that bring none.
+"""Default sampling: the parameters that a model's own files recommend, for requests without parameters.
 
-A folder says so in generation_config.json, a GGUF file in the keys general.sampling.*. Clients read the result in
-Welcome, so that all clients of an engine have the same defaults, whatever files they can see.
+A folder has them in generation_config.json, a GGUF file in the keys general.sampling.*. Clients receive them in the
+message Welcome, so all clients of an engine have the same defaults, whichever files they can read.
 """
 
 import os
@@ -17,7 +17,7 @@ from ipc.files.model_files import resolve_model
 from ipc.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
-#: Keys of generation_config.json -> parameters; those that vLLM takes from it.
+#: Keys of generation_config.json -> parameters; the same ones that vLLM uses.
 _JSON_KEYS = {
     "repetition_penalty": "repetition_penalty",
     "temperature": "temperature",
@@ -36,9 +36,9 @@ _GGUF_KEYS = {
 
 
 def read_default_sampling(config: EngineConfig) -> dict[str, float | int]:
-    """Return the parameters, by their names in SamplingParams, that the option generation_config asks for.
+    """Return the parameters that the option generation_config selects, by their names in SamplingParams.
 
-    Errors: ModelFileError for a file whose values are no sampling parameters; ConfigError for a folder without one.
+    Errors: ModelFileError for a file with invalid sampling parameters; ConfigError for a folder without the file.
     """
     if config.generation_config == "vllm":
         return {}
@@ -54,7 +54,7 @@ def read_default_sampling(config: EngineConfig) -> dict[str, float | int]:
     model = resolve_model(config.model)
     if model.suffix == ".gguf":
         metadata = read_gguf(model).metadata
-        # GGUF's numbers are float32: seven digits are all they say, and 0.6 is not 0.6000000238418579.
+        # GGUF's numbers are float32 with seven significant digits: 0.6 must not become 0.6000000238418579.
         values = {
             key: float(f"{value:.7g}") if isinstance(value, float) else value
             for key in _GGUF_KEYS

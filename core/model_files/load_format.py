@@ -1,4 +1,4 @@
-"""Where a model's weights come from: its files, or a fixed random pattern in their place."""
+"""The source of a model's weights: its files, or a fixed random pattern instead of them."""
 
 import hashlib
 import math
@@ -17,17 +17,17 @@ from ipc.errors import ConfigError
 from ipc.files.model_files import model_fingerprint
 from kernels.cpu.library import CpuLibrary
 
-_STD = 0.02  # of made-up weights, as transformers initializes them
-#: Made-up weights repeat after so many. A prime: no two rows of a matrix begin at the same one.
+_STD = 0.02  # standard deviation of made-up weights, as in transformers' initialization
+#: Period of the made-up weights. It is a prime, so that rows of a matrix begin at different places of the pattern.
 _PERIOD = 1_048_573
 
 
 class OpenedWeights(NamedTuple):
-    """Weights, ready to be taken one by one."""
+    """A model's weights, to be read one by one, and their identity."""
 
     tensors: Iterator[tuple[str, Weight]]  # names and order of expected_shapes
-    fingerprint: str  # hex; of what the weights are
-    label: str  # what the model's fingerprint begins with
+    fingerprint: str  # hexadecimal digest that identifies the weights
+    label: str  # prefix of the model's fingerprint
 
 
 def open_weights(
@@ -37,8 +37,11 @@ def open_weights(
     dtype: torch.dtype,
     library: CpuLibrary | None = None,
 ) -> OpenedWeights:
-    """The weights of a model as load_format says. library: of the C kernels, which dequantize; None = torch does.
-    Errors: ConfigError for one that does not fit; load_weights'."""
+    """Open the weights of a model in the form that load_format selects.
+
+    library: the C kernels that dequantize; None = torch dequantizes. Errors: ConfigError for a load_format that does
+    not fit the files; the errors of load_weights().
+    """
     if load_format == "dummy":
         identity = hashlib.sha256(msgspec.json.encode(config)).hexdigest()
         return OpenedWeights(_made_up(config, dtype), identity, "dummy-")
@@ -50,7 +53,7 @@ def open_weights(
 
 
 def _made_up(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Matrices of normally distributed numbers, the same every time; norms of 1, biases of 0."""
+    """Yield made-up weights: matrices of fixed normally distributed numbers, norms of 1, biases of 0."""
     generator = torch.Generator().manual_seed(0)
     pattern = (torch.randn(_PERIOD, generator=generator) * _STD).to(dtype)
     start = 0

@@ -1,4 +1,4 @@
-"""Which code runs a model: ours where it knows the architecture, else transformers'."""
+"""Loading of a model: with this engine's own code if it has the architecture, else with transformers'."""
 
 import contextlib
 import ctypes
@@ -24,13 +24,19 @@ from ipc.files.model_files import model_fingerprint
 
 
 class LoadedModel(NamedTuple):
+    """A model with its weights, and their identity."""
+
     model: Model
-    fingerprint: str  # hex; of what the weights are
-    label: str  # what the model's fingerprint begins with
+    fingerprint: str  # hexadecimal digest that identifies the weights
+    label: str  # prefix of the model's fingerprint
 
 
 def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedModel:
-    """Errors: ModelFileError, UnsupportedModelError; ConfigError for a load_format that does not fit."""
+    """Load the model of a folder or .gguf file, to run in dtype on the config's device.
+
+    Errors: ModelFileError, UnsupportedModelError; ConfigError for options that do not fit the model; OutOfMemoryError
+    if the weights do not fit the GPU.
+    """
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
         if config.device == "cuda":
@@ -48,7 +54,7 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
         )
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
-    # Imported here: transformers takes seconds, and models of our own never need it.
+    # Imported here: transformers takes seconds to import, and in-tree models never need it.
     from core.models.transformers_model import TransformersModel
 
     made_up = config.load_format == "dummy"
@@ -59,15 +65,17 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
 
 
 def _return_free_memory() -> None:
-    """To the system: a vocabulary, and what tensors took on their way from a file to a packed one, are an eighth of a
-    small model."""
+    """Return free memory to the operating system.
+
+    The vocabulary of a GGUF file and the temporary copies of tensors are an eighth of a small model's size.
+    """
     forget_gguf()
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _device_model(config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> Llama:
-    """Errors: ConfigError where there is no device; OutOfMemoryError."""
+    """Build the model on the GPU. Errors: ConfigError if there is no device; OutOfMemoryError."""
     # Imported here: only device=cuda needs triton.
     from core.device import cuda_device
     from core.models.triton_operations import TritonOperations
@@ -81,8 +89,10 @@ def _device_model(config: ModelConfig, weights: Iterable[tuple[str, Weight]], dt
 
 
 def _is_foreign(path: Path) -> bool:
-    """A model folder whose config.json names only architectures that are not ours; whatever else is wrong with a file
-    is said by our own reader."""
+    """Return whether the model folder's config.json names only architectures that are not in-tree.
+
+    It is False for unreadable files: the in-tree reader reports their errors.
+    """
     try:
         names = json.loads((path / "config.json").read_bytes()).get("architectures")
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -13,9 +13,9 @@ SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """The configuration of a model folder or .gguf file, as ipc.files.model_files.resolve_model gives them.
+    """Return the configuration of a model. path: a model folder or .gguf file, of ipc.files.model_files.resolve_model.
 
-    Errors: ModelFileError naming the key for a missing or senseless value; UnsupportedModelError naming what this
-    version cannot run.
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
+    cannot run.
     """
     return read_gguf_config(path) if path.suffix == ".gguf" else read_json_config(path)

@@ -1,7 +1,7 @@
-"""Rotary scalings: how a model stretches its rotary embedding to longer contexts, as read from config.json.
+"""Rotary scalings from config.json: the ways in which models extend their rotary embedding to longer contexts.
 
-"dynamic" and "longrope" depend on how long a request has become, so that a token's K would change after it was stored;
-they are refused by name, as is everything else that transformers knows.
+"dynamic" and "longrope" depend on the current length of a request, so a token's K would change after it is stored. They
+are refused by name, as are all other types of transformers.
 """
 
 import math
@@ -10,12 +10,15 @@ from core.model_files.values import Values
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 _MAX_FACTOR = 1e6
-_MAX_LENGTH = 2**24  # tokens, as of max_position_embeddings
+_MAX_LENGTH = 2**24  # tokens; the limit of max_position_embeddings, too
 
 
 def read_rope_scaling(group: Values, max_position_embeddings: int) -> RopeScaling | None:
-    """From config.json's rope_scaling or rope_parameters. Errors: UnsupportedModelError naming the type; ModelFileError
-    naming a number that is missing or senseless."""
+    """Return the scaling that config.json's rope_scaling or rope_parameters describes; None if it is the default type.
+
+    max_position_embeddings: tokens; the default of the original length. Errors: UnsupportedModelError naming the type;
+    ModelFileError naming a missing or invalid number.
+    """
     name = "rope_type" if "rope_type" in group.values else "type"
     kind = group.values.get(name, "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -28,7 +31,7 @@ def read_rope_scaling(group: Values, max_position_embeddings: int) -> RopeScalin
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """The paper's recommendation for a context stretched by `factor`."""
+    """Return the attention factor that the YaRN paper recommends for a context extended by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -59,7 +62,7 @@ def _yarn(group: Values, max_position_embeddings: int) -> YarnScaling:
         factor=factor,
         original_max_position_embeddings=original,
         attention_factor=group.number("attention_factor", 1 / _MAX_FACTOR, _MAX_FACTOR, recommended),
-        # transformers takes 0 for "not given"
+        # transformers treats 0 as "not set"
         beta_fast=group.number("beta_fast", 0.0, _MAX_FACTOR, 32.0) or 32.0,
         beta_slow=group.number("beta_slow", 0.0, _MAX_FACTOR, 1.0) or 1.0,
         truncate=group.boolean("truncate", True),

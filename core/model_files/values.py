@@ -1,11 +1,11 @@
-"""Values: checked access to a model file's settings; whatever is wrong is reported under the file's own key."""
+"""Values: checked access to a model file's settings. Errors name the file's own key."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 
-#: Lowest and highest sane values. The upper ends keep every product of two within 64 bits.
+#: Lowest and highest accepted values. The upper limits keep every product of two within 64 bits.
 _RANGES: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -22,31 +22,43 @@ _RANGES: dict[str, tuple[int, int]] = {
 
 
 class Values:
-    """Settings by name. keys: the file's key for each name that it spells otherwise; prefix stands before them all."""
+    """The settings of one file, or of one group in it, by name."""
 
     def __init__(
         self, values: dict[str, Any], source: str, keys: Mapping[str, str] | None = None, prefix: str = ""
     ) -> None:
+        """Wrap the settings in `values`.
+
+        source: name of the file, for errors. keys: the file's key for each name that it spells differently. prefix: put
+        before every key in errors.
+        """
         self.values = values
         self.source = source
         self._keys = keys or {}
         self._prefix = prefix
 
     def key(self, name: str) -> str:
+        """Return the file's key for a name."""
         return self._keys.get(name, name)
 
     def get(self, name: str) -> Any:
+        """Return the unchecked value; None if it is missing."""
         return self.values.get(self.key(name))
 
     def fail(self, name: str, what: str) -> NoReturn:
+        """Raise ModelFileError for this key. what: the end of its text."""
         raise ModelFileError(f"{self.source}: {self._prefix}{self.key(name)} {what}")
 
     def refuse(self, name: str, supported: str) -> NoReturn:
+        """Raise UnsupportedModelError for this key's value. supported: a text that names the supported values."""
         key = f"{self._prefix}{self.key(name)}"
         raise UnsupportedModelError(f"{self.source}: {key}={self.get(name)!r:.100} is not supported; {supported}")
 
     def group(self, name: str) -> "Values | None":
-        """The object under a name; its settings are reported as name.setting."""
+        """Return the object under a name; None if there is none. Errors name its settings as name.setting.
+
+        Errors: ModelFileError if it is not an object.
+        """
         value = self.get(name)
         if value is None:
             return None
@@ -55,6 +67,7 @@ class Values:
         return Values(value, self.source, prefix=f"{self._prefix}{self.key(name)}.")
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """Return an integer in the name's range. Errors: ModelFileError; also if it is missing and default is None."""
         low, high = _RANGES[name]
         value = self.get(name)
         if value is None:
@@ -66,7 +79,7 @@ class Values:
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """Both ends are allowed; a NaN is not."""
+        """Return a number from low to high, both included; a NaN is refused. Errors: ModelFileError."""
         value = self.get(name)
         if value is None:
             value = default
@@ -77,13 +90,14 @@ class Values:
         return float(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
+        """Return a boolean; the default if it is missing. Errors: ModelFileError."""
         value = self.get(name)
         if value is not None and type(value) is not bool:
             self.fail(name, f"must be true or false, got {value!r:.80}")
         return default if value is None else bool(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """None, one id or a list of them."""
+        """Return the token ids of a setting that is missing, one id or a list of ids. Errors: ModelFileError."""
         value = self.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token in ids:
@@ -93,7 +107,10 @@ class Values:
 
 
 def model_sizes(values: Values) -> dict[str, Any]:
-    """The sizes that both file formats state, checked against each other, by ModelConfig's names."""
+    """Return the sizes that both file formats state, by ModelConfig's names, checked against each other.
+
+    Errors: ModelFileError naming the key.
+    """
     heads = values.integer("num_attention_heads")
     kv_heads = values.integer("num_key_value_heads", heads)
     hidden_size = values.integer("hidden_size")

@@ -1,7 +1,7 @@
-"""A model's weights, from its files to tensors with Hugging Face names.
+"""A model's weights: from its files to tensors with Hugging Face names.
 
-Everything is checked from the headers before the first tensor is made; then the files are mapped and the tensors made
-one at a time, so that no second copy of a file ever exists.
+The headers are checked completely before the first tensor is made. Then the files are mapped and the tensors made one
+at a time, so that there is never a second copy of a whole file.
 """
 
 import mmap
@@ -24,7 +24,7 @@ from ipc.rounding import round_up
 from kernels.cpu.library import CpuLibrary
 from kernels.torch.dequantize import BLOCK_SIZES
 
-#: safetensors dtype -> type name of kernels.torch.dequantize, under which both formats are converted.
+#: safetensors dtype -> type name of kernels.torch.dequantize, which converts both formats.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 _GGUF_NAMES = {
@@ -45,32 +45,32 @@ _GGUF_LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-#: Where results are normalised as well, other norms have these names.
+#: Names of norms in models with post_norms; they replace those above.
 _GGUF_POST_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-#: Tables of rotary embedding that files carry; the config has them all.
+#: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
 )
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """One tensor's place."""
+    """The location and format of one tensor."""
 
     path: Path
-    source_name: str  # in its file
+    source_name: str  # the tensor's name in its file
     type: str
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
     end: int
-    interleaved_heads: int = 0  # rows are in llama.cpp's rotary order, for so many heads; 0 = in ours
+    interleaved_heads: int = 0  # number of heads whose rows are in llama.cpp's rotary order; 0 = in transformers'
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every weight, in the order of use; matrices are [out, in]."""
+    """Return the shape of every weight by name, in the order of use; matrices are [out, in]."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
@@ -111,15 +111,18 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def load_weights(
     path: Path, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary | None = None
 ) -> Iterator[tuple[str, Weight]]:
-    """(name, weight) of every name of expected_shapes, in its order: matrices of a GGUF file as they are stored, others
-    in dtype; vectors in float32, in which norms and biases are computed. All checks are done when this returns.
+    """Return an iterator over (name, weight) for every name of expected_shapes, in its order.
 
-    A weight that needs no conversion is a view of a private mapping of its file: reading it reads the file, and the
-    mapping lives as long as the weight. A file's pages leave memory as its weights are taken or converted: what
-    the caller writes into a view is lost with the next one. library: of the C kernels, which dequantize; None = torch
-    does.
-    Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen one; UnsupportedModelError for
-    a type that cannot be converted.
+    Matrices of a GGUF file stay as they are stored; other matrices are in dtype. Vectors are in float32, the dtype in
+    which norms and biases are computed. All checks are done when this function returns.
+
+    A weight that needs no conversion is a view of a private mapping of its file. Reading it reads the file, and the
+    mapping exists as long as the weight. A file's pages are released as its weights are taken or converted, so data
+    that the caller writes into a view is lost when the next weight is taken. library: the C kernels that dequantize;
+    None = torch dequantizes.
+
+    Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen tensor; UnsupportedModelError
+    for a type that cannot be converted.
     """
     plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
     return _convert(plan, dtype, library)
@@ -130,7 +133,7 @@ def _plan_gguf(path: Path, config: ModelConfig) -> dict[str, _Stored]:
         name: _Stored(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
         for name, tensor in read_gguf(path).tensors.items()
     }
-    # llama.cpp's converter interleaves the two halves of each head's rows of these two, for some architectures.
+    # For some architectures llama.cpp's converter interleaves the two halves of each head's rows in these matrices.
     interleaved: dict[str, int] = {}
     if ARCHITECTURES[config.architecture].gguf_interleaves_heads:
         interleaved = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -164,7 +167,7 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
 
 
 def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: Path) -> _Stored:
-    """Remove a tensor from `found` and check it."""
+    """Remove a tensor from `found`, check it and return it. Errors: ModelFileError, UnsupportedModelError."""
     stored = found.pop(name, None)
     if stored is None:
         raise ModelFileError(f"{where}: tensor {name} is missing; expected shape {shape}")
@@ -178,7 +181,10 @@ def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: P
 
 
 def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
-    """A tensor that nobody reads would change the model's answers, but for a few known ones."""
+    """Refuse unused tensors, except for a few harmless ones: ignoring them would change the model's output.
+
+    Errors: UnsupportedModelError.
+    """
     for name, stored in found.items():
         if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
@@ -209,7 +215,7 @@ def _convert(plan: dict[str, _Stored], dtype: torch.dtype, library: CpuLibrary |
 
 
 def _release(file: mmap.mmap, stored: _Stored) -> None:
-    """Of the mapping's pages, those with nothing but this tensor; who still needs them reads them again."""
+    """Release the mapping's pages that hold only this tensor. A later access reads them from the file again."""
     begin, end = round_up(stored.begin, mmap.PAGESIZE), stored.end // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
@@ -218,7 +224,7 @@ def _release(file: mmap.mmap, stored: _Stored) -> None:
 def _to_weight(
     data: torch.Tensor, stored: _Stored, library: CpuLibrary | None, release: Callable[[], None]
 ) -> StoredMatrix:
-    """The stored tensor as a matrix; a vector as one of one row."""
+    """Return the stored tensor as a matrix; a vector becomes a matrix of one row."""
     if stored.begin % 4:
         data = data.clone()  # no type is wider than 4 bytes, and a safetensors header may have any length
     if stored.interleaved_heads:
@@ -228,7 +234,10 @@ def _to_weight(
 
 
 def _halve_heads(data: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's order of q and k rows: within a head, rows 0, 2, 4, ... become the first half, 1, 3, ... the
-    second, as transformers' rotary embedding has them. Rows are whole blocks, so their bytes can be moved."""
+    """Undo llama.cpp's order of the rows of q and k; return the data in transformers' order.
+
+    Within a head, rows 0, 2, 4, ... become the first half and rows 1, 3, 5, ... the second. Rows consist of whole
+    blocks, so their bytes can be moved.
+    """
     pairs = data.view(heads, rows // heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(-1)

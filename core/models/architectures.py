@@ -1,6 +1,6 @@
-"""The in-tree architectures, as data: what neither config.json nor a GGUF file says of its own model.
+"""The in-tree architectures, as data: the properties of a model that neither config.json nor a GGUF file states.
 
-An architecture is a row of this table and nothing else; the code that reads files asks the row, never for a name.
+An architecture is one row of this table. The code that reads files uses the row and never compares names.
 """
 
 from collections.abc import Mapping
@@ -12,27 +12,28 @@ from core.models.config import Activation
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. Names of settings are config.json's."""
+    """One architecture. Settings have their names in config.json."""
 
     name: str  # in config.json's architectures
     model_type: str  # config.json's model_type
-    gguf: str | None  # general.architecture; None: llama.cpp has it under another's name
-    #: Settings that transformers' config class fills in where config.json has no such key.
+    gguf: str | None  # general.architecture; None: llama.cpp uses another architecture's name for it
+    #: Default values in transformers' config class of settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
     activation_key: str = "hidden_act"
-    activation: Activation = "silu"  # where a file does not name one
-    #: Which biases attention has: of Q, K and V; or those and its output's, if the setting attention_bias says so.
+    activation: Activation = "silu"  # if a file does not name one
+    #: The biases of attention. "qkv": on Q, K and V. "as configured": on Q, K, V and the output, if the setting
+    #: attention_bias is true.
     attention_bias: Literal["none", "qkv", "as configured"] = "none"
-    #: Which layers slide, where there is a window: those that layer_types names, and where it is missing those from
-    #: max_window_layers on, or all but the last of every sliding_window_pattern.
+    #: The layers with a sliding window, if there is a window: those that layer_types names. Without layer_types: the
+    #: layers from max_window_layers on, or all but the last of every sliding_window_pattern layers.
     sliding: Literal["none", "all", "from max_window_layers", "by sliding_window_pattern"] = "none"
     qk_norm: bool = False
     post_norms: bool = False
     norm_offset: float = 0.0  # added to norms as Hugging Face stores them; llama.cpp stores the sum
     scale_embeddings: bool = False
     query_pre_attn_scalar: bool = False  # the setting exists
-    rope_theta: float = 10_000.0  # where a file does not say
-    sliding_rope_theta: float | None = None  # likewise, of sliding layers; None: they have none of their own
+    rope_theta: float = 10_000.0  # if a file does not state it
+    sliding_rope_theta: float | None = None  # of sliding layers, if a file does not state it; None: they use rope_theta
     gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k
 
 

@@ -1,8 +1,7 @@
-"""ModelConfig: all that the forward pass, the weights' names and the KV cache must know of a model. Data, no behaviour.
+"""ModelConfig: the properties of a model that the forward pass, the weights' names and the KV cache need. Pure data.
 
-What one architecture has and another has not is a field here, decided once when the model's files are read
-(core/model_files/config_json.py, core/model_files/config_gguf.py), so that nothing later asks for an architecture's
-name.
+Each difference between architectures is a field here. It is set once, when the model's files are read
+(core/model_files/config_json.py, core/model_files/config_gguf.py), so that no later code compares architecture names.
 """
 
 from typing import Literal
@@ -15,7 +14,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and constants of one model; names are transformers'."""
+    """The sizes and constants of one model, under transformers' names."""
 
     architecture: str  # a name of core.models.architectures
     vocab_size: int
@@ -35,13 +34,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None  # tokens that a row of a sliding layer sees, itself included
-    sliding_layers: tuple[int, ...] = ()  # which layers slide; the others see everything before them
-    sliding_rope_theta: float | None = None  # of the sliding layers, which are never scaled; None: as all layers
+    sliding_layers: tuple[int, ...] = ()  # indices of the sliding layers; the others see all earlier tokens
+    sliding_rope_theta: float | None = None  # theta of the sliding layers, which are never scaled; None: rope_theta
     query_pre_attn_scalar: float | None = None  # scores are scaled by its square root's inverse; None: head_dim
     hidden_act: Activation = "silu"
     qkv_bias: bool = False
-    output_bias: bool = False  # of attention's output projection
+    output_bias: bool = False  # attention's output projection has a bias
     qk_norm: bool = False  # each head of Q and K is normalised before it is rotated
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
-    norm_offset: float = 0.0  # what is added to each norm's stored weight
-    scale_embeddings: bool = False  # by the square root of hidden_size
+    norm_offset: float = 0.0  # added to each norm's stored weight
+    scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size

@@ -1,4 +1,4 @@
-"""cpu_decoder: a model's layers, made of the C kernels, as one call for the whole step."""
+"""cpu_decoder: the C decoder of a model, which runs all layers of a step in one call."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def cpu_decoder(
     float_norm: Norm,
     head: Product,
 ) -> CpuDecoder | None:
-    """None: the model's operations are not the C kernels'."""
+    """Return the decoder made of these parts of a model; None if its operations are not the C kernels'."""
     if not isinstance(operations, CpuOperations):
         return None
     assert isinstance(embedding, CpuEmbedding), type(embedding)

@@ -1,4 +1,4 @@
-"""CpuOperations: a model's operations from the C kernels. Each is one call for the whole batch."""
+"""CpuOperations: a model's operations as C kernels. Each operation is one call for the whole batch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,16 +25,18 @@ from kernels.torch.linear import Operation
 
 
 class CpuStep(NamedTuple):
+    """The inputs that attention needs in one step of T tokens."""
+
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64, -1 = do not store
-    tables: tuple[RotaryTable, ...]
-    work: tuple[AttentionPlan, ...]
+    tables: tuple[RotaryTable, ...]  # one for each kind of layer
+    work: tuple[AttentionPlan, ...]  # one for each kind of layer
     cache: CpuKVCache
 
 
 @dataclass(frozen=True)
 class CpuAttend:
-    """One layer's attention; kind: see layer_kinds.py."""
+    """One layer's attention: normalise and rotate heads, store K and V, attend. kind: see layer_kinds.py."""
 
     rope: CpuRope
     attention: CpuAttention
@@ -47,6 +49,8 @@ class CpuAttend:
 
 
 class CpuOperations:
+    """Operations made of the C kernels, at numerics level L2; the methods are described at Operations."""
+
     is_exact = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
@@ -59,14 +63,17 @@ class CpuOperations:
 
     @property
     def variant(self) -> str:
+        """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
         return f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
 
     def wake(self) -> None:
+        """Wake the kernels' threads."""
         self.library.wake_threads()
 
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> CpuEmbedding:
+        """Return the embedding; it reads the packed head where the table is the head's weights."""
         if isinstance(head, PackedMatrix):
-            return CpuEmbedding(self.library, head, scale)  # the table itself need not be kept
+            return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
         return CpuEmbedding(self.library, table, scale)
 
     def linear(
@@ -76,21 +83,26 @@ class CpuOperations:
         *,
         out_dtype: torch.dtype | None = None,
     ) -> PackedMatrix:
+        """Pack the weight and return the product."""
         return PackedMatrix(self.library, weight.dense(self._dtype), bias, out_dtype=out_dtype, is_kept=self._is_kept)
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
+        """Return the norm with this weight [d] float32."""
         return CpuNorm(self.library, weight, eps, dtype)
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[PackedMatrix, Operation]:
+        """Return a product that applies the activation itself, and `unchanged`."""
         return PackedMatrix(self.library, weight.dense(self._dtype), gate=function, is_kept=self._is_kept), unchanged
 
     def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
+        """Return the attention of one layer."""
         rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
         return CpuAttend(rope, self._attention, kind, scale)
 
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionPlan, ...], cache: KVCache
     ) -> CpuStep:
+        """Return the step's inputs of attention, with rotary tables as long as the longest context."""
         assert isinstance(cache, CpuKVCache), type(cache)
         for table in self.tables:
             table.reach(work[0].longest)
@@ -105,14 +117,17 @@ class CpuOperations:
         window: int | None,
         generation: int,
     ) -> AttentionPlan:
+        """Return the plan that splits the step's attention among threads."""
         return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation)
 
     def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of KV cache of one block, all layers together; heads are padded."""
         config = self._config
         width = padded_dim(config.head_dim)
         return bytes_per_block(block_size, config.num_key_value_heads, width, config.num_hidden_layers, self._dtype)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
+        """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
         return CpuKVCache(
             config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
@@ -120,7 +135,7 @@ class CpuOperations:
 
 
 def _matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of all products of a step, whole."""
+    """Return the bytes of the weights of all products of the model."""
     heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim  # Q and O, K, V
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     return (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size) * dtype.itemsize

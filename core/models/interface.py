@@ -1,4 +1,4 @@
-"""What the model runner needs of a model."""
+"""Model: the interface between the model runner and a model."""
 
 from typing import Protocol
 
@@ -11,31 +11,35 @@ from kernels.memory.kv_cache import KVCache
 
 
 class Model(Protocol):
+    """A model that runs batches of tokens over a KV cache of blocks."""
+
     vocab_size: int
-    max_model_len: int  # tokens the model was made for
+    max_model_len: int  # tokens of the longest sequence that the model supports
     eos_token_ids: tuple[int, ...]
     numerics: Numerics
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens from its logits; None: torch's operations."""
+        """The kernel that draws tokens from the logits; None: torch's operations."""
 
     @property
     def variant(self) -> str:
-        """Names the kernels in use; part of the fingerprint."""
+        """Name of the kernels in use; part of the fingerprint."""
 
     def settle_length(self, max_model_len: int) -> None:
-        """No request will have more than max_model_len tokens. Called before the cache of the steps is allocated; what
-        the model chooses by it is part of its variant."""
+        """Set the maximum number of tokens of a request.
+
+        It is called before the cache of the steps is allocated. Choices that depend on it are part of the variant.
+        """
 
     def wake(self) -> None:
-        """forward() will be called within tens of microseconds."""
+        """Prepare for a call of forward() within tens of microseconds."""
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of KV cache one block of block_size tokens takes."""
+        """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Errors: MemoryError."""
+        """Allocate a KV cache. Errors: MemoryError."""
 
     def attention_metadata(
         self,
@@ -45,8 +49,10 @@ class Model(Protocol):
         cache: KVCache,
         generation: int = ONCE,
     ) -> tuple[AttentionWork, ...]:
-        """Return the attention work of one step, for each kind of layer; see kernels.torch.attention. generation: of
-        the columns, as ModelInputs has it."""
+        """Return the attention work of one step, for each kind of layer; see kernels.torch.attention.
+
+        generation: number of the columns, see ModelInputs.generation.
+        """
 
     def forward(self, inputs: ModelInputs) -> StepResult:
-        """Run one step: K and V of its tokens go into the cache, and the result has the logits asked for."""
+        """Run one step: store K and V of its tokens in the cache and compute the logits of inputs.logits_rows."""

@@ -1,4 +1,4 @@
-"""Layer: one decoder layer, put together once from config and weights. What an architecture lacks is `unchanged`."""
+"""Layer: one decoder layer, built once from config and weights. Operations that it does not have are `unchanged`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,11 @@ from kernels.torch.linear import Operation
 
 @dataclass(frozen=True)
 class Layer:
-    """hidden += attention_out(o(attention(qkv(input_norm(hidden))))), and the same with the MLP."""
+    """The operations of one decoder layer.
+
+    hidden += attention_out(o(attention(qkv(input_norm(hidden)))))
+    hidden += mlp_out(down(activation(gate_up(mlp_norm(hidden)))))
+    """
 
     kind: int  # see layer_kinds.py
     input_norm: Norm
@@ -32,10 +36,12 @@ class Layer:
 
     @property
     def products(self) -> dict[str, Product]:
+        """The layer's products by name."""
         return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
 
 
 def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: torch.dtype) -> Norm:
+    """Build the norm with the named weight; results are of dtype. Errors: ModelFileError if the weight is missing."""
     return operations.norm(parts.take(name).float() + config.norm_offset, config.rms_norm_eps, dtype)
 
 
@@ -46,7 +52,7 @@ def build_layer(
     index: int,
     dtype: torch.dtype,
 ) -> Layer:
-    """Errors: ModelFileError naming tensors that are missing."""
+    """Build the layer with this index from its weights. Errors: ModelFileError naming tensors that are missing."""
     prefix = f"model.layers.{index}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
@@ -61,7 +67,7 @@ def build_layer(
         return operations.linear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
 
     kind = kind_of(config, index)
-    # In the order in which they come, so that each is packed before the next is read.
+    # In the order of the weights' iterator, so that each is packed before the next is read.
     qkv = product([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
     o = product([f"{attention}o_proj"], config.output_bias)
     gate_up_weight = parts.take_matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
@@ -84,7 +90,10 @@ def build_layer(
 
 
 def _head_norms(parts: WeightParts, attention: str, config: ModelConfig) -> torch.Tensor | None:
-    """One weight for all query heads and one for all key heads -> [H + Hkv, D] float32."""
+    """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
+
+    All query heads share one weight, and so do all key heads.
+    """
     if not config.qk_norm:
         return None
     weights = [

@@ -1,5 +1,6 @@
-"""The Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 3), functional, for batches of tokens packed request after
-request. What tells its members apart is in the config and in the operations that core/models/layer.py put together.
+"""The Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 3), for batches of tokens packed request after request.
+
+The differences between its members are in the config, and in the operations of the layers (core/models/layer.py).
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,10 @@ from kernels.memory.kv_cache import KVCache
 
 
 class Llama:
-    """Weights and forward pass of one model. The residual stream and all of attention's inner numbers are float32."""
+    """The weights and the forward pass of one model.
+
+    The residual stream and all intermediate numbers of attention are float32.
+    """
 
     def __init__(
         self,
@@ -33,10 +37,13 @@ class Llama:
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
     ) -> None:
-        """weights: (Hugging Face name, weight) pairs, best in expected_shapes' order: each is packed
-        as soon as its parts are there and not kept. library: of the C kernels, its threads started; None = torch's.
-        operations: instead of those that numerics and library choose; weights are where these run.
-        Errors: ModelFileError naming tensors that are missing."""
+        """Pack the weights and build the layers.
+
+        weights: (Hugging Face name, weight) pairs, best in the order of expected_shapes: each is packed as soon as its
+        parts are read, and not kept. library: the C kernels, with their threads started; None = torch's operations.
+        operations: replace those that numerics and library select; the weights must be on their device.
+        Errors: ModelFileError naming tensors that are missing.
+        """
         self.config = config
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
@@ -45,7 +52,7 @@ class Llama:
         self.operations = operations = operations or choose_operations(config, dtype, numerics, library)
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
-        # Rounded as the embeddings themselves are: that is what models with such a factor are trained with.
+        # Rounded to dtype, like the embeddings: models with such a factor are trained with the rounded one.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
         scale = torch.tensor(scale, dtype=dtype).item()
         self.windows = windows(config)
@@ -54,7 +61,7 @@ class Llama:
             table = parts.take_matrix("model.embed_tokens.weight").dense(dtype).clone()  # no view of a mapped file
             head = self._make_head(StoredMatrix.of(table)) if config.tie_word_embeddings else None
             self._embedding = operations.embedding(table, scale, head)
-            del table  # kept where the operations need it
+            del table  # operations that need it keep their own reference
             indices = range(config.num_hidden_layers)
             self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
             norm = parts.take("model.norm.weight").float() + config.norm_offset
@@ -71,20 +78,23 @@ class Llama:
 
     @property
     def variant(self) -> str:
-        """Names every kernel and summation order in use; with config, weights and dtype it fixes each logit's bits."""
+        """Name of every kernel and summation order in use.
+
+        Together with config, weights and dtype it fixes the bits of each logit.
+        """
         products = {**self.layers[0].products, "head": self._head}
         parts = [f"{name}={product.variant}" for name, product in products.items()]
         return " ".join((*parts, self.operations.variant))
 
     def settle_length(self, max_model_len: int) -> None:
-        """Nothing in a model of our own depends on it."""
+        """Do nothing: no part of this model depends on the length."""
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of KV cache one block of block_size tokens takes."""
+        """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
         return self.operations.bytes_per_block(block_size)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Errors: MemoryError."""
+        """Allocate a KV cache. Errors: MemoryError."""
         return self.operations.allocate_cache(num_blocks, block_size)
 
     def attention_metadata(
@@ -102,8 +112,11 @@ class Llama:
         )
 
     def forward(self, inputs: ModelInputs) -> StepResult:
-        """Run one step: in one call where the C kernels run, which computes the last layer for the rows with logits
-        only, else operation after operation."""
+        """Run one step.
+
+        With the C kernels it is one call, which computes the last layer only for the rows with logits. Otherwise it
+        runs operation after operation.
+        """
         if self._decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
         token_ids, positions, slots, attention, cache, logits_rows, generation = inputs
@@ -112,7 +125,7 @@ class Llama:
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
-        """Run the layers, operation after operation: the last one's output [T, hidden] float32."""
+        """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache)
         hidden = self._embedding(inputs.token_ids)
         x = self.layers[0].input_norm(hidden)
@@ -125,7 +138,7 @@ class Llama:
         return hidden.add_(x)
 
     def result(self, hidden: torch.Tensor, rows: torch.Tensor) -> HiddenResult:
-        """Make the result of a step. hidden as hidden_states() gave it; rows [S] int64 get logits."""
+        """Return the result of a step. hidden: of hidden_states(). rows [S] int64: tokens whose logits are needed."""
         return HiddenResult(hidden, rows, self.vocab_size, self._to_logits, self._float_norm)
 
     def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:

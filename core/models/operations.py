@@ -1,4 +1,4 @@
-"""Operations: what a model is put together from, beside its products; torch's or the C kernels', chosen once."""
+"""Operations: the interface of the operations that a model is built from, and the choice of an implementation."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,49 +16,54 @@ from kernels.cpu.sampling import CpuSampler
 from kernels.memory.kv_cache import KVCache
 from kernels.torch.linear import Operation
 
-#: A step's attention work for the layers of one window; only the operations that made it know what is in it.
+#: A step's attention work for the layers of one window. Its type depends on the operations that made it.
 AttentionWork = Any
 
 
 class Norm(Protocol):
-    """Root mean square normalisation of the last dimension; rounds once."""
+    """Root mean square normalisation of the last dimension, rounded once."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, d] -> [T, d]."""
+        """Return x [T, d] normalised [T, d]."""
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """hidden [T, d] float32 += x [T, d]; then hidden normalised."""
+        """Add x [T, d] to hidden [T, d] float32 in place; return hidden normalised [T, d]."""
 
 
 class Product(Protocol):
-    """y = x @ weight.T + bias."""
+    """A matrix product with fixed weights: y = x @ weight.T + bias."""
 
     @property
     def variant(self) -> str:
-        """Names what fixes the results' bits; part of the fingerprint."""
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, out]."""
+        """Return the product [T, out] of x [T, in]."""
 
 
 class Operations(Protocol):
+    """The operations of a model on one kind of device."""
+
     @property
     def variant(self) -> str:
-        """Names what fixes the results' bits; part of the fingerprint."""
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
 
     @property
     def is_exact(self) -> bool:
-        """A row's bits do not depend on other rows (numerics level L2)."""
+        """Whether a row's bits are independent of other rows (numerics level L2)."""
 
     @property
     def sampler(self) -> CpuSampler | None:
         """The kernel that draws tokens; None: torch's operations (core/sampling/sampler.py)."""
 
     def wake(self) -> None:
-        """The first operation of a step comes within tens of microseconds."""
+        """Prepare for a step's first operation within tens of microseconds."""
 
     def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
-        """Of ids [T] int64 -> table's rows times scale [T, d] float32. head: the product whose weights the table is."""
+        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
+
+        head: the product whose weights are the table, if there is one.
+        """
 
     def linear(
         self,
@@ -67,24 +72,33 @@ class Operations(Protocol):
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Product:
-        """weight [out, in], bias [out] float32; out_dtype: None = the model's."""
+        """Return the product with weight [out, in] and bias [out] float32. out_dtype: None = the model's dtype."""
 
     def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
-        """weight [d] float32; results are of dtype."""
+        """Return the norm with weight [d] float32; results are of dtype."""
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[Product, Operation]:
-        """weight [2 * I, in]: gate above up -> a product, and what makes f(gate) * up [T, I] of its result."""
+        """Return a product, and the operation that makes f(gate) * up [T, I] of its result.
+
+        weight [2 * I, in]: the rows of gate, then those of up.
+        """
 
     def attention(
         self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
     ) -> Callable[[torch.Tensor, Any, int], torch.Tensor]:
-        """Of qkv [T, (H + 2 * Hkv) * D], a step and the layer's index -> [T, H * D]: heads normalised by these weights
-        [H + Hkv, D] float32, rotated, K and V stored, attended. kind: see layer_kinds.py."""
+        """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
+
+        It normalises the heads of Q and K with head_norms [H + Hkv, D] float32 (None: not at all), rotates them, stores
+        K and V and attends. kind: see layer_kinds.py.
+        """
 
     def step(
         self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionWork, ...], cache: KVCache
     ) -> Any:
-        """What attention needs of a step. positions: of all rows; slots [T]; work: for each kind."""
+        """Return the inputs that attention needs in a step.
+
+        positions [T] and slots [T]: of the step's tokens. work: one for each kind of layer.
+        """
 
     def attention_work(
         self,
@@ -95,19 +109,22 @@ class Operations(Protocol):
         window: int | None,
         generation: int,
     ) -> AttentionWork:
-        """See kernels.torch.attention.attention_metadata. generation: of the columns, as ModelInputs has it."""
+        """Return the attention work of a step for one window; see kernels.torch.attention.attention_metadata.
+
+        generation: number of the columns, see ModelInputs.generation.
+        """
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Of KV cache, all layers together."""
+        """Return the bytes of KV cache of one block, all layers together."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Errors: MemoryError."""
+        """Allocate a KV cache. Errors: MemoryError."""
 
 
 def choose_operations(
     config: ModelConfig, dtype: torch.dtype, numerics: Numerics, library: CpuLibrary | None
 ) -> Operations:
-    """Return the C kernels' operations, or torch's where there is no library or level L0 is asked for."""
+    """Return the C kernels' operations; torch's if there is no library or numerics is L0."""
     if library is None or numerics == "L0":
         return TorchOperations(config, dtype)
     return CpuOperations(config, dtype, library)

@@ -1,16 +1,16 @@
-"""Rotary scalings: how a model stretches its rotary embedding to longer contexts."""
+"""Rotary scalings: the ways in which models extend their rotary embedding to longer contexts."""
 
 import msgspec
 
 
 class LinearScaling(msgspec.Struct, frozen=True):
-    """All frequencies divided by one factor (Chen et al. 2023, arXiv 2306.15595)."""
+    """Linear scaling: all frequencies are divided by one factor (Chen et al. 2023, arXiv 2306.15595)."""
 
     factor: float
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True):
-    """Llama 3.1: low frequencies divided by the factor, high ones kept, a smooth passage between them."""
+    """Llama 3.1's scaling: low frequencies are divided by the factor, high ones kept, with a smooth transition."""
 
     factor: float
     low_freq_factor: float
@@ -19,18 +19,18 @@ class Llama3Scaling(msgspec.Struct, frozen=True):
 
 
 class YarnScaling(msgspec.Struct, frozen=True):
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolated by wavelength, and attention sharpened."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation by wavelength, with sharpened attention."""
 
     factor: float
     original_max_position_embeddings: float  # tokens
-    attention_factor: float  # of cosine and sine
-    beta_fast: float = 32.0  # rotations within the original length from which a frequency is kept
-    beta_slow: float = 1.0  # and up to which it is divided by the factor
-    truncate: bool = True  # whole dimensions at both ends of the passage
+    attention_factor: float  # multiplies cosine and sine
+    beta_fast: float = 32.0  # from this many rotations within the original length on a frequency is kept
+    beta_slow: float = 1.0  # up to this many rotations a frequency is divided by the factor
+    truncate: bool = True  # both ends of the transition are rounded to whole dimensions
 
 
 class FrequencyDivisors(msgspec.Struct, frozen=True):
-    """Each frequency divided by a number of its own: GGUF's tensor rope_freqs.weight, Llama 3's scaling worked out."""
+    """One divisor for each frequency: GGUF's tensor rope_freqs.weight, which holds Llama 3's computed scaling."""
 
     divisors: tuple[float, ...]  # [head_dim / 2]
 

@@ -1,4 +1,4 @@
-"""A model's rotary embeddings: its config's thetas and scaling to frequencies."""
+"""A model's rotary embeddings: frequencies from the thetas and the scaling of its config."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -15,14 +15,14 @@ _Made = TypeVar("_Made")
 
 
 class Rotary(NamedTuple):
-    """One embedding, as kernels.torch.rope.rotary_tables wants it."""
+    """One rotary embedding: the arguments of kernels.torch.rope.rotary_tables."""
 
     frequencies: torch.Tensor  # [head_dim / 2] float32, radians per token
-    factor: float  # of cosine and sine
+    factor: float  # multiplies cosine and sine
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[Rotary, ...]:
-    """The embedding of each kind of layer (layer_kinds.py); the same object where kinds share one."""
+    """Return the embedding of each kind of layer (layer_kinds.py); the same object where kinds share one."""
     full = sliding = _rotary(config.head_dim, config.rope_theta, config.rope_scaling)
     if config.sliding_rope_theta is not None:
         sliding = _rotary(config.head_dim, config.sliding_rope_theta, None)
@@ -30,7 +30,7 @@ def rotary_embeddings(config: ModelConfig) -> tuple[Rotary, ...]:
 
 
 def of_each_kind(make: Callable[[Rotary], _Made], rotaries: Sequence[Rotary]) -> tuple[_Made, ...]:
-    """make() of each kind's embedding; called once where kinds share one."""
+    """Return make(embedding) for each kind of layer; it is called once where kinds share an embedding."""
     first = make(rotaries[0])
     return (first, *(first if rotary is rotaries[0] else make(rotary) for rotary in rotaries[1:]))
 

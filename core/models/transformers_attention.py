@@ -1,7 +1,7 @@
-"""This engine's attention under transformers' attention interface, and the masks that a model asks for beside it.
+"""This engine's attention behind transformers' attention interface, and the masks that models request beside it.
 
-In a step, attention writes keys and values to the KV cache and reads them there. In a trial, which is run once when the
-model is loaded, it only notes what each layer asks for.
+In a step, attention writes keys and values to the KV cache and reads them from there. In a trial, which runs when the
+model is loaded, it only records each layer's arguments.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from ipc.errors import UnsupportedModelError
 from kernels.memory.kv_cache import KVCache
 from kernels.torch.attention import AttentionMetadata, paged_attention
 
-#: What ends every refusal.
+#: The end of every error text.
 INSTEAD = (
     f"; {', '.join(ARCHITECTURES)} run here, and models of transformers whose layers all use its attention interface "
     "and keep nothing else from token to token: see docs/models.md"
 )
 
-#: What a model may ask of attention that ours cannot do, and the values that ask nothing.
+#: Arguments of attention that this engine does not support, and their values without effect.
 _EXTRAS: dict[str, tuple[object, ...]] = {
     "softcap": (None, 0.0),
     "s_aux": (None,),
@@ -29,12 +29,12 @@ _EXTRAS: dict[str, tuple[object, ...]] = {
     "is_causal": (None, True),
 }
 
-#: transformers' form of a mask: (request, head, query position, KV position), tensors that broadcast -> visible, bool.
+#: transformers' form of a mask: (request, head, query position, KV position), which broadcast -> visible, bool.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class HeadShape(NamedTuple):
-    """One layer's heads."""
+    """The number and sizes of one layer's heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -43,29 +43,32 @@ class HeadShape(NamedTuple):
 
 
 class LayerUse(NamedTuple):
-    """What one layer asks of attention."""
+    """The arguments of attention in one layer."""
 
     shape: HeadShape
-    window: int | None  # tokens that a row sees, itself included; None = all before it
-    mask: MaskFunction | None  # the mask that the model made for the layer; None = it made none
+    window: int | None  # tokens that a token sees, itself included; None = all before it
+    mask: MaskFunction | None  # the mask that the model made for the layer, if any
 
 
 class Trial:
-    """A forward pass in which attention computes nothing: a row gets its own query back."""
+    """A forward pass in which attention computes nothing: each token's result is its own query."""
 
     def __init__(self, num_tokens: int) -> None:
         self.layers: dict[int, LayerUse] = {}
-        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by address; the tensor keeps its address taken
+        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by address, which the tensor keeps in use
         self._num_tokens = num_tokens
 
     def make_mask(self, function: MaskFunction) -> torch.Tensor:
-        """A causal mask [1, 1, T, T] by whose memory the mask that a layer hands on is recognized."""
+        """Return a causal mask [1, 1, T, T]; note() recognizes it by its memory address."""
         mask = torch.ones(1, 1, self._num_tokens, self._num_tokens, dtype=torch.bool).tril()
         self._masks[mask.untyped_storage().data_ptr()] = mask, function
         return mask
 
     def note(self, module: Any, shape: HeadShape, window: int | None, mask: object) -> None:
-        """Errors: UnsupportedModelError for a second call of one layer, and for a mask that the layer made itself."""
+        """Record the arguments of one layer's attention.
+
+        Errors: UnsupportedModelError for a second call of one layer, and for a mask that the layer made itself.
+        """
         if module.layer_idx in self.layers:
             raise _called_twice(module)
         function = None
@@ -78,13 +81,13 @@ class Trial:
 
 
 class Step(NamedTuple):
-    """What attention must know of the step under way."""
+    """The inputs of attention in the current step."""
 
     cache: KVCache
     metadata: dict[int | None, AttentionMetadata]  # by sliding window
     write_rows: torch.Tensor
-    stored: torch.Tensor  # indices of the tokens that are written to the cache
-    layers: set[int]  # those that have stored their keys and values in this step
+    stored: torch.Tensor  # indices of the tokens whose keys and values are stored
+    layers: set[int]  # layers that have stored their keys and values in this step
 
 
 current_step: ContextVar[Step] = ContextVar("current_step")
@@ -92,7 +95,10 @@ current_trial: ContextVar[Trial] = ContextVar("current_trial")
 
 
 def make_mask(*_: object, mask_function: MaskFunction, **__: object) -> torch.Tensor | None:
-    """transformers' mask function: no mask in a step, since attention knows what a row sees."""
+    """Implement transformers' mask function.
+
+    A step needs no mask: attention's metadata says which tokens a token sees. A trial makes a mask that it recognizes.
+    """
     trial = current_trial.get(None)
     return None if trial is None else trial.make_mask(mask_function)
 
@@ -108,9 +114,10 @@ def attend(
     sliding_window: int | None = None,
     **extras: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+    """Implement transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
 
-    Errors: UnsupportedModelError, naming the layer, for what this engine's attention does not do."""
+    Errors: UnsupportedModelError, naming the layer, for arguments that this engine's attention does not support.
+    """
     for name, neutral in _EXTRAS.items():
         if extras.get(name) is not None and extras[name] not in neutral:
             raise _refusal(module, f"{name} is not supported by the generic path")
@@ -140,7 +147,7 @@ def _paged(
     window: int | None,
 ) -> torch.Tensor:
     num_tokens, width, value_dim = key.shape[2], key.shape[1] * key.shape[3], value.shape[3]
-    if value_dim < key.shape[3]:  # the cache has one size for both (DeepSeek's values are shorter)
+    if value_dim < key.shape[3]:  # the cache has one size for keys and values; DeepSeek's values are shorter
         value = torch.nn.functional.pad(value, (0, key.shape[3] - value_dim))
     kv = torch.cat((key[0].transpose(0, 1).reshape(-1, width), value[0].transpose(0, 1).reshape(-1, width)), -1)
     step.cache.write(layer, step.write_rows, kv[step.stored])

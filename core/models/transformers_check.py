@@ -1,4 +1,4 @@
-"""The start-up check of a model of transformers: two requests of this engine's against the model's own attention."""
+"""The start-up check of a transformers model: two requests on this engine, compared with the model's own attention."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,14 @@ from core.models.step import ModelInputs
 from ipc.arrays import Ints
 from kernels.memory.kv_cache import KVCache
 
-#: How far our logits may be from those of the model's own attention, as a part of the largest one: rounding.
+#: Largest difference from the logits of the model's own attention that rounding explains, relative to the largest
+#: logit.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 _BLOCK_SIZE = 16
 _LENGTHS = 7, 5  # tokens of the two prompts
-_LATE = 1, 2  # those of them that a second step computes
-_MOST_TOKENS = 64  # of a prompt that is longer than a sliding window
+_LATE = 1, 2  # of these, the tokens that a second step computes
+_MOST_TOKENS = 64  # maximum length of a prompt that is made longer than a sliding window
 
 Prompt = Ints
 
@@ -30,11 +31,13 @@ def find_difference(
     max_model_len: int,
     own_logits: Callable[[Prompt], torch.Tensor],
 ) -> str | None:
-    """What is wrong, or None when two prompts of different length, computed in two steps as one batch, have the logits
-    of the model's own attention. The second step is a decode step for one of them, and beyond the sliding window where
-    there is a small one; beside them it has a token at the last position that there may be.
+    """Return what is wrong with the model on this engine; None if its logits are those of its own attention.
 
-    own_logits: of a prompt's last token [1, vocab], by the model's code alone."""
+    Two prompts of different length are computed in two steps as one batch. The second step is a decode step for one of
+    them. It is beyond the sliding window if the window is small. It also has a token at the last possible position.
+
+    own_logits: computes the logits [1, vocab] of a prompt's last token with the model's own code alone.
+    """
     longest, other = _LENGTHS
     if smallest_window is not None and smallest_window + 2 <= min(_MOST_TOKENS, max_model_len):
         longest = max(longest, smallest_window + 2)
@@ -69,13 +72,14 @@ def find_difference(
 
 
 def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: int | None = None) -> torch.Tensor:
-    """Logits of the last token of each prompt [n, vocab], in a cache of their own.
+    """Return the logits [n, vocab] of the last token of each prompt, computed with a new cache.
 
-    late: tokens of each prompt that are left to a second step; none: there is one step. far: position of a token beside
-    them in the last step."""
+    late: number of tokens of each prompt that a second step computes; empty: there is one step. far: position of an
+    additional token in the last step.
+    """
     lengths = np.array([len(prompt) for prompt in prompts])
     width = -(-int(lengths.max()) // _BLOCK_SIZE)
-    tables = 1 + np.arange((len(prompts) + 1) * width).reshape(-1, width)  # the last row is the far token's
+    tables = 1 + np.arange((len(prompts) + 1) * width).reshape(-1, width)  # the last row is for the far token
     cache = model.allocate_cache(int(tables[-1, -1]) + 1, _BLOCK_SIZE)
     starts = np.zeros_like(lengths)
     if late:
@@ -88,15 +92,14 @@ def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: i
 def _step(
     model: Model, cache: KVCache, tables: Prompt, prompts: list[Prompt], starts: Prompt, ends: Prompt, far: int | None
 ) -> torch.Tensor:
-    """Compute the prompts' tokens from starts to ends, and the far token's -> logits of the prompts' last [n,
-    vocab]."""
+    """Compute the prompts' tokens from starts to ends, and the far token; return the last tokens' logits [n, vocab]."""
     positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     tokens = [prompt[chosen] for prompt, chosen in zip(prompts, positions, strict=True)]
-    places = positions  # in a request's blocks
+    places = positions  # token index in the request's blocks
     if far is not None:
         positions, tokens, places = [*positions, np.array([far])], [*tokens, _ZERO], [*places, _ZERO]
         starts, ends = np.append(starts, 0), np.append(ends, 1)
-    rows = zip(tables, places, strict=False)  # no request has the last table where there is no far token
+    rows = zip(tables, places, strict=False)  # the last table is unused if there is no far token
     slots = [table[chosen // _BLOCK_SIZE] * _BLOCK_SIZE + chosen % _BLOCK_SIZE for table, chosen in rows]
     columns = (torch.from_numpy(np.concatenate(column)) for column in (tokens, positions, slots))
     token_column, position_column, slot_column = columns

@@ -1,4 +1,4 @@
-"""A model of transformers from its folder, with our attention in it, or an error that says what is wrong with it."""
+"""Loading of a transformers model from its folder, with this engine's attention, and its errors."""
 
 import traceback
 from pathlib import Path
@@ -9,14 +9,15 @@ import torch
 from core.models.transformers_attention import INSTEAD, attend, make_mask
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 
-#: Under this name our attention is known to transformers.
+#: Name under which this engine's attention is registered in transformers.
 ATTENTION_NAME = "engine_core_paged"
 
 
 def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
-    """The model of a folder, with this engine's attention; made up: with random weights, the same every time.
+    """Load the model of a folder, with this engine's attention.
 
-    Errors: ModelFileError, UnsupportedModelError."""
+    made_up: use random weights, the same in each run. Errors: ModelFileError, UnsupportedModelError.
+    """
     if path.suffix == ".gguf":
         raise UnsupportedModelError(f"{path}: transformers runs model folders here, not .gguf files")
     try:
@@ -33,7 +34,7 @@ def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> An
         model = _open(path, dtype, made_up)
     except (EngineCoreError, MemoryError):
         raise
-    except Exception as error:  # of transformers and what it calls, each with errors of its own
+    except Exception as error:  # transformers and the libraries that it calls raise many types
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention functions of its own
             text = f"{path}: its code does not use transformers' attention interface{INSTEAD}"
             raise UnsupportedModelError(text) from error
@@ -43,15 +44,17 @@ def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> An
 
 
 def described(error: Exception) -> str:
-    """What it says, and, since that is for programmers, where."""
+    """Return the error's type, text and place: the text alone rarely explains it to a user."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if "transformers" in Path(frame.filename).parts), frames[-1])
     return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}: {error}"
 
 
 def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
-    """The model of a folder; made up: with random weights, as transformers initializes them. Errors: ModelFileError,
-    and whatever transformers raises."""
+    """Load the model of a folder; made_up: with random weights, as transformers initializes them.
+
+    Errors: ModelFileError, and any error of transformers.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -67,8 +70,10 @@ def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
 
 
 def _check_found(path: Path, found: dict[str, Any]) -> None:
-    """Transformers makes weights up where the files have none, or others than config.json says. Errors:
-    ModelFileError."""
+    """Check that the files have all weights, in the shapes of config.json: transformers replaces others by random ones.
+
+    Errors: ModelFileError.
+    """
     for name, theirs, ours in sorted(found["mismatched_keys"]):
         raise ModelFileError(f"{path}: {name} has the shape {list(theirs)}; by its config.json it is {list(ours)}")
     if missing := sorted(found["missing_keys"]):
@@ -77,6 +82,7 @@ def _check_found(path: Path, found: dict[str, Any]) -> None:
 
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Return the model's EOS token ids, from its generation config or else its config; empty if it has none."""
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
         found = model.config.get_text_config().eos_token_id

@@ -1,8 +1,8 @@
-"""Any causal language model of transformers, on this engine's KV cache and scheduler, at numerics level L0.
+"""TransformersModel: any causal language model of transformers on this engine's KV cache and scheduler.
 
-The model's own code runs, on a batch of tokens packed request after request; only attention is ours, through
-transformers' attention interface. The files transformers_*.py are all contact with transformers' internals. Products
-are torch's plain ones, which may sum in another order for another number of rows: hence L0.
+The model's own code runs on a batch of tokens packed request after request. Only attention is this engine's, through
+transformers' attention interface. The files transformers_*.py are the only ones that use transformers' internals.
+Products are torch's plain ones, which may sum in another order for another number of rows: hence numerics level L0.
 """
 
 import inspect
@@ -24,10 +24,7 @@ from kernels.torch.attention import AttentionMetadata, attention_metadata
 
 
 class TransformersModel:
-    """path: a model folder with safetensors; made_up: its config.json is enough, the weights are random, the same
-    every time; max_model_len: tokens of the longest request, None = the model's own. Errors: ModelFileError when
-    transformers is not installed or cannot read the folder; UnsupportedModelError, naming the reason, for a model that
-    this engine would run wrongly."""
+    """A transformers model, loaded and checked; the methods are described at Model."""
 
     numerics: Numerics = "L0"
     sampler = None
@@ -35,6 +32,13 @@ class TransformersModel:
     def __init__(
         self, path: Path, dtype: torch.dtype, *, made_up: bool = False, max_model_len: int | None = None
     ) -> None:
+        """Load the model and check that this engine runs it correctly.
+
+        path: a model folder with safetensors. made_up: use random weights, the same in each run; config.json is enough.
+        max_model_len: tokens of the longest request; None = the model's maximum. Errors: ModelFileError if transformers
+        is not installed or cannot read the folder; UnsupportedModelError, naming the reason, for a model that this
+        engine would run wrongly.
+        """
         self.dtype = dtype
         self._model = load_transformers_model(path, dtype, made_up)
         self._architecture = type(self._model).__name__
@@ -71,7 +75,7 @@ class TransformersModel:
         return self._rotation.settle(lambda: try_out(self._model, self._num_layers, self._length))
 
     def settle_length(self, max_model_len: int) -> None:
-        """Rotary frequencies that transformers would choose by length are those of max_model_len tokens from now on."""
+        """Fix the rotary frequencies that transformers chooses by length to those of max_model_len tokens."""
         if self._rotation and max_model_len != self._length:
             self._length = max_model_len
             self._try_out()
@@ -81,17 +85,20 @@ class TransformersModel:
 
     @property
     def variant(self) -> str:
+        """Name of the code in use; part of the fingerprint. transformers' version and the rotation are in it."""
         rotation = f" rotation={self._rotation.digest()}" if self._rotation else ""
         return f"transformers {_version()} {self._architecture}{rotation}"
 
     def wake(self) -> None:
-        """torch wakes its threads itself."""
+        """Do nothing: torch wakes its threads itself."""
 
     def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
         shape = self._shape
         return bytes_per_block(block_size, shape.num_kv_heads, shape.head_dim, self._num_layers, self.dtype)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Allocate a KV cache. Errors: MemoryError."""
         shape = self._shape
         return KVCache(self._num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, self.dtype)
 
@@ -103,18 +110,19 @@ class TransformersModel:
         cache: KVCache,
         generation: int = ONCE,
     ) -> tuple[AttentionMetadata, ...]:
-        """One for each sliding window among the layers."""
+        """Return the attention metadata of a step, one for each sliding window among the layers."""
         return tuple(
             attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )
 
     def forward(self, inputs: ModelInputs) -> StepResult:
+        """Run one step; see Model."""
         hidden = self.hidden_states(inputs)
         return HiddenResult(hidden, inputs.logits_rows, self.vocab_size, self._to_logits, torch.Tensor.float)
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
-        """Run the body: what stands behind the final norm [T, hidden]."""
+        """Run the model without its head; return the hidden states after the final norm [T, hidden]."""
         slots, cache = inputs.slots, inputs.cache
         stored = torch.nonzero(slots >= 0).flatten()
         by_window = dict(zip(self._windows, inputs.attention, strict=True))
@@ -130,8 +138,11 @@ class TransformersModel:
         return hidden
 
     def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> logits [n, vocab] float32. The model's own code makes them, scalings and all: it is
-        called with a body that is done already."""
+        """Return the logits [n, vocab] float32 of hidden [n, hidden].
+
+        The model's own code computes them, with its scalings. For this call its body is replaced by a function that
+        returns hidden.
+        """
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         picked = hidden[None]
@@ -143,13 +154,13 @@ class TransformersModel:
         try:
             output = self._model(input_ids=torch.arange(len(hidden))[None], use_cache=False)
         finally:
-            del self._body.forward  # the class's own shows again
+            del self._body.forward  # restores the method of the class
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
     @torch.inference_mode()
     def _eager_logits(self, prompt: Ints) -> torch.Tensor:
-        """Logits of the last token [1, vocab], by the model's code alone."""
+        """Return the logits [1, vocab] of the last token, computed by the model's code alone."""
         self._model.set_attn_implementation("eager")
         try:
             output = self._model(torch.from_numpy(prompt)[None], use_cache=False)

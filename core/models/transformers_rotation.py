@@ -1,8 +1,8 @@
-"""Rotary frequencies of transformers' models, settled once, so that they depend on no request's length.
+"""Rotary frequencies of transformers models, fixed once, so that they do not depend on the length of a request.
 
 With the rope types `longrope` and `dynamic`, transformers chooses the frequencies anew in each forward pass, by the
-largest position in it. In a batch that is some other request's position, and keys that are in the KV cache would have
-to change with it. Here the frequencies are those of a sequence of max_model_len tokens, always.
+largest position in it. In a batch this may be another request's position, and stored keys would have to change with it.
+Here the frequencies are always those of a sequence of max_model_len tokens.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class _Call(NamedTuple):
-    """One call of a module that rotates: by the kind of layer there may be several in a forward pass."""
+    """One call of a rotating module; a forward pass may have several, for different kinds of layers."""
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -26,7 +26,7 @@ class _Call(NamedTuple):
 
 
 class Rotation:
-    """The modules of a model whose frequencies transformers changes; most models have none."""
+    """The modules of a model whose frequencies transformers changes by length. Most models have none."""
 
     def __init__(self, model: Any) -> None:
         kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
@@ -37,8 +37,11 @@ class Rotation:
 
     @torch.inference_mode()
     def settle(self, run: Callable[[], _Result]) -> _Result:
-        """Run a forward pass whose last position is the last that there may be, and keep the frequencies that it ends
-        with. Errors: UnsupportedModelError."""
+        """Run a forward pass and keep the frequencies that it ends with; return its result.
+
+        run: a forward pass whose last position is the last possible one. Errors: UnsupportedModelError if a module does
+        not rotate by the frequencies that it keeps.
+        """
         before = {module: _frequencies(module) for module in self._kinds}
         calls: dict[Any, list[_Call]] = {module: [] for module in self._kinds}
 
@@ -60,7 +63,7 @@ class Rotation:
         return result
 
     def digest(self) -> str:
-        """Hex; of the frequencies as they are settled."""
+        """Return a digest of the fixed frequencies: 16 hexadecimal digits."""
         found = hashlib.sha256()
         for module in self._kinds:
             for values in _frequencies(module).values():
@@ -69,14 +72,17 @@ class Rotation:
 
 
 def _settled(kind: Any) -> Any:
-    """The rope type under which transformers leaves a module's frequencies alone; of a dict, for each kind of layer."""
+    """Return a rope type for which transformers does not change a module's frequencies.
+
+    kind: the module's rope type, or a dict of them by kind of layer. A type that changes nothing is returned unchanged.
+    """
     if isinstance(kind, dict):
         return {layers: _settled(one) for layers, one in kind.items()}
     return "settled" if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) else kind
 
 
 def _frequencies(module: Any) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that a module rotates by."""
+    """Return copies of the module's buffers of frequencies, by name."""
     buffers = module.named_buffers(recurse=False)
     return {
         name: buffer.clone()
@@ -86,7 +92,10 @@ def _frequencies(module: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_use(module: Any, calls: list[_Call], before: dict[str, torch.Tensor]) -> None:
-    """Where the frequencies have changed, the rotation must have changed with them. Errors: UnsupportedModelError."""
+    """Check that the module's rotation has changed if its frequencies have.
+
+    before: the frequencies before the calls. Errors: UnsupportedModelError.
+    """
     now = _frequencies(module)
     if all(torch.equal(now[name], values) for name, values in before.items()):
         return

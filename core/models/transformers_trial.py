@@ -1,6 +1,6 @@
-"""A trial run of a model of transformers: what its layers ask of attention, and that nothing else joins tokens.
+"""A trial run of a transformers model: it records the arguments of attention and detects other links between tokens.
 
-Attention computes nothing in it, so that what reaches another token does so by another way.
+Attention computes nothing in a trial. If a token then influences another one, it does so without attention.
 """
 
 from typing import Any, NamedTuple
@@ -15,20 +15,22 @@ _POISONED = 1  # the token whose embedding is made NaN
 
 
 class Layers(NamedTuple):
-    """What all layers ask of attention."""
+    """The arguments of attention, of all layers together."""
 
     shape: HeadShape
-    windows: tuple[int | None, ...]  # those among the layers
+    windows: tuple[int | None, ...]  # the distinct windows of the layers
 
 
 class TrialError(Exception):
-    """Why this engine would run the model wrongly."""
+    """The reason why this engine would run a model wrongly."""
 
 
 @torch.inference_mode()
 def try_out(model: Any, num_layers: int, max_model_len: int) -> Layers:
-    """Run some tokens, up to the last position that there may be. Errors: TrialError, UnsupportedModelError, and
-    whatever the model's code raises."""
+    """Run a few tokens, up to the last possible position; return the layers' arguments of attention.
+
+    Errors: TrialError, UnsupportedModelError, and any error of the model's code.
+    """
     try:
         layers, is_nan = _run(model, max_model_len, is_poisoned=True)
     except IndexError as error:
@@ -46,7 +48,10 @@ def try_out(model: Any, num_layers: int, max_model_len: int) -> Layers:
 
 
 def _run(model: Any, max_model_len: int, *, is_poisoned: bool) -> tuple[dict[int, LayerUse], list[bool]]:
-    """What the layers ask of attention, and of each token whether its logits are NaN, as a poisoned one's must be."""
+    """Run the model; return each layer's arguments of attention, and for each token whether its logits are NaN.
+
+    is_poisoned: make the embedding of the token _POISONED NaN. Its logits, and no others, must then be NaN.
+    """
 
     def poison(_: object, __: object, embedded: torch.Tensor) -> torch.Tensor:
         embedded = embedded.clone()
@@ -68,7 +73,7 @@ def _run(model: Any, max_model_len: int, *, is_poisoned: bool) -> tuple[dict[int
 
 
 def _explain(is_nan: list[bool], is_nan_without: list[bool]) -> str:
-    """What is wrong, by the tokens whose logits are NaN, with and without the poison."""
+    """Return what is wrong. is_nan, is_nan_without: whether a token's logits are NaN, with and without the poison."""
     if any(is_nan_without):
         return "its logits are NaN"
     if not is_nan[_POISONED]:
@@ -80,7 +85,7 @@ def _explain(is_nan: list[bool], is_nan_without: list[bool]) -> str:
 
 
 def _common_shape(layers: dict[int, LayerUse], num_layers: int) -> HeadShape:
-    """The heads of all layers. Errors: TrialError when a KV cache of blocks has no place for them."""
+    """Return the shape of the heads of all layers. Errors: TrialError if a KV cache of blocks cannot store them."""
     if sorted(layers) != list(range(num_layers)):
         raise TrialError(
             f"{len(layers)} of {num_layers} layers use transformers' attention interface; the others compute "
@@ -97,8 +102,10 @@ def _common_shape(layers: dict[int, LayerUse], num_layers: int) -> HeadShape:
 
 
 def _check_mask(layer: int, mask: MaskFunction | None, window: int | None, max_model_len: int) -> None:
-    """The mask that the model made for a layer must show what attention with the layer's window shows, up to
-    max_model_len tokens. Errors: TrialError."""
+    """Check that the model's mask for a layer equals that of attention with the layer's window.
+
+    A few rows are compared, up to max_model_len tokens. Errors: TrialError.
+    """
     near = () if window is None else (window - 1, window, window + 1)
     key, zero = torch.arange(max_model_len), torch.zeros((), dtype=torch.int64)
     for row in sorted({0, 1, *near, max_model_len // 2, max_model_len - 1}):

@@ -1,7 +1,8 @@
-"""unchanged: the operation of a layer that its architecture lacks, or that another one does as well."""
+"""unchanged: stands for an operation that an architecture does not have, or that another operation includes."""
 
 import torch
 
 
 def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """Return x itself."""
     return x

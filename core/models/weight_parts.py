@@ -1,4 +1,4 @@
-"""WeightParts: a model's weights by name, from an iterator read only as far as is needed."""
+"""WeightParts: a model's weights by name, from an iterator that is read only as far as necessary."""
 
 from collections.abc import Iterable
 
@@ -9,28 +9,30 @@ from ipc.errors import ModelFileError
 
 
 class WeightParts:
-    """What was read and not asked for yet waits; what was taken is forgotten."""
+    """The weights of an iterator, by name. Weights read before they are needed are kept until they are taken."""
 
     def __init__(self, weights: Iterable[tuple[str, Weight]]) -> None:
         self._weights = iter(weights)
         self._waiting: dict[str, Weight] = {}
 
     def take(self, *names: str) -> torch.Tensor:
-        """Return the named vectors, one behind the other. Errors: ModelFileError naming what is missing."""
+        """Return the named vectors, concatenated. Errors: ModelFileError naming the missing tensors."""
         found = [self._take(names, name) for name in names]
         tensors = [weight for weight in found if isinstance(weight, torch.Tensor)]
         assert len(tensors) == len(names), f"{names}: a matrix is asked for as a vector"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def take_matrix(self, *names: str) -> StoredMatrix:
-        """Return the named matrices, one below the other, as they are stored: nothing is converted. Errors:
-        ModelFileError naming what is missing."""
+        """Return the named matrices with their rows concatenated, as they are stored, without conversion.
+
+        Errors: ModelFileError naming the missing tensors.
+        """
         found = [self._take(names, name) for name in names]
         matrices = [StoredMatrix.of(weight) if isinstance(weight, torch.Tensor) else weight for weight in found]
         return StoredMatrix([part for matrix in matrices for part in matrix.parts])
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:
-        """One of the names that are asked for together."""
+        """Return the weight with this name. names: all names of the same request, for the error's text."""
         while name not in self._waiting:
             try:
                 read, weight = next(self._weights)

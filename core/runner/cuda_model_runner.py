@@ -1,4 +1,4 @@
-"""CudaModelRunner: a ModelRunner whose steps run on a device while the host goes on; a step is a handle."""
+"""CudaModelRunner: a ModelRunner that launches steps on a device and returns a handle for each, without waiting."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,11 +34,11 @@ from kernels.triton.sampling import pack_columns, sample_tokens
 
 
 class _Batch(NamedTuple):
-    """A step's tokens, packed request after request; T tokens of R rows. On the host."""
+    """A step's T tokens of R rows, packed row after row, in the host's memory."""
 
     num_tokens: Int32s  # [R]
     context_lens: Ints  # [R]
-    rows: Rows  # [T] row of each token
+    rows: Rows  # [T] table row of each token
     positions: Ints  # [T]
     samples: Bools  # [R]
     last: AnyInts  # [R] index of each row's last token
@@ -46,19 +46,19 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What a step samples for S rows, on its way to the host."""
+    """The tokens and logits that a step samples for S rows, while they are copied to the host."""
 
     rows: Int32s
-    positions: Ints  # of the new tokens
-    tenancies: Ints
+    positions: Ints  # [S] of the new tokens in their rows
+    tenancies: Ints  # [S] of the rows, when the step was launched
     tokens: torch.Tensor  # [S] int32, host memory; valid after the event
-    reporting: Ints  # which of the S rows report log probabilities
+    reporting: Ints  # indices of the S rows that report log probabilities
     num_top: Ints  # [len(reporting)]
     reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
 
 
 class CudaStep:
-    """A step under way."""
+    """The handle of a step in flight."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CudaStep:
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the device, the first time."""
+        """Return the step's output. The first call waits for the device."""
         if self._output is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -98,8 +98,12 @@ class CudaStep:
 
 
 class CudaModelRunner(ModelRunner):
-    """The host's table counts a token as soon as the step that samples it is launched, and learns it from the result.
-    Only rows whose options look at earlier tokens (penalties, bad words) make a step wait for the one before."""
+    """A ModelRunner whose begin() launches a step before the tokens of the previous step are known on the host.
+
+    The host's table counts a token as soon as the step that samples it is launched. The token's id is written when the
+    step's result arrives. A step waits for the previous one only while some row has options that edit its logits, since
+    some of these (penalties, bad words) read earlier tokens.
+    """
 
     def __init__(
         self,
@@ -115,7 +119,11 @@ class CudaModelRunner(ModelRunner):
         num_swap_blocks: int = 0,
         use_graphs: bool = True,
     ) -> None:
-        """Errors: MemoryError when the cache cannot be allocated."""
+        """Allocate the KV cache, the swap cache and the device's tables.
+
+        num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (on
+        CUDA only). Errors: MemoryError when a cache cannot be allocated.
+        """
         super().__init__(
             model,
             num_rows=num_rows,
@@ -130,7 +138,7 @@ class CudaModelRunner(ModelRunner):
         self._device = operations.device
         self.tells_logits = self._tells_logits
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
-        self._tenancy = np.zeros(num_rows, np.int64)  # of each row: how many requests have left it
+        self._tenancy = np.zeros(num_rows, np.int64)  # requests that have left each row
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._graphs = self._make_graphs(num_rows) if use_graphs and self._device.type == "cuda" else None
@@ -140,7 +148,10 @@ class CudaModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def measure_costs(self) -> Costs:
-        """Of preemption. Before the first step: it writes into free blocks."""
+        """Return the measured costs of restoring a preempted request.
+
+        It must run before the first step, because it writes into free blocks.
+        """
         size, device = self.block_size, self._device
         count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
         counts = np.array([count])
@@ -158,14 +169,17 @@ class CudaModelRunner(ModelRunner):
         return measure_costs(compute, count, self.cache, self.swap_cache, self._wait)
 
     def _wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Wait until the device has finished all launched work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> CudaStep:
-        """Launch one step. Its tokens are written to the device's tables there; the host learns them from the handle,
-        and takes handles' results in the order of their steps."""
+        """Launch one step and return its handle.
+
+        The device writes the sampled tokens to its own tables. The host receives them from the handle. Results must be
+        taken in the order of their steps.
+        """
         self._apply(plan)
         if self._pending is not None and self.sampling.has_edits:
             self._pending.result()
@@ -183,7 +197,7 @@ class CudaModelRunner(ModelRunner):
         return self.begin(plan).result()
 
     def record_event(self) -> torch.cuda.Event | None:
-        """Of all that has been launched. None: nothing runs but on the host."""
+        """Return an event that follows all launched work; None where everything runs on the host."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -191,7 +205,11 @@ class CudaModelRunner(ModelRunner):
         return event
 
     def learn(self, rows: Int32s, positions: Positions, tenancies: Ints, tokens: TokenIds) -> None:
-        """Sampled tokens, of the rows that are still their requests'."""
+        """Write sampled tokens [n] into the host's table, at these rows [n] and positions [n].
+
+        tenancies [n]: of the rows when their step was launched. Tokens of a row that its request has left since are
+        dropped.
+        """
         here = self._tenancy[rows] == tenancies
         self.table.tokens.set(rows[here], positions[here], tokens[here])
         self.sampling.append_tokens(rows[here], tokens[here])
@@ -210,7 +228,7 @@ class CudaModelRunner(ModelRunner):
         return _Batch(counts, ends, np.repeat(rows, counts), positions, samples, last)
 
     def _launch(self, batch: _Batch) -> StepResult:
-        """Launch the model over a batch; the result has logits of the rows that sample."""
+        """Launch the model over a batch; return the logits of the rows that sample."""
         work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
         columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
         rows, positions, alone, tiles, counts, logits_rows = self._tables.send_columns(columns)
@@ -222,14 +240,19 @@ class CudaModelRunner(ModelRunner):
         return self._llama.result(hidden, logits_rows)
 
     def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
-        """One token each of these rows [B] at these positions [B], -1 = padding; writes hidden [B, hidden]. Everything
-        happens on the device."""
+        """Compute one token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
+
+        -1 is padding. Everything is on the device, so that a CUDA graph can capture it.
+        """
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
         hidden.copy_(self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits)))
 
     def _forward(self, work: TritonWork) -> torch.Tensor:
-        """Hidden states [T, hidden]. work: its tables are the device's, its window is not looked at."""
+        """Return the hidden states [T, hidden].
+
+        work: its tables are the device's block tables. Its window is ignored: each layer has its own.
+        """
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing)
@@ -245,7 +268,7 @@ class CudaModelRunner(ModelRunner):
             reported = processed_logits(logits.cpu(), reporting, inputs)
         tokens = self._draw(logits, inputs, rows, positions)
         num_top = self.sampling.num_logprobs[rows[reporting]]
-        self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # learned later
+        self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # placeholders; learn() writes the tokens
         columns = rows, positions, self._tenancy[rows]
         return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
 
@@ -265,7 +288,7 @@ class CudaModelRunner(ModelRunner):
         return tokens
 
     def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the host's memory, there once the step's event has come."""
+        """Return a copy in the host's memory; it is valid after the step's event."""
         if tensor.device.type != "cuda" or not tensor.numel():
             return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""ModelRunner: turns plans into the model's inputs, as columns, and logits into sampled tokens."""
+"""ModelRunner: makes the model's inputs from plans, as columns, and samples tokens from its logits."""
 
 import numpy as np
 import torch
@@ -25,12 +25,12 @@ from ipc.arrays import AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 
-#: Prompt tokens whose logits are computed at once for their log probabilities: bounds memory (4 bytes a logit).
+#: Prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes a logit.
 _PIECE = 32
 
 
 class ModelRunner:
-    """Owns the runner's table, the sampling columns and the KV cache."""
+    """The owner of the runner's table, the sampling columns and the KV caches; it runs one step a call."""
 
     def __init__(
         self,
@@ -43,8 +43,11 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_swap_blocks: int = 0,
     ) -> None:
-        """num_swap_blocks: of the host pool, to which preempted requests are copied. Errors: MemoryError when a cache
-        cannot be allocated."""
+        """Allocate the table, the columns and the caches.
+
+        num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. Errors: MemoryError
+        when a cache cannot be allocated.
+        """
         self.model = model
         self._tells_processed = logprobs_mode.startswith("processed")
         self._tells_logits = logprobs_mode.endswith("logits")
@@ -56,7 +59,7 @@ class ModelRunner:
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and append what it sampled to the table."""
+        """Run one step, append the sampled tokens to the table and return them."""
         self._apply(plan)
         self.model.wake()
         inputs = self.prepare(plan)
@@ -74,7 +77,10 @@ class ModelRunner:
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
     ) -> Int32s:
-        """The tokens [R] of the plan's rows; those sampled are appended to the table, what they report to logprobs."""
+        """Return the tokens [R] of the plan's rows: NO_TOKEN where none is sampled, FAILED_TOKEN where sampling failed.
+
+        The sampled tokens are appended to the table, and their log probabilities to logprobs.
+        """
         logits, everywhere = result.logits, inputs.num_samples == len(inputs.rows)
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
@@ -106,8 +112,12 @@ class ModelRunner:
         logits: torch.Tensor,
         logprobs: list[LogprobColumns],
     ) -> tuple[Int32s, Int32s]:
-        """As _append_sampled() where rows have several samples: (token_ids, counts [R]). in_plan, offsets [S]: as
-        StepInputs has them. Log probabilities of samples that are not accepted are left to the scheduler to drop."""
+        """Return (token_ids, counts [R]) of a step in which rows have several samples.
+
+        token_ids: the accepted samples, row after row. The table and logprobs are extended as by _append_sampled().
+        in_plan, offsets [S]: sample_rows and sample_offsets of StepInputs. The log probabilities of samples that are
+        not accepted are reported too; the scheduler drops them.
+        """
         rows, table = inputs.rows[in_plan], self.table
         reporting = self.sampling.reporting(rows)
         reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
@@ -130,7 +140,10 @@ class ModelRunner:
         return np.where(finite, tokens, FAILED_TOKEN).astype(np.int32), counts.astype(np.int32)
 
     def measure_costs(self) -> Costs:
-        """Of preemption. Before the first step: it writes into free blocks, whose bits nobody reads before writing."""
+        """Return the measured costs of restoring a preempted request.
+
+        It must run before the first step, because it writes into free blocks. No block is read before it is written.
+        """
         size = self.block_size
         count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
         positions = np.arange(count)
@@ -163,10 +176,11 @@ class ModelRunner:
             self.sampling.add(new)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
+        """Return the model's inputs for a plan that is applied to the table already."""
         return self._inputs(plan)
 
     def forward(self, inputs: StepInputs) -> StepResult:
-        """Run the model over a step's tokens; the result is good until the next step."""
+        """Run the model over a step's tokens; the result is valid until the next step."""
         columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
         attention = self.model.attention_metadata(*columns, self.cache, inputs.generation)
         tokens = inputs.token_ids, inputs.positions, inputs.slots
@@ -175,8 +189,11 @@ class ModelRunner:
     def _prompt_logprobs(
         self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult
     ) -> list[LogprobColumns]:
-        """Of the prompt tokens that follow this step's, for the rows that want them; in pieces, since their logits
-        are many times the size of the batch's. In every logprobs_mode raw log probabilities, as in vLLM."""
+        """Return log probabilities of the prompt tokens that follow this step's tokens, for the rows that want them.
+
+        They are computed in pieces, since their logits are many times the size of the batch's. They are raw log
+        probabilities in every logprobs_mode, as in vLLM.
+        """
         wanted = self.sampling.num_prompt_logprobs[plan.rows]
         group = np.flatnonzero(wanted >= 0)
         if not len(group):
@@ -202,9 +219,11 @@ class ModelRunner:
     def _sampled_logprobs(
         self, inputs: StepInputs, rows: Rows, sampled: Int32s, reporting: Ints, reported: torch.Tensor
     ) -> LogprobColumns:
-        """reporting: indices of the sampling rows that report; reported [len(reporting), vocab]: their logits, raw or
-        processed.
-        A failed row has any token; the scheduler drops it."""
+        """Return the log probabilities of the sampled tokens.
+
+        reporting: indices of the sampling rows that report. reported [len(reporting), vocab]: their logits, raw or
+        processed. The entry of a failed row has an arbitrary token; the scheduler drops it.
+        """
         tokens = np.maximum(sampled[reporting], 0)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         in_plan = np.flatnonzero(inputs.samples)[reporting]
@@ -212,8 +231,10 @@ class ModelRunner:
         return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
     def sample(self, rows: Rows, result: StepResult) -> Int32s:
-        """Draw the next token of each of these rows [S], whose logits the result has; negative where they are not
-        finite."""
+        """Return the next token [S] of each of these rows [S]; negative where the row's logits are not finite.
+
+        result: has the logits of these rows, in their order.
+        """
         if self.sampling.is_greedy:
             if result.largest is not None:
                 return result.largest.copy()  # the model's next step overwrites it

@@ -1,4 +1,4 @@
-"""Costs of bringing a preempted request back, measured on this machine with this model before the first step."""
+"""The costs of restoring a preempted request, measured on this machine with this model before the first step."""
 
 import statistics
 import time
@@ -10,11 +10,11 @@ from core.execution.executor import Costs
 from ipc.arrays import Int32s
 from kernels.memory.kv_cache import KVCache
 
-NUM_TOKENS = 128  # of the prompt that is timed: a chunk that keeps the processor busy
-_NUM_BLOCKS = 32  # copied at once
+NUM_TOKENS = 128  # length of the timed prompt: a chunk that keeps the processor busy
+_NUM_BLOCKS = 32  # blocks in one timed copy
 _NUM_SAMPLES = 5
-_PATIENCE_NS = 200_000_000  # for all samples of a cost but the first; the first of all warms up and does not count
-#: What copying a block costs where the host has no room for any: a second, so that nothing is decided in its favour.
+_PATIENCE_NS = 200_000_000  # no further sample of a cost starts after this total; the warm-up run is not counted
+#: Cost of copying a block where there is no swap cache: a second, so that recomputing is always cheaper.
 _NO_ROOM_NS = 1_000_000_000
 
 
@@ -25,8 +25,11 @@ def measure_costs(
     swap_cache: KVCache | None,
     wait: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """Medians. compute: runs the model over num_tokens tokens; wait: until copies are done. The blocks of both caches
-    are free and written to."""
+    """Return the median costs of recomputing a token and of copying a block, in nanoseconds.
+
+    compute: runs the model over num_tokens tokens. wait: returns when the device has finished its copies. The blocks of
+    both caches must be free: they are overwritten.
+    """
     token_ns = max(1, _median_ns(compute) // num_tokens)
     if swap_cache is None:
         return Costs(token_ns, _NO_ROOM_NS)
@@ -43,7 +46,7 @@ def measure_costs(
 
 
 def _median_ns(work: Callable[[], None]) -> int:
-    work()  # touches memory for the first time
+    work()  # warm-up: touches memory for the first time
     samples: list[int] = []
     while len(samples) < _NUM_SAMPLES and sum(samples) < _PATIENCE_NS:
         begin = time.perf_counter_ns()

@@ -1,8 +1,8 @@
-"""StepInputs: what a plan is to a model - tokens, positions, slots, block tables - and how it is made, as columns.
+"""StepInputs: a model's inputs for one plan (tokens, positions, slots, block tables), and the columns that make them.
 
-In most steps the rows of the step before get one token more each. What they had is then moved on by one token instead
-of made again: a step's weights push all else out of the CPU's caches, so that each function and array touched after it
-costs microseconds.
+In most steps each row of the previous step gets one more token. The previous inputs are then advanced by one token
+instead of made again: a step's weights evict everything else from the CPU's caches, so each function and array touched
+after it costs microseconds.
 """
 
 import itertools
@@ -17,20 +17,23 @@ from core.execution.runner_table import TOKENS_PER_PAGE, RunnerTable
 from core.models.step import ONCE
 from ipc.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
 
-#: Columns of block tables are made in multiples of so many, at least one more than there are blocks: room to move on.
+#: Block tables have a multiple of this many columns, at least one more than blocks: room to advance.
 _TABLE_COLUMNS = 8
 
 _PAGE_MASK = TOKENS_PER_PAGE - 1
 
-#: Numbers of arrays, of all makers together: no two share one.
+#: Generation numbers; all makers of inputs share them, so that no number is used twice.
 _generations = itertools.count(ONCE + 1)
 
 
 class StepInputs(NamedTuple):
-    """One step's tokens, packed request after request. T tokens of R rows, of which S sample. Good until the next
-    step's are made. Inputs of the generation before are these same arrays, moved on by one token for each row."""
+    """One step's T tokens of R rows, packed row after row, with S samples.
 
-    rows: Ints  # [R] the plan's, int64: as an index NumPy takes no other type as fast
+    They are valid until the next step's inputs are made. Inputs with the generation of the previous step are the same
+    arrays, advanced by one token in each row.
+    """
+
+    rows: Ints  # [R] the plan's rows, int64: NumPy's fastest type for an index
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64 block * block_size + offset
@@ -39,42 +42,45 @@ class StepInputs(NamedTuple):
     block_tables: Int32s  # [R, P], P at least the blocks of the longest row
     samples: Bools  # [R]
     num_samples: int  # S
-    #: [S] int64 index of each sampling row's last token; of each sample's, where there are several of a row: these
-    #: stand together, behind the row's known tokens and behind each of its drafts.
+    #: [S] int64 index of the token whose logits each sample needs. This is the row's last token where a row has one
+    #: sample. A row with drafts has several, together: after its known tokens and after each of its drafts.
     logits_rows: torch.Tensor
-    generation: int = ONCE  # of the arrays, as ModelInputs has it
-    sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one of each row of samples
-    sample_offsets: Ints | None = None  # [S] drafts before each sample, 0, 1, ... of a row; None with sample_rows
+    generation: int = ONCE  # see ModelInputs.generation
+    sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one sample a row
+    sample_offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None with sample_rows
 
 
 @dataclass(slots=True)
 class _Decoding:
-    """Inputs of a step in which each of R rows had one token and got another, and the arrays behind them."""
+    """The inputs of a step in which each of R rows computed one token and sampled one, and the arrays behind them."""
 
     inputs: StepInputs
-    plan: tuple[bytes, bytes]  # its rows and their tokens
-    num_steps: int  # that can be moved on before some row's next token begins a block,
-    num_table_steps: int  # or a page of the table's
+    plan: tuple[bytes, bytes]  # the plan's rows and their numbers of tokens, see _bytes()
+    num_steps: int  # steps to advance before some row's next token begins a block
+    num_table_steps: int  # steps to advance before some row's next token begins a page of the table
     token_ids: Ints  # [R]
-    places: Ints  # [5, R] what grows by one with each token: the columns below, which are views of it
+    places: Ints  # [5, R] the columns that grow by one with each token; the fields below are views of it
     positions: Ints
     slots: Ints
     context_lens: Ints
-    next_tokens: Ints  # where in the table the next token goes; only if num_table_steps > 0
-    next_lengths: Ints  # tokens of the rows with it
+    next_tokens: Ints  # table slot of each row's next token; valid only if num_table_steps > 0
+    next_lengths: Ints  # number of the row's tokens, the next one included
 
 
 class InputMaker:
-    """Makes each step's inputs from its plan and the runner's table."""
+    """The maker of each step's inputs, from the step's plan and the runner's table."""
 
     def __init__(self, table: RunnerTable, block_size: int) -> None:
         self._table, self._block_size = table, block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1  # block sizes are powers of two
-        self._decoding: _Decoding | None = None  # what the last step left to move on
-        self._sampled: Int32s | None = None  # its tokens
+        self._decoding: _Decoding | None = None  # inputs of the last step, if they can be advanced
+        self._sampled: Int32s | None = None  # tokens that the last step sampled
 
     def __call__(self, plan: SchedulerOutput) -> StepInputs:
-        """Column operations only: no Python per request. The plan's changes are in the table already."""
+        """Return the inputs of a plan whose changes are in the table already.
+
+        It uses column operations only: no Python loop over requests.
+        """
         decoding, sampled = self._decoding, self._sampled
         self._sampled = None
         if decoding is None or sampled is None or not _goes_on(plan, decoding) or not self._move_on(decoding):
@@ -84,8 +90,10 @@ class InputMaker:
         return decoding.inputs
 
     def append(self, rows: Rows, tokens: TokenIds) -> None:
-        """The rows of the last plan, all of them, got these tokens [R]: into the table. Not for steps in which some row
-        got none."""
+        """Append these tokens [R] of all rows of the last plan to the table.
+
+        It must not be called for a step in which some row sampled no token.
+        """
         table, decoding = self._table, self._decoding
         self._sampled = tokens
         if decoding is None or not decoding.num_table_steps:
@@ -134,12 +142,15 @@ class InputMaker:
         return inputs
 
     def _slots(self, blocks: Int32s, positions: Positions) -> Ints:
-        """Of the cache."""
+        """Return the KV-cache slot (block * block_size + offset) of each position."""
         slots: Ints = blocks * np.int64(self._block_size) + (positions & self._mask)
         return slots
 
     def _move_on(self, decoding: _Decoding) -> bool:
-        """By one token; False, and nothing is done, where the block tables have no room."""
+        """Advance the inputs by one token in each row.
+
+        Return False, with nothing changed, where the block tables have too few columns.
+        """
         inputs, positions = decoding.inputs, decoding.positions
         if decoding.num_steps:
             decoding.num_steps -= 1
@@ -161,8 +172,10 @@ class InputMaker:
         return True
 
     def _enter_blocks(self, inputs: StepInputs, entering: Ints, places: Ints) -> bool:
-        """The block tables get the blocks that these rows [n] of the batch enter, at these places of theirs; False
-        where there is no room."""
+        """Write the blocks that some rows enter into the block tables; return False where these have too few columns.
+
+        entering [n]: indices of the rows in the batch; places [n]: index of the entered block in its row.
+        """
         table, rows, block_tables = self._table, inputs.rows[entering], inputs.block_tables
         if int(places.max()) >= block_tables.shape[1]:
             return False
@@ -173,13 +186,15 @@ class InputMaker:
 
 
 def _steps_to_end(positions: Positions, mask: int) -> int:
-    """How often all can go on by one before one is past the end of its run of mask + 1."""
+    """Return how many steps all positions can advance before one leaves its run of mask + 1 positions."""
     return mask - int((positions & mask).max())
 
 
 def _goes_on(plan: SchedulerOutput, decoding: _Decoding) -> bool:
-    """Whether the plan gives the rows of these inputs, in their order, one token more each, and they are the same
-    requests' still."""
+    """Return whether the plan gives each row of these inputs one more token, in the same order.
+
+    The rows must still belong to the same requests: a plan that adds or removes rows does not continue.
+    """
     return not plan.added and not len(plan.removed_rows) and _bytes(plan) == decoding.plan
 
 

@@ -12,7 +12,7 @@ from ipc.arrays import Ints
 
 
 class AllowedTokens(EditGroup):
-    """One entry for each allowed token of each row."""
+    """The rows with allowed_token_ids: one entry for each allowed token of each row."""
 
     options = ("allowed_token_ids",)
 
@@ -20,27 +20,33 @@ class AllowedTokens(EditGroup):
         self._allowed = RowGroup(token=np.int64)
 
     def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
         if not new.params.allowed_token_ids:
             return False
         self._allowed.add(new.row, token=new.params.allowed_token_ids)
         return True
 
     def remove(self, row: int) -> None:
+        """Remove the row's entries, if it has any."""
         self._allowed.remove(row)
 
     def edit(self, sampled: SampledRows) -> "OnlyThese | None":
+        """Return the edit that keeps only the allowed tokens; None where no sampled row uses the option."""
         entries, samples = sampled.samples.spread(self._allowed["row"])
         return OnlyThese(samples, self._allowed["token"][entries]) if len(samples) else None
 
 
 class OnlyThese(NamedTuple):
-    """An edit that sets the logits of its rows to -inf, those of the named tokens excepted. Every token id is in the
-    vocabulary."""
+    """An edit that sets all logits of its rows to -inf, except those of the named tokens.
+
+    Every token id is in the vocabulary.
+    """
 
     row: Ints  # [n] index of the sample
     token: Ints  # [n]
 
     def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits [S, V] of all other tokens of these rows to -inf, in place."""
         rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
         kept = logits[rows, tokens]
         logits[torch.from_numpy(np.unique(self.row))] = -torch.inf

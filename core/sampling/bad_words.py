@@ -1,6 +1,6 @@
-"""BadWords: the option bad_words, sequences of tokens that a row must not produce.
+"""BadWords: the option bad_words: sequences of tokens that must not occur in a row's output.
 
-The last token of a word is forbidden while the word's other tokens are the end of the row's output.
+The last token of a word is forbidden while the row's output ends with the word's other tokens.
 """
 
 import numpy as np
@@ -11,18 +11,19 @@ from core.sampling.row_group import RowGroup
 
 
 class BadWords(EditGroup):
-    """One entry for each token of each word.
+    """The rows with bad words: one entry for each token of each word.
 
-    token; back: how many tokens before the end of its word it stands (0 = the last); word: number of the word.
+    Columns: token; back: tokens between it and the end of its word (0 = the last token); word: number of the word.
     """
 
     options = ("bad_words_token_ids",)
 
     def __init__(self) -> None:
         self._parts = RowGroup(token=np.int64, back=np.int64, word=np.int64)
-        self._num_words = 0  # ever added: tells neighbouring words apart
+        self._num_words = 0  # words added so far: adjacent words get different numbers
 
     def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
         words = new.params.bad_words_token_ids
         if not words:
             return False
@@ -38,6 +39,7 @@ class BadWords(EditGroup):
         return True
 
     def remove(self, row: int) -> None:
+        """Remove the row's entries, if it has any."""
         self._parts.remove(row)
 
     def edit(self, sampled: SampledRows) -> Forbidden | None:
@@ -47,7 +49,7 @@ class BadWords(EditGroup):
             return None
         positions, table = sampled.positions, sampled.table
         is_several = sampled.samples.offsets is not None
-        if is_several:  # the parts of a word stand together for each sample
+        if is_several:  # the entries of a word must be adjacent for each sample
             order = np.lexsort((sample, self._parts["word"][entries]))
             entries, sample = entries[order], sample[order]
         row, token, back, word = (self._parts[name][entries] for name in ("row", "token", "back", "word"))

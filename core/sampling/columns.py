@@ -1,4 +1,4 @@
-"""SamplingColumns: what the sampler must know of each row, as columns of the runner's table."""
+"""SamplingColumns: the sampling parameters of each row, as columns beside the runner's table."""
 
 from operator import attrgetter
 
@@ -19,8 +19,10 @@ _ALL_LOGPROBS = 2**31 - 1
 
 
 class SamplingColumns(Columns):
-    """The columns below, and the groups of the rows that use an option which changes logits
-    (core/sampling/logit_edits.py)."""
+    """Sampling parameters as columns [rows], and one group for each option that edits logits.
+
+    A group holds the rows that use its option (core/sampling/logit_edits.py).
+    """
 
     temperature: Floats = column()
     top_k: Ints = column()
@@ -35,10 +37,10 @@ class SamplingColumns(Columns):
     def __init__(
         self, num_rows: int, eos_token_ids: tuple[int, ...], groups: tuple[EditGroup, ...] | None = None
     ) -> None:
-        """groups: None = those of every option."""
+        """Make empty columns for num_rows rows. groups: None = one for every option."""
         super().__init__(num_rows)
-        self.num_reporting = 0  # rows with log probabilities of either kind
-        self._num_drawing = 0  # rows whose tokens are drawn
+        self.num_reporting = 0  # rows that report log probabilities of sampled or prompt tokens
+        self._num_drawing = 0  # rows with a temperature above 0
         self._num_edited = 0
         self._groups = edit_groups(num_rows, eos_token_ids) if groups is None else groups
         self._options = attrgetter(*(option for group in self._groups for option in group.options))
@@ -46,15 +48,16 @@ class SamplingColumns(Columns):
 
     @property
     def has_edits(self) -> bool:
-        """Some row has options that change its logits; with some of them, by what it has been given so far."""
+        """Whether some row has options that edit its logits. Some of these options read the row's earlier tokens."""
         return self._num_edited > 0
 
     @property
     def is_greedy(self) -> bool:
-        """Every row's token is the one with its largest logit."""
+        """Whether every row takes the token with its largest logit, unedited."""
         return not (self._num_drawing or self._num_edited)
 
     def remove(self, row: int) -> None:
+        """Reset the row's columns and remove it from the groups."""
         self._num_drawing -= bool(self.temperature[row] > 0)
         self.temperature[row] = 0
         self.num_reporting -= self._reports(row)
@@ -67,6 +70,9 @@ class SamplingColumns(Columns):
         self._num_edited -= 1
 
     def add(self, new: NewRow) -> None:
+        """Write the row's parameters and add it to the groups whose options it uses.
+
+        The row must be free: see remove()."""
         row, params = new.row, new.params
         self.temperature[row] = params.temperature
         self._num_drawing += params.temperature > 0
@@ -84,24 +90,25 @@ class SamplingColumns(Columns):
             self._num_edited += any(uses)
 
     def reporting(self, rows: Rows) -> Ints:
-        """Which of these rows want their tokens' log probabilities: indices into them."""
+        """Return the indices of those of these rows that report log probabilities of their sampled tokens."""
         return np.flatnonzero(self.num_logprobs[rows] >= 0) if self.num_reporting else NO_INTS
 
     def _reports(self, row: int) -> bool:
         return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
-        """One sampled token for each of these rows; or counts[i] of them, row after row."""
+        """Pass sampled tokens to the groups that count them: one a row, or counts[i] of row i, row after row."""
         if self._num_edited:
             owners = rows if counts is None else rows.repeat(counts)
             for group in self._groups:
                 group.append(owners, token_ids, is_distinct=counts is None)
 
     def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
-        """The columns of these rows [S], in their order, for the token that each is about to get.
+        """Return the sampler's inputs for the next token of each of these rows [S], in their order.
 
-        offsets [S]: where a row has several samples, which stand together: how many of its drafts, which the table has
-        behind its tokens, are before each. A sample has the inputs that the row would have if these were its tokens.
+        offsets [S]: the number of the row's drafts before each sample; None: each row has one sample. Samples of a row
+        are adjacent, and the table has its drafts behind its tokens. A sample has the inputs that the row would have if
+        the drafts before it were its tokens.
         """
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
         if offsets is not None:

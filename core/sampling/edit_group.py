@@ -15,43 +15,47 @@ class Edit(Protocol):
     """The change that one option makes to the logits of one batch."""
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change logits [S, V] float32 in place. An edit reads and writes the logits of its own entries only, so the
-        other rows keep their bits."""
+        """Change logits [S, V] float32 in place.
+
+        An edit reads and writes the logits of its own entries only, so the other rows keep their bits.
+        """
         ...
 
 
 class SampledRows(NamedTuple):
-    """The samples of a step: the rows that are about to get tokens."""
+    """The samples of a step, one for each token to be drawn."""
 
     samples: SampleIndex
-    positions: Positions  # [S] of each sample in its row's output
-    table: RunnerTable  # it has the drafts before a sample behind the row's tokens
+    positions: Positions  # [S] index of each sample in its row's output
+    table: RunnerTable  # has the row's drafts behind its tokens
 
 
 class EditGroup(ABC):
-    """The rows that use one option. add() and remove() are events; append() and edit() run once a step."""
+    """The rows that use one option. add() and remove() run once a request, append() and edit() once a step."""
 
-    #: The fields of SamplingParams that switch the option on. A row whose fields all have their defaults is not given
-    #: to add().
+    #: The fields of SamplingParams that enable the option. add() is not called for a row whose fields all have their
+    #: defaults.
     options: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def add(self, new: NewRow) -> bool:
-        """Take the row in if its parameters use the option; return whether they do."""
+        """Add the row if its parameters use the option; return whether they do."""
 
     @abstractmethod
     def remove(self, row: int) -> None:
-        """Forget the row; a row that was not taken in is ignored."""
+        """Remove the row; a row that was not added is ignored."""
 
     def append(  # noqa: B027 (most options do not look at tokens)
         self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True
     ) -> None:
-        """Take note of a sampled token of each of these rows [n], some of which may not use the option. is_distinct:
-        no row is there twice; else a row's tokens stand together, in their order."""
+        """Count a sampled token [n] of each of these rows [n], some of which may not use the option.
+
+        is_distinct: each row occurs once. Otherwise a row's tokens are adjacent, in their order.
+        """
 
     @abstractmethod
     def edit(self, sampled: SampledRows) -> Edit | None:
-        """Return the change to the logits of the sampled rows; None where no row of the batch is concerned."""
+        """Return the edit of the sampled rows' logits; None where no row of the batch uses the option."""
 
 
 class Forbidden(NamedTuple):
@@ -61,5 +65,6 @@ class Forbidden(NamedTuple):
     token: Ints  # [n]
 
     def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits of these tokens to -inf, in place."""
         known = self.token < logits.shape[1]
         logits[torch.from_numpy(self.row[known]), torch.from_numpy(self.token[known])] = -torch.inf

@@ -12,7 +12,7 @@ from ipc.arrays import Floats, Ints
 
 
 class LogitBias(EditGroup):
-    """One entry for each biased token of each row."""
+    """The rows with a logit bias: one entry for each biased token of each row."""
 
     options = ("logit_bias",)
 
@@ -20,6 +20,7 @@ class LogitBias(EditGroup):
         self._bias = RowGroup(token=np.int64, bias=np.float32)
 
     def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
         bias = new.params.logit_bias
         if not bias:
             return False
@@ -27,9 +28,11 @@ class LogitBias(EditGroup):
         return True
 
     def remove(self, row: int) -> None:
+        """Remove the row's entries, if it has any."""
         self._bias.remove(row)
 
     def edit(self, sampled: SampledRows) -> "Biased | None":
+        """Return the edit that adds the biases; None where no sampled row uses the option."""
         entries, samples = sampled.samples.spread(self._bias["row"])
         if not len(samples):
             return None
@@ -37,12 +40,13 @@ class LogitBias(EditGroup):
 
 
 class Biased(NamedTuple):
-    """An edit that adds to logits. No (row, token) is twice in it; every token id is in the vocabulary."""
+    """An edit that adds to logits. Each (row, token) pair occurs once; every token id is in the vocabulary."""
 
     row: Ints  # [n] index of the sample
     token: Ints  # [n]
     bias: Floats  # [n]
 
     def apply(self, logits: torch.Tensor) -> None:
+        """Add the biases to logits [S, V], in place."""
         rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
         logits[rows, tokens] += torch.from_numpy(self.bias).to(logits.device)

@@ -1,4 +1,4 @@
-"""The options that change a batch's logits before the temperature: their list, and the application of their edits."""
+"""The options that edit a batch's logits before the temperature: their list, and the application of their edits."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,10 @@ from core.sampling.penalties import Penalties
 
 
 def edit_groups(num_rows: int, eos_token_ids: tuple[int, ...]) -> tuple[EditGroup, ...]:
-    """Return the group of every option, in the order in which they are applied, which is vLLM's. num_rows: of the
-    runner's table."""
+    """Return one group for each option, in the order in which the edits are applied; the order is vLLM's.
+
+    num_rows: rows of the runner's table.
+    """
     return (AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties(num_rows))
 
 

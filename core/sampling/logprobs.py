@@ -1,4 +1,4 @@
-"""Log probabilities: of a token and of the most likely ones beside it, from logits, one row as any other."""
+"""Log probabilities of a token and of the most likely tokens of its row; a row's bits do not depend on other rows."""
 
 import numpy as np
 import torch
@@ -6,7 +6,8 @@ import torch
 from core.execution.plan import LogprobColumns
 from ipc.arrays import AnyInts, Doubles, Ints, Positions, Rows
 
-#: Totals over the vocabulary are summed in blocks: torch splits the sum of one long row between threads, not of many.
+#: Block size of sums over the vocabulary. torch splits the sum of one long row between threads, but not of many rows,
+#: so a whole row's sum would depend on the number of rows.
 _SUM_BLOCK = 4096
 
 
@@ -20,18 +21,20 @@ def gather_logprobs(
     *,
     normalized: bool = True,
 ) -> LogprobColumns:
-    """logits [L, V] float32; tokens [L] int; num_top [L] how many of the most likely tokens, cut to V. normalized:
-    their log probabilities, else the logits as they are.
+    """Return the log probabilities of each row's token and of its most likely tokens.
 
-    Of each row: its token first, then the most likely ones, ties by lower id; the token's rank is the number of tokens
-    at least as likely, as in vLLM. rows, positions [L]: handed through.
+    logits [L, V] float32; tokens [L] int; num_top [L] int: how many of the most likely tokens, at most V. rows,
+    positions [L]: copied to the result. normalized: values are log probabilities; otherwise the logits unchanged.
+
+    A row's entries are its token first, then its most likely tokens in descending order, ties by lower id. The token's
+    rank is the number of tokens at least as likely, as in vLLM.
     """
     logits, vocab_size = logits.cpu(), logits.shape[1]
     chosen = logits.gather(1, torch.from_numpy(tokens.astype(np.int64))[:, None])
     ranks = (logits >= chosen).sum(-1)
     base = _log_totals(logits) if normalized else np.zeros(len(logits))
     width = np.minimum(num_top, vocab_size)
-    entry_row = [np.arange(len(tokens))]  # of every (row, token) entry
+    entry_row = [np.arange(len(tokens))]  # row of every entry; entry_token: its token
     entry_token = [tokens.astype(np.int64)]
     for count in np.unique(width[width > 0]).tolist():
         part = np.flatnonzero(width == count)
@@ -53,8 +56,10 @@ def gather_logprobs(
 
 
 def _most_likely(logits: torch.Tensor, count: int) -> tuple[Ints, Ints]:
-    """(row, token) of the count largest logits of each row, in descending order, ties by lower id. topk alone would
-    leave open which of equal values it takes; of bfloat16 models there are many."""
+    """Return (row, token) of the count largest logits of each row, in descending order, ties by lower id.
+
+    torch's topk does not define which of several equal values it takes, and bfloat16 models have many.
+    """
     last = logits.topk(count, dim=-1).values[:, -1:]
     row, token = (part.numpy() for part in torch.nonzero(logits >= last, as_tuple=True))
     order = np.lexsort((token, -logits[torch.from_numpy(row), torch.from_numpy(token)].numpy(), row))
@@ -65,7 +70,7 @@ def _most_likely(logits: torch.Tensor, count: int) -> tuple[Ints, Ints]:
 
 
 def _log_totals(logits: torch.Tensor) -> Doubles:
-    """log of the sum of exp(logits) of each row [L]."""
+    """Return log(sum(exp(logits))) of each row [L], float64."""
     maximum = logits.max(-1, keepdim=True).values
     weights = (logits - maximum).exp_()
     blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]

@@ -1,4 +1,4 @@
-"""MinTokens: the option min_tokens, which forbids the tokens that end a request before it has so many."""
+"""MinTokens: the option min_tokens, which forbids ending tokens until the output has min_tokens tokens."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from core.sampling.row_group import RowGroup
 
 
 class MinTokens(EditGroup):
-    """One entry for each ending token (stop tokens, and EOS unless ignore_eos) of each row."""
+    """The rows with min_tokens: one entry for each ending token of each row: stop tokens, and EOS unless ignore_eos."""
 
     options = ("min_tokens",)
 
@@ -17,6 +17,7 @@ class MinTokens(EditGroup):
         self._ending = RowGroup(token=np.int64, below=np.int64)  # below: the row's min_tokens
 
     def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
         params = new.params
         if not params.min_tokens:
             return False
@@ -25,9 +26,11 @@ class MinTokens(EditGroup):
         return True
 
     def remove(self, row: int) -> None:
+        """Remove the row's entries, if it has any."""
         self._ending.remove(row)
 
     def edit(self, sampled: SampledRows) -> Forbidden | None:
+        """Return the edit that forbids ending tokens; None where every sampled row has its min_tokens."""
         entries, samples = sampled.samples.spread(self._ending["row"])
         early = sampled.positions[samples] < self._ending["below"][entries]
         return Forbidden(samples[early], self._ending["token"][entries][early]) if early.any() else None

@@ -14,7 +14,7 @@ _NEUTRAL = (1.0, 0.0, 0.0)
 
 
 class Penalties(EditGroup):
-    """Three penalties [rows of the table], and how often each token occurs in the rows that have any."""
+    """The three penalties of each row of the table, and token counts of the rows that have a penalty."""
 
     options = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -26,27 +26,31 @@ class Penalties(EditGroup):
         self._counts = TokenCounts()
 
     def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
         row, params = new.row, new.params
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         if penalties == _NEUTRAL:
             return False
         self._is_penalized[row] = True
         self._repetition[row], self._frequency[row], self._presence[row] = penalties
-        repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count outputs
+        repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count output only
         self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
         return True
 
     def remove(self, row: int) -> None:
+        """Remove the row's penalties and counts, if it has any."""
         if self._is_penalized[row]:
             self._is_penalized[row] = False
             self._counts.remove(row)
 
     def append(self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True) -> None:
+        """Count a sampled token of each of these rows that has a penalty."""
         counted = self._is_penalized[rows]
         if counted.any():
             self._counts.append(rows[counted], token_ids[counted], is_distinct=is_distinct)
 
     def edit(self, sampled: SampledRows) -> "Penalized | None":
+        """Return the edit that applies the penalties; None where no sampled row has counted tokens."""
         samples, tokens, occurrences = self._counted(sampled)
         if not len(samples):
             return None
@@ -61,7 +65,7 @@ class Penalties(EditGroup):
         )
 
     def _counted(self, sampled: SampledRows) -> tuple[Ints, Ints, Ints]:
-        """Return (sample, token, occurrences in the output before it), of the rows with penalties."""
+        """Return (sample, token, occurrences in the output before the sample) for the rows with penalties."""
         index, table, counts = sampled.samples, sampled.table, self._counts
         entries, samples = index.spread(counts.rows)
         columns = samples, counts.tokens[entries], counts.counts[entries]
@@ -73,19 +77,24 @@ class Penalties(EditGroup):
 
 
 class Penalized(NamedTuple):
-    """An edit by how often tokens occur: columns [n]. No (row, token) is twice in it; every token id is in the
-    vocabulary."""
+    """An edit by the number of occurrences of tokens, as columns [n].
+
+    Each (row, token) pair occurs once; every token id is in the vocabulary.
+    """
 
     row: Ints  # index of the sample
     token: Ints
     occurrences: Ints  # in the output; 0 = in the prompt only
-    repetition: Floats  # the row's penalty, beside each of its tokens
+    repetition: Floats  # the row's penalty, repeated for each of its tokens
     frequency: Floats
     presence: Floats
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Repetition: positive logits are divided by it, others multiplied (Keskar et al. 2019, arXiv 1909.05858);
-        frequency and presence as in the OpenAI API."""
+        """Apply the penalties to logits [S, V], in place.
+
+        The repetition penalty divides positive logits and multiplies others (Keskar et al. 2019, arXiv 1909.05858).
+        Frequency and presence penalties are subtracted, as in the OpenAI API.
+        """
         rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
         values = logits[rows, tokens].cpu().numpy()
         values = np.where(values > 0, values / self.repetition, values * self.repetition)

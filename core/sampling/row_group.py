@@ -1,4 +1,4 @@
-"""RowGroup: the rows that use an uncommon option, as columns of entries; rows without it have none and cost nothing."""
+"""RowGroup: the rows that use an uncommon option, as columns of entries; rows without the option have no entry."""
 
 from typing import Any
 
@@ -9,11 +9,14 @@ from ipc.arrays import Ints
 
 
 class RowGroup:
-    """Entries in one structured array: "row" and the named columns. A row's entries stand together, in the order in
-    which they were given. add() and remove() are events; what a step needs it takes from the columns."""
+    """Entries in one structured array: "row" and the named columns.
+
+    A row's entries are adjacent, in the order in which they were added. add() and remove() run once a request; a step
+    only reads the columns.
+    """
 
     def __init__(self, **columns: type[np.generic]) -> None:
-        """columns: name and dtype of what an entry has beside its row."""
+        """Make an empty group. columns: name and dtype of each column beside "row"."""
         self._entries = np.zeros(0, [("row", np.int64), *columns.items()])
 
     def __len__(self) -> int:
@@ -23,7 +26,7 @@ class RowGroup:
         return self._entries[name]
 
     def add(self, row: int, **values: list[int] | list[float] | Ints) -> None:
-        """A row's entries: one value in every column for each."""
+        """Append the row's entries. values: each column's values, one for each entry."""
         more = np.zeros(len(next(iter(values.values()))), self._entries.dtype)
         more["row"] = row
         for name, column in values.items():
@@ -31,6 +34,6 @@ class RowGroup:
         self._entries = np.concatenate([self._entries, more])
 
     def remove(self, row: int) -> None:
-        """Forget the row's entries, if it has any."""
+        """Remove the row's entries, if it has any."""
         if len(self._entries):
             self._entries = self._entries[self._entries["row"] != row]

@@ -1,4 +1,4 @@
-"""SampleIndex: which of a step's samples are of which row; it spreads the entries of index groups over them."""
+"""SampleIndex: the rows of a step's samples; it repeats the entries of a row for each of the row's samples."""
 
 import numpy as np
 
@@ -6,14 +6,17 @@ from ipc.arrays import Bools, Ints, Rows
 
 
 class SampleIndex:
-    """S samples of some rows of the table. A row has one, or several that stand together: one behind its known tokens,
-    and one behind each of its drafts, tokens that stand behind them in the table and are not known to be right.
+    """S samples of some rows of the table.
 
-    rows [S] of the table; offsets [S]: drafts before each sample; no array where every row has one sample, at offset 0
+    A row has one sample, or several adjacent ones: one after its known tokens and one after each of its drafts. Drafts
+    are unverified tokens, which the table has behind the row's known tokens.
+
+    rows [S]: rows of the table. offsets [S]: drafts before each sample; None where every row has one sample, at offset
+    0.
     """
 
     def __init__(self, rows: Rows, num_rows: int, offsets: Ints | None = None) -> None:
-        """num_rows: of the table."""
+        """Index the samples of these rows. num_rows: rows of the table."""
         self.rows, self.offsets = rows, offsets
         self._firsts = np.zeros(num_rows, np.int64)  # first sample of each row
         if offsets is None:
@@ -27,8 +30,10 @@ class SampleIndex:
             self._firsts[rows[begins]] = begins
 
     def spread(self, rows: Rows) -> tuple[Ints | Bools, Ints]:
-        """Each entry of a group beside each sample of its row, entry after entry. rows [n]: of the entries. Returns
-        (entries as indices, or as a mask where a row has one sample, samples)."""
+        """Return (entries, samples): each entry of a group paired with each sample of its row, entry after entry.
+
+        rows [n]: the row of each entry. entries: indices; where every row has one sample, a mask [n] instead.
+        """
         if self.offsets is None:
             is_sampled = self._is_sampled[rows]
             return is_sampled, self._firsts[rows[is_sampled]]
@@ -39,8 +44,10 @@ class SampleIndex:
         return entries, samples
 
     def drafts(self, is_wanted: Bools) -> tuple[Ints, Ints]:
-        """(samples, places): each sample of the rows in the mask is_wanted [num_rows], beside each draft before it; the
-        first draft of a row has place 0."""
+        """Return (samples, places): each wanted row's samples, each paired with every draft before it.
+
+        is_wanted: mask [num_rows]. The first draft of a row has place 0.
+        """
         assert self.offsets is not None, "there are no drafts"
         samples = np.flatnonzero(is_wanted[self.rows])
         offsets = self.offsets[samples]

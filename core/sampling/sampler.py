@@ -1,10 +1,10 @@
-"""The sampler: one token per row of logits, a function of that row, its parameters and its position alone.
+"""The sampler: one token for each row of logits, a function of that row, its parameters and its position alone.
 
-Order, as in vLLM: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw is one Philox
-uniform pushed through the inverse cumulative distribution of the tokens left: of rows with top_p < 1 or top_k < V in
-order of descending logit, ties by lower id; of other rows in vocabulary order. A row with top_k or top_p is never
-sorted whole: its largest logits are taken by the smallest of a few buckets that its own parameters, then its own
-logits, show to be enough.
+The order is vLLM's: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw applies the
+inverse cumulative distribution of the remaining tokens to one Philox uniform. Rows with top_p < 1 or top_k < V
+accumulate in order of descending logit, ties by lower id; other rows in vocabulary order. A row with top_k or top_p is
+not sorted as a whole. Its largest logits are taken in buckets of growing size, until its own parameters and logits show
+that a bucket is large enough.
 """
 
 from typing import NamedTuple
@@ -18,41 +18,44 @@ from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UI
 from kernels.cpu.sampling import CpuSampler
 from kernels.philox import uniform
 
-#: Of a batch without options that change logits.
+#: The edits of a batch without options that change logits.
 NO_EDITS: tuple[Edit, ...] = ()
 
-#: What stands for a token in a row whose logits are not numbers.
+#: Result of a row whose logits are not finite numbers.
 NOT_A_TOKEN = -1
 
 #: Sizes of the candidate prefilter; after the last one comes the whole vocabulary.
 BUCKETS = (64, 256, 1024, 4096)
 
-#: Logits worked on at once, in whole rows: bounds temporary memory (13 bytes a logit).
+#: Logits processed at once, in whole rows. It bounds temporary memory: 13 bytes a logit.
 _MAX_LOGITS = 1 << 22
 
-#: Totals over the vocabulary are summed in blocks: torch splits the sum of one long row between threads, not of many.
+#: Block size of sums over the vocabulary. torch splits the sum of one long row between threads, but not of many rows,
+#: so a whole row's sum would depend on the number of rows.
 _SUM_BLOCK = 4096
 
 
 class SamplingInputs(NamedTuple):
-    """Parameters of S rows, as columns [S]; and what uncommon options change in their logits."""
+    """The sampling parameters of S rows, as columns [S], and the edits of their logits."""
 
     temperature: Floats  # 0 = greedy
     top_k: Ints  # 0 = all
     top_p: Floats  # (0, 1]
     min_p: Floats  # [0, 1]
     seed: UInt64s
-    position: Ints  # index of the token to draw in its request's output
-    choice: Ints  # of its request
+    position: Ints  # index in the request's output of the token to draw
+    choice: Ints  # number of the request's choice
     edits: tuple[Edit, ...] = NO_EDITS
 
 
 def sample(
     logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None, largest: Int32s | None = None
 ) -> Int32s:
-    """logits [S, V] float32 (overwritten) -> token ids [S] int32; NOT_A_TOKEN where a row's largest logit, of those
-    not forbidden, is NaN or infinite. kernel: the C one draws; None: torch's operations. largest [S]: what
-    sample_greedily() is of the logits before any edit, where that is known."""
+    """Return the token ids [S] int32 sampled from logits [S, V] float32, which are overwritten.
+
+    The result is NOT_A_TOKEN where the row's largest logit after the edits is NaN or infinite. kernel: the C sampler;
+    None: torch's operations. largest [S]: the result of sample_greedily() for the unedited logits, if it is known.
+    """
     if len(logits) == 0:
         return NO_INT32S
     if inputs.edits:
@@ -65,7 +68,10 @@ def sample(
 
 
 def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:
-    """sample() where every temperature is 0 and nothing edits the logits, which stay as they are."""
+    """Return the token ids [S] int32 of the largest logits, ties by lower id; NOT_A_TOKEN where not finite.
+
+    This equals sample() where every temperature is 0 and there are no edits. The logits [S, V] are not changed.
+    """
     if kernel is not None:
         return kernel.largest(logits)
     return _largest(logits) if len(logits) else NO_INT32S
@@ -100,8 +106,11 @@ def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> Int32s:
 
 @torch.inference_mode()
 def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> torch.Tensor:
-    """What sample() drew from: the logits [S, V], as it leaves them, of these rows [n] -> [n, V], divided by the
-    temperature, -inf for the tokens that min_p, top_k and top_p leave out. A greedy row has none of these."""
+    """Return the logits [n, V] from which sample() drew the tokens of these rows [n].
+
+    logits [S, V]: as sample() leaves them. They are divided by the temperature, and -inf for the tokens that min_p,
+    top_k and top_p exclude. A greedy row is returned without these changes.
+    """
     vocab_size = logits.shape[1]
     drawn = inputs.temperature[rows] > 0
     divisor = np.where(drawn, inputs.temperature[rows], np.float32(1))
@@ -111,7 +120,7 @@ def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -
     for part in _parts(np.flatnonzero(filters), vocab_size):
         index, top_p, min_p = torch.from_numpy(part), inputs.top_p[rows[part]], inputs.min_p[rows[part]]
         chosen = scaled.index_select(0, index)
-        values, ids = chosen.sort(dim=-1, descending=True, stable=True)  # of equals the lower id first, as in a draw
+        values, ids = chosen.sort(dim=-1, descending=True, stable=True)  # ties by lower id, as in a draw
         maximum = values[:, :1]
         candidates = _Candidates(values.numpy(), ids.numpy(), (values - maximum).exp_().double().numpy())
         total = _sums(_weights_above_min_p(chosen.clone(), maximum, min_p))
@@ -129,7 +138,7 @@ def _parts(rows: Ints, vocab_size: int) -> list[Ints]:
 def _scaled(
     logits: torch.Tensor, maximum: torch.Tensor, rows: Ints, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits / temperature [n, V] and their maximum [n, 1] of these rows."""
+    """Return the logits divided by the temperature [n, V] and their maximum [n, 1] of these rows [n]."""
     temperature = torch.from_numpy(inputs.temperature[rows])[:, None]
     index = torch.from_numpy(rows)
     return logits.index_select(0, index).div_(temperature), maximum[index, None].div_(temperature)
@@ -144,7 +153,10 @@ def _draw_in_vocabulary_order(scaled: torch.Tensor, maximum: torch.Tensor, rows:
 
 
 def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: Floats) -> torch.Tensor:
-    """exp(scaled - maximum) [n, V], 0 below the row's min_p (the largest weight is 1); overwrites scaled."""
+    """Return exp(scaled - maximum) [n, V], with 0 below the row's min_p (the largest weight is 1).
+
+    It overwrites scaled.
+    """
     weights = scaled.sub_(maximum).exp_()
     users = np.flatnonzero(min_p > 0)
     if len(users):
@@ -155,7 +167,7 @@ def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: Flo
 
 
 def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
-    """A uniform number in (0, total) of each row: below total also after rounding."""
+    """Return a uniform number in (0, total) for each row [n]; it is below total also after rounding."""
     drawn: Doubles = np.minimum(
         uniform(inputs.seed[rows], inputs.position[rows], inputs.choice[rows]) * total, np.nextafter(total, 0.0)
     )
@@ -165,7 +177,7 @@ def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
 def _draw_in_descending_order(
     scaled: torch.Tensor, maximum: torch.Tensor, rows: Ints, top_k: Ints, inputs: SamplingInputs
 ) -> Ints:
-    """Rows go through the buckets from the first that can hold their top_k, until one is seen to be enough."""
+    """Return the tokens [n]. Each row tries the buckets, from the first that can hold its top_k, until one suffices."""
     num_rows, vocab_size = scaled.shape
     tokens = np.zeros(num_rows, np.int64)
     total = np.zeros(num_rows)
@@ -176,7 +188,7 @@ def _draw_in_descending_order(
         total[need_total] = _sums(_weights_above_min_p(chosen, chosen_maximum, inputs.min_p[rows[need_total]]))
     left = np.arange(num_rows)
     for bucket in (*(size for size in BUCKETS if size < vocab_size), vocab_size):
-        # One more than top_k: the next value shows whether ties of the last one were cut off.
+        # The bucket is larger than top_k: the value after the last one shows whether ties with it were cut off.
         ready = left[(top_k[left] < bucket) | (bucket == vocab_size)]
         if len(ready) == 0:
             continue
@@ -196,14 +208,14 @@ def _draw_in_descending_order(
 
 
 def _sums(weights: torch.Tensor) -> Doubles:
-    """[n, V] -> [n] float64."""
+    """Return the sum [n] float64 of each row of weights [n, V]."""
     blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]
     sums: Doubles = torch.stack(blocks, -1).cumsum(-1)[:, -1].numpy()
     return sums
 
 
 class _Candidates(NamedTuple):
-    """The largest logits of some rows [n, bucket], descending."""
+    """The largest logits [n, bucket] of n rows, in descending order."""
 
     values: Floats  # scaled logits
     ids: Ints
@@ -220,8 +232,11 @@ def _keep(
     top_p: Floats,
     min_p: Floats,
 ) -> tuple[Ints, Bools]:
-    """How many of the first candidates stay (every filter keeps a prefix), and whether this is sure: not if a token
-    outside the bucket may have the value of the last one kept."""
+    """Return (kept, enough) [n]: how many of the first candidates remain, and whether the bucket was large enough.
+
+    Every filter keeps a prefix of the candidates. The bucket is not large enough if a token outside it may have the
+    value of the last kept candidate.
+    """
     values, weights = candidates.values, candidates.weights
     rows = np.arange(len(values))
     bucket = values.shape[1]
@@ -231,7 +246,7 @@ def _keep(
     by_k = np.where(top_k > 0, (allowed & (values >= kth[:, None])).sum(-1), count)
     cumulative = np.cumsum(weights, -1)
     total = np.where(top_k > 0, cumulative[rows, by_k - 1], total)
-    # A token stays if those before it have less than top_p together; as in vLLM the first always does.
+    # A token remains if the tokens before it have less than top_p together. The first always remains, as in vLLM.
     by_p = ((cumulative - weights) < top_p[:, None] * total[:, None]).sum(-1)
     kept = np.where(top_p < 1, np.clip(by_p, 1, by_k), by_k)
     last = values[:, -1]
@@ -240,10 +255,10 @@ def _keep(
 
 
 def _draw(candidates: _Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
-    """Tokens [n] from the first kept[i] candidates of each row."""
+    """Draw a token [n] from the first kept[i] candidates of each row i."""
     order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # topk leaves ties in any order
     ids = np.take_along_axis(candidates.ids, order, -1)
-    cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights: their order is nothing to it
+    cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights, so their order does not matter
     each = np.arange(len(kept))
     target = _targets(cumulative[each, kept - 1], rows, inputs)
     chosen: Ints = ids[each, (cumulative <= target[:, None]).sum(-1)]

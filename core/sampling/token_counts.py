@@ -1,4 +1,4 @@
-"""TokenCounts: how often each token occurs in the output of each row with penalties, kept up as tokens come."""
+"""TokenCounts: the number of occurrences of each token in the output of each row with penalties."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ _ROW_SHIFT = 32
 
 
 class TokenCounts:
-    """n distinct (row, token) pairs, sorted. A token of the prompt that the output does not have counts 0.
+    """n distinct (row, token) pairs, sorted, with their counts. A token that only the prompt has is counted 0 times.
 
-    keys [n] int64: row << 32 | token; counts [n] int64: occurrences in the row's output
+    keys [n] int64: row << 32 | token. counts [n] int64: occurrences in the row's output.
     """
 
     def __init__(self) -> None:
@@ -19,25 +19,28 @@ class TokenCounts:
 
     @property
     def rows(self) -> Ints:
+        """Row of each pair [n]."""
         return self.keys >> _ROW_SHIFT
 
     @property
     def tokens(self) -> Ints:
+        """Token of each pair [n]."""
         return self.keys & ((1 << _ROW_SHIFT) - 1)
 
     def add(self, row: int, prompt: Int32s, output: Int32s) -> None:
-        """A row with these tokens; prompt: those that are to be known with count 0."""
+        """Add a row with these output tokens. prompt: tokens to add with count 0 where the output lacks them."""
         tokens, counts = np.unique(output, return_counts=True)
         only_prompt = np.setdiff1d(prompt, tokens)
         self._insert(_keys(row, np.concatenate([only_prompt, tokens])), np.append(np.zeros_like(only_prompt), counts))
 
     def remove(self, row: int) -> None:
+        """Remove the row's pairs, if it has any."""
         first, last = np.searchsorted(self.keys, np.array([row, row + 1]) << _ROW_SHIFT).tolist()
         self.keys = np.delete(self.keys, slice(first, last))
         self.counts = np.delete(self.counts, slice(first, last))
 
     def append(self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True) -> None:
-        """One more output token of each of these rows. is_distinct: no row is there twice."""
+        """Count one more output token of each of these rows [n]. is_distinct: each row occurs once."""
         keys, more = _keys(rows, token_ids), np.ones(len(rows), np.int64)
         if not is_distinct:
             keys, more = np.unique(keys, return_counts=True)
@@ -50,13 +53,15 @@ class TokenCounts:
 
     def _insert(self, keys: Ints, counts: AnyInts) -> None:
         merged = np.concatenate([self.keys, keys])
-        order = np.argsort(merged, kind="stable")  # finds the long run that is sorted already
+        order = np.argsort(merged, kind="stable")  # the stable sort uses the long run that is sorted already
         self.keys, self.counts = merged[order], np.concatenate([self.counts, counts])[order]
 
 
 def add_drafts(samples: Ints, tokens: Ints, counts: Ints, drafts: tuple[Ints, Int32s]) -> tuple[Ints, Ints, Ints]:
-    """(samples, tokens, counts) with drafts counted: (samples, tokens) of each, one more occurrence. No pair of sample
-    and token is there twice in the result."""
+    """Return (samples, tokens, counts) with each draft counted as one more occurrence.
+
+    drafts: (samples, tokens). Each (sample, token) pair occurs once in the result.
+    """
     keys = np.concatenate([_keys(samples, tokens), _keys(*drafts)])
     amounts = np.concatenate([counts, np.ones(len(drafts[0]), np.int64)])
     distinct, inverse = np.unique(keys, return_inverse=True)
