@@ -2,9 +2,9 @@
  *
  * Rows of the products are (token, query head) pairs of one KV head. So K and V are read once for all its query heads.
  * A row processes the KV tiles one by one; a tile is TILE tokens from an absolute multiple of TILE. For each tile it
- * computes the maximum of its scores, the sum of its weights 2 ** (score - maximum) and the weighted sum of V. These are
- * merged with those of the tiles before, in ascending order. A tile or chunk that a row does not see adds exact zeros.
- * So a row's bits depend on its own tokens only, whichever item computes it.
+ * computes the maximum of its scores, the sum of its weights 2 ** (score - maximum) and the weighted sum of V. These
+ * are merged with those of the tiles before, in ascending order. A tile or chunk that a row does not see adds exact
+ * zeros. So a row's bits depend on its own tokens only, whichever item computes it.
  *
  * Scores, sums and accumulators are float32. With a bfloat16 cache, q and the weights are rounded to bfloat16 before
  * they are multiplied; the sum of weights uses the rounded ones.
@@ -16,8 +16,8 @@
 
 enum { TILE = 512 }; /* tokens: a larger tile has fewer sums to merge, a smaller one fits a nearer cache */
 
-/* Work of one thread: some rows of one KV head against a part of their context. The rows belong to consecutive tokens of
- * one request, or to tokens of several requests that all see a whole tile of the same blocks. */
+/* Work of one thread: some rows of one KV head against a part of their context. The rows belong to consecutive tokens
+ * of one request, or to tokens of several requests that all see a whole tile of the same blocks. */
 typedef struct {
     int32_t request;    /* row of the block tables; of several requests, one of them */
     int32_t kv_head;

@@ -1,8 +1,8 @@
 /* A step's attention as work items, and the merges that follow them (attention.h).
  *
- * An item is some tokens of one request, for one KV head, against their context. If few tokens have a long context, each
- * TILE of it is an item, so that threads share the work. If requests with one token each have the same blocks in a tile,
- * as with a common prefix, one item serves several of them. None of this changes a bit of any result.
+ * An item is some tokens of one request, for one KV head, against their context. If few tokens have a long context,
+ * each TILE of it is an item, so that threads share the work. If requests with one token each have the same blocks in a
+ * tile, as with a common prefix, one item serves several of them. None of this changes a bit of any result.
  */
 #ifndef ATTENTION_PLAN_H
 #define ATTENTION_PLAN_H
@@ -35,8 +35,8 @@ typedef struct {
 
 void attention_plan(AttentionPlan *plan);
 
-/* Select the work that these rows need (wanted_items, wanted_merges). Items of one token and shared items are kept; items
- * of several tokens are dropped if they contain none of the rows. */
+/* Select the work that these rows need (wanted_items, wanted_merges). Items of one token and shared items are kept;
+ * items of several tokens are dropped if they contain none of the rows. */
 void narrow_plan(AttentionPlan *plan, const int64_t *rows, int64_t num_rows);
 
 /* Copy a plan into the arguments of attention(): all of its work, or with is_narrow the selected work only. */

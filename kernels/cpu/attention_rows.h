@@ -1,7 +1,7 @@
 /* Some rows of q against one KV tile: scores, weights 2 ** (score - maximum), and the weighted sum of V.
  *
- * All sums of a block of rows are in registers. The order of every sum is fixed: dimensions ascending for scores, tokens
- * ascending for values, lane by lane for the sum of weights. Only attention.c includes this file.
+ * All sums of a block of rows are in registers. The order of every sum is fixed: dimensions ascending for scores,
+ * tokens ascending for values, lane by lane for the sum of weights. Only attention.c includes this file.
  */
 #ifndef ATTENTION_ROWS_H
 #define ATTENTION_ROWS_H

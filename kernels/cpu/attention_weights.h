@@ -82,8 +82,8 @@ INLINE void join_maxima(Block *block, float *maxima, float scale, const int rows
     for (int row = 0; row < rows; row++) maxima[row] = joined_maxima[row];
 }
 
-/* 2 ** x for x <= 0: exactly 1 at 0, exactly 0 at minus infinity; NaN stays NaN. For bfloat16 the relative error is 9e-5;
- * rounding the result adds up to 2e-3 anyway. The polynomial is the best one that is 1 at 0. */
+/* 2 ** x for x <= 0: exactly 1 at 0, exactly 0 at minus infinity; NaN stays NaN. For bfloat16 the relative error is
+ * 9e-5; rounding the result adds up to 2e-3 anyway. The polynomial is the best one that is 1 at 0. */
 INLINE Floats weight_of(Floats x, const int dtype) {
 #if defined(__AVX512DQ__)
     if (dtype == BFLOAT16) {

@@ -2,8 +2,9 @@
  *
  * A unit is four bytes: a pair of bfloat16 (neighbours along the axis that a product sums over) or one float32. A layer
  * is [block][K or V][head][chunk][padded head_dim * 16 numbers]; a chunk is 16 tokens. K of a chunk is [pair of
- * dimensions][token] units, V is [pair of tokens][dimension] units. So both are right operands of their products without
- * a copy. Blocks of fewer than 16 tokens contain plain rows [token][dimension]; find_chunk() makes chunks of them. */
+ * dimensions][token] units, V is [pair of tokens][dimension] units. So both are right operands of their products
+ * without a copy. Blocks of fewer than 16 tokens contain plain rows [token][dimension]; find_chunk() makes chunks of
+ * them. */
 #ifndef CACHE_LAYOUT_H
 #define CACHE_LAYOUT_H
 

@@ -17,8 +17,8 @@ typedef struct {
     int thread, num_threads; /* or a piece of the rows and the number of pieces */
 } Share;
 
-/* Rows of a piece, at least. What a piece's parts hand to each other stays in a second level cache; but each piece reads
- * the weights again, where the caches do not keep them from memory. */
+/* Rows of a piece, at least. What a piece's parts hand to each other stays in a second level cache; but each piece
+ * reads the weights again, where the caches do not keep them from memory. */
 enum { PIECE_ROWS = 64, STREAMED_PIECE_ROWS = 192 };
 
 /* Into so many pieces each thread's rows are cut; 0: threads have no rows of their own. */

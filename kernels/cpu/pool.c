@@ -13,8 +13,8 @@
 
 #include "vectors.h"
 
-/* Longer than the gaps between the kernels of a step, shorter than a scheduler's slice: next to a busy process, sleeping
- * soon gives the core to whoever is waited for. */
+/* Longer than the gaps between the kernels of a step, shorter than a scheduler's slice: next to a busy process,
+ * sleeping soon gives the core to whoever is waited for. */
 #define SPIN_NS 40000
 #define PAUSES_PER_LOOK 32 /* between two looks at the clock */
 #define MAX_THREADS 1024
