@@ -13,8 +13,8 @@
 typedef void (*Job)(void *args, int thread, int num_threads);
 
 /* Start num_threads threads, including the caller of pool_run(), which is thread 0. The same number again changes
- * nothing; another number replaces the threads. There are fewer if the system refuses more. pool_start(), pool_run()
- * and pool_stop() must be called from the same thread. */
+ * nothing; another number replaces the threads. There are fewer if the system refuses more. Call pool_start(),
+ * pool_run() and pool_stop() from one thread at a time. */
 void pool_start(int num_threads);
 
 /* Run a job on all threads and return when all are done. Without pool_start(), or after fork(), only the caller runs
