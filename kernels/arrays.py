@@ -1,4 +1,4 @@
-"""Names for the types of the kernels' NumPy columns; ipc/arrays.py has those of the rest."""
+"""Type names of the kernels' NumPy columns; ipc/arrays.py has those of the other packages."""
 
 from typing import Any, TypeAlias
 

@@ -1,4 +1,4 @@
-"""ceil_div and round_up: whole numbers rounded up, for the kernels; ipc/rounding.py has the same for the rest."""
+"""ceil_div and round_up: rounding of whole numbers for the kernels; ipc/rounding.py serves the other packages."""
 
 from typing import TypeVar
 
@@ -8,10 +8,10 @@ _Number = TypeVar("_Number", int, AnyInts)
 
 
 def ceil_div(number: _Number, by: int) -> _Number:
-    """number / by, rounded up: how many times `by` covers `number`."""
+    """Return number / by, rounded up."""
     return -(-number // by)
 
 
 def round_up(number: _Number, to: int) -> _Number:
-    """The least multiple of `to` that is not below `number`."""
+    """Return the least multiple of `to` that is not below `number`."""
     return ceil_div(number, to) * to

@@ -20,6 +20,7 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "
 
 
 def has_nvidia_gpu() -> bool:
+    """Return whether this machine seems to have an NVIDIA GPU."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 

@@ -78,6 +78,7 @@ class IOThread:
     # --- called by other threads ---
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def take(self, timeout: float | None) -> list[tuple[int, EngineInput]]:

@@ -50,12 +50,14 @@ class Session(msgspec.Struct, eq=False):
     num_calls: int = 0  # that the engine has not answered yet
     resumable: set[int] = msgspec.field(default_factory=set)  # requests its lost session had: always room in the queue
     held_since: float | None = None  # monotonic; its requests wait
-    has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the engine tells everything anew
+    has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
 
 
 class Sessions:
-    """For who holds the socket's lock (core/border/io_thread.py). weights: shares of clients by name, for policy
-    fair."""
+    """The sessions of one socket, for the thread that holds the socket's lock (core/border/io_thread.py).
+
+    weights: shares of clients by name, for policy fair.
+    """
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
@@ -75,15 +77,18 @@ class Sessions:
 
     @property
     def all(self) -> Collection[Session]:
+        """Return the live sessions."""
         return self._by_client.values()
 
     @property
     def has_unsent(self) -> bool:
+        """Return whether frames wait because a client's queue is full."""
         return bool(self._backlogged or self._farewells)
 
     def open(
         self, identity: bytes, fd: int, name: str, *, is_owner: bool, has_lease: bool, lease_time: float
     ) -> Session:
+        """Open a session for a connection. fd: its file descriptor; lease_time: now, on the lease clock."""
         self._num_opened += 1
         session = Session(
             client=self._num_opened,
@@ -136,15 +141,19 @@ class Sessions:
         self._say_farewells()
 
     def of_identity(self, identity: bytes) -> Session | None:
+        """Return the session of this ZeroMQ identity."""
         return self._by_identity.get(identity)
 
     def of_client(self, client: int) -> Session | None:
+        """Return the session of this client number."""
         return self._by_client.get(client)
 
     def of_fd(self, fd: int) -> list[Session]:
+        """Return the sessions over the connection with this file descriptor."""
         return [session for session in self.all if session.fd == fd]
 
     def of_token(self, token: bytes) -> list[Session]:
+        """Return the sessions with this token."""
         return [session for session in self.all if session.token == token]
 
     # --- sending ---

@@ -237,6 +237,8 @@ class EngineClient(TypedCalls):
         self._transport.close()
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
+        """Make a call and wait for its answer. name: of the call, for errors; timeout: seconds, None = call_timeout.
+        Errors: CallFailedError, EngineDeadError."""
         self._check()
         limit = self._call_timeout if timeout is None else timeout
         number, future = next(self._call_numbers), Future[CallResult]()

@@ -3,12 +3,12 @@
 #include "attention_rows.h"
 #include "pool.h"
 
-/* Chunks from that which is read to that which is fetched meanwhile, from memory to a core's first level cache. A chunk
- * is too short, and the next one too far away, for the hardware to fetch ahead by itself. */
+/* Distance in chunks from the one that is read to the one that is prefetched, from memory to a core's first level
+ * cache. A chunk is too short, and the next one too far away, for the hardware's own prefetch. */
 enum { FETCHED_CHUNKS = 4 };
 
-/* A copy of a chunk of V in which what is no number is 0: a weight of 0 does not undo a NaN. A token gone wrong still
- * shows to the rows that see it: its K is no number either (rope.h). */
+/* Copy a chunk of V to room, with 0 for numbers that are not finite: 0 * NaN would be NaN in rows that do not see the
+ * token. Rows that see such a token still get NaN, because its K is NaN too (rope.h). */
 static const char *clean_values(const CacheShape *shape, const char *chunk, char *room) {
     size_t bytes = chunk_bytes(shape);
     for (size_t i = 0; i < bytes; i += VECTOR_BYTES) {
@@ -19,13 +19,13 @@ static const char *clean_values(const CacheShape *shape, const char *chunk, char
     return room;
 }
 
-/* The first token of an item's part of the context that some row sees. */
+/* Return the first token of the item's part of the context that any of its rows sees. */
 static int first_seen(const Attention *args, const AttentionItem *item) {
     const int window = window_of(args, item);
     return window ? max(item->begin, item->position - window + 1) : item->begin;
 }
 
-/* The tile from token `first` on, as far as it lies in the item's part of the context. */
+/* Fill in the tile from token `first` on, limited to the item's part of the context. */
 static void find_tile(const Work *work, int first, Tile *tile) {
     const Attention *args = work->args;
     const AttentionItem *item = work->item;
@@ -48,14 +48,15 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     }
 }
 
-/* The chunk of an item's K from `token` on, as it stands in the cache; NULL past the item's end. */
+/* Return the chunk of an item's K from `token` on within the cache; NULL past the item's end or if blocks are plain
+ * rows. */
 static const char *stored_keys(const Attention *args, const AttentionItem *item, int token) {
     if (token >= item->end || args->shape.block_size < CHUNK) return NULL;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     return find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, token, NULL);
 }
 
-/* What is read FETCHED_CHUNKS later than each chunk of a tile: its K, its V, then K of the thread's next tile. */
+/* Set which chunk is read FETCHED_CHUNKS after each chunk. The order is: K, V, then K of the thread's next tile. */
 static void find_later(const Work *work, Tile *tile) {
     const int count = tile->end - tile->begin;
     const char *following[2 * TILE_CHUNKS + FETCHED_CHUNKS];
@@ -75,7 +76,7 @@ static void find_later(const Work *work, Tile *tile) {
     memcpy(tile->after_values + tile->begin, following + FETCHED_CHUNKS + count, sizeof following[0] * count);
 }
 
-/* A later tile's sums of one row join the row's. */
+/* Merge a later tile's maximum and sums of one row into the row's. */
 static void fold(float *maximum, float *sums, float joining_maximum, const float *joining, int count, float scale) {
     const Joint joint = join(all_floats(*maximum), all_floats(joining_maximum), scale);
     *maximum = joint.maximum[0];
@@ -85,14 +86,14 @@ static void fold(float *maximum, float *sums, float joining_maximum, const float
     }
 }
 
-/* A row of the output: the weighted sum of V, divided by that of the weights. */
+/* Write a row of the output: the weighted sum of V divided by the sum of the weights. */
 static void finish_row(const Attention *args, int token, int head, const float *sums) {
     const int head_dim = args->shape.head_dim, dtype = args->shape.dtype;
     const float factor = 1.0f / sum_of(load_floats(sums)), *values = sums + LANES;
     const size_t row = (size_t)token * args->num_heads + head;
     char *out = (char *)args->out + row * head_dim * element_bytes(dtype);
     for (int dim = 0; dim < head_dim; dim += LANES) {
-        Floats x = load_floats(values + dim) * factor + 0.0f; /* no minus zero, which hidden tokens would make plus */
+        Floats x = load_floats(values + dim) * factor + 0.0f; /* + 0: no -0, which hidden tokens make +0 */
         if (dim + LANES <= head_dim)
             store_numbers(out, dim, x, dtype);
         else
@@ -100,7 +101,7 @@ static void finish_row(const Attention *args, int token, int head, const float *
     }
 }
 
-/* The rows of some tokens and a KV head, whose sums are so many floats apart. */
+/* Write the output rows of some tokens and a KV head. Their sums are `stride` floats apart. */
 static void finish_rows(const Attention *args, int token, int num_tokens, int kv_head, const float *sums,
                         size_t stride) {
     const int group = args->num_heads / args->shape.num_kv_heads;
@@ -115,7 +116,7 @@ static char *take(char **scratch, size_t bytes) {
     return taken;
 }
 
-/* Room for rows that have seen nothing yet. */
+/* Allocate the state of rows that have seen no token yet. */
 static State take_state(char **scratch, int rows, int width) {
     State state;
     state.maxima = (float *)take(scratch, sizeof(float) * (rows + LANES));
@@ -125,7 +126,7 @@ static State take_state(char **scratch, int rows, int width) {
     return state;
 }
 
-/* An item's rows of q, one after the other: (token, query head). */
+/* Copy an item's rows of q in the order (token, query head). */
 static void gather_q(const Work *work) {
     const Attention *args = work->args;
     const AttentionItem *item = work->item;
@@ -151,7 +152,7 @@ static Work start_item(const Attention *args, const AttentionItem *item, const A
     return work;
 }
 
-/* What an item's rows have, from `row` on, as partial results. */
+/* Store the results of num_rows rows of an item, from `row` on, as partial results. */
 static void keep_rows(const Work *work, int row, int num_rows, int partial) {
     const int count = LANES + work->width;
     float *to = work->args->partials + partial * attention_partial_floats(work->width);
@@ -208,8 +209,8 @@ EXPORT int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_head
     return rows * width * 4 + (rows + LANES) * 4 + rows * (LANES + width) * 4 + chunk_room + 5 * 64;
 }
 
-/* The item that a thread does in a round, or NULL. Items become smaller: who has the larger one has the smaller one in
- * the next round. */
+/* Return a thread's item in a round, or NULL. Items are sorted by size. The thread order is reversed in every other
+ * round, so that a thread with a larger item gets a smaller one next. */
 static const AttentionItem *item_of(const Attention *args, int round, int thread, int num_threads) {
     const int index = round * num_threads + (round % 2 ? num_threads - 1 - thread : thread);
     return index < args->num_items ? &args->items[index] : NULL;

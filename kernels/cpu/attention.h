@@ -1,59 +1,59 @@
 /* Paged causal attention: prefill chunks and decode rows of one step in one call.
  *
- * Rows of the products are (token, query head) pairs of one KV head, so that K and V are read once for all its query
- * heads. Every row takes the KV tiles - TILE tokens from an absolute multiple of TILE - one by one: of a tile it has
- * the maximum of its scores, the sum of its weights 2 ** (score - maximum) and their weighted sum of V, and these join
- * those of the tiles before, in ascending order. A tile or chunk of which a row sees nothing adds exact zeros. So a
- * row's bits depend on its own tokens only, whichever item computes it.
+ * Rows of the products are (token, query head) pairs of one KV head. So K and V are read once for all its query heads.
+ * A row processes the KV tiles one by one; a tile is TILE tokens from an absolute multiple of TILE. For each tile it
+ * computes the maximum of its scores, the sum of its weights 2 ** (score - maximum) and the weighted sum of V. These
+ * are merged with those of the tiles before, in ascending order. A tile or chunk that a row does not see adds exact
+ * zeros. So a row's bits depend on its own tokens only, whichever item computes it.
  *
  * Scores, sums and accumulators are float32. With a bfloat16 cache, q and the weights are rounded to bfloat16 before
- * they are multiplied, and the sum is of the rounded weights.
+ * they are multiplied; the sum of weights uses the rounded ones.
  */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
 #include "cache_shape.h"
 
-enum { TILE = 512 }; /* tokens: a larger one has fewer sums to join, a smaller one lies in a nearer cache */
+enum { TILE = 512 }; /* tokens: a larger tile has fewer sums to merge, a smaller one fits a nearer cache */
 
-/* Work that one thread does: some rows of one KV head against some of their context. The rows are of tokens of one
- * request that follow each other; or of tokens of several, that all see the whole of a tile of the same blocks. */
+/* Work of one thread: some rows of one KV head against a part of their context. The rows belong to consecutive tokens
+ * of one request, or to tokens of several requests that all see a whole tile of the same blocks. */
 typedef struct {
-    int32_t request;    /* row of the block tables; one of several */
+    int32_t request;    /* row of the block tables; of several requests, one of them */
     int32_t kv_head;
-    int32_t token;      /* the first one, as a row of q; not used of several requests */
-    int32_t num_tokens; /* their number */
-    int32_t position;   /* of the first one; of several requests the last that they share */
-    int32_t begin, end; /* the part of the context, tokens; begin is a multiple of TILE */
-    int32_t partial;    /* -1: all of the context, writes out; else where its rows' partial results go */
-    int32_t members;    /* -1: of one request; else where the tokens of several are, each with a place for results */
+    int32_t token;      /* the first one, as a row of q; unused with several requests */
+    int32_t num_tokens; /* number of tokens */
+    int32_t position;   /* of the first token; with several requests the last shared position */
+    int32_t begin, end; /* part of the context, in tokens; begin is a multiple of TILE */
+    int32_t partial;    /* -1: the whole context, writes out; else the first row of its partial results */
+    int32_t members;    /* -1: one request; else index of the first member, one for each token */
 } AttentionItem;
 
-/* A token among those of several requests. */
+/* A token of an item that several requests share. */
 typedef struct {
     int32_t token, partial; /* see AttentionItem */
 } AttentionMember;
 
-/* Items that are parts of the same rows' context. */
+/* Partial results of the same rows, from items for parts of their context. */
 typedef struct {
     int32_t kv_head, token, num_tokens;
-    int32_t partial, num_partials; /* each of num_tokens * group rows, one after the other */
+    int32_t partial, num_partials; /* each has num_tokens * group rows, stored one after the other */
 } AttentionMerge;
 
 typedef struct {
     const void *q;     /* [rows, num_heads, head_dim] of dtype */
-    const void *layer; /* of the cache */
+    const void *layer; /* this layer of the cache */
     void *out;         /* [rows, num_heads, head_dim] of dtype */
     const int32_t *block_tables; /* [R, table_width] */
-    const AttentionItem *items;  /* the longest first */
-    const AttentionMember *members; /* of the items of several requests */
+    const AttentionItem *items;  /* longest first */
+    const AttentionMember *members; /* of the items that several requests share */
     const AttentionMerge *merges;
-    float *partials; /* [partial rows, attention_partial_floats()]: maximum, from LANES on the sums */
+    float *partials; /* [partial rows, attention_partial_floats()]: the maximum; from LANES on the sums */
     char *scratch;   /* attention_scratch_bytes() for each thread, 64-byte aligned */
     CacheShape shape;
     int32_t num_heads, table_width, num_items, num_merges, max_item_tokens;
-    int32_t window; /* tokens that a row sees, itself included; 0 = all before it */
-    float scale;    /* of the scores, times log2(e) */
+    int32_t window; /* tokens that a row sees, itself included; 0 = no limit */
+    float scale;    /* factor of the scores, times log2(e) */
 } Attention;
 
 void attention_part(const Attention *args, int thread, int num_threads);

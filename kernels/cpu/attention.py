@@ -14,7 +14,7 @@ from kernels.rounding import round_up
 
 
 class CpuAttention:
-    """Attention of all layers over one cache. A row's bits depend on its own tokens only."""
+    """Paged attention for all layers of one cache. A row's bits depend on its own tokens only."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.function("attention", ctypes.POINTER(AttentionArguments))
@@ -25,16 +25,17 @@ class CpuAttention:
         self._partial_floats = library.function("attention_partial_floats", ctypes.c_int32, result=ctypes.c_int64)
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
         self._scratch = Scratch()
-        self._reserved: tuple[object, ...] = ()  # what the room is for
+        self._reserved: tuple[object, ...] = ()  # the sizes that the scratch was made for
         self._max_partials = 0
-        self._places = (0, 0)  # of partials and scratch
+        self._places = (0, 0)  # addresses of partials and scratch
 
     def __call__(
         self, q: torch.Tensor, cache: CpuKVCache, layer: int, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        """Causal attention of a mixed batch. q [T, H, D] contiguous, rotated, of the cache's dtype -> [T, H * D].
+        """Return the causal attention of a mixed batch: [T, H * D] of q's dtype.
 
-        This step's K and V are in the cache already."""
+        q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores. This step's K and V
+        must be in the cache already."""
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
         assert q.is_contiguous(), q.stride()
         num_heads = q.shape[1]
@@ -56,8 +57,9 @@ class CpuAttention:
         return out
 
     def reserve(self, arguments: AttentionArguments, cache: CpuKVCache, plan: AttentionPlan, num_heads: int) -> None:
-        """Partials and scratch: room for the plan's partial results, and for each thread. Good until this is asked
-        again."""
+        """Set the addresses of memory for the plan's partial results and for each thread's scratch.
+
+        The addresses are valid until the next call."""
         num_threads, most = self._num_threads(), plan.arguments.max_item_tokens
         wanted = (num_threads, num_heads, cache.num_kv_heads, cache.head_dim, cache.dtype, most)
         if wanted != self._reserved or plan.arguments.num_partials > self._max_partials:

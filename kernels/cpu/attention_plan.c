@@ -1,12 +1,12 @@
 #include "attention_plan.h"
 
-/* Items of like size: eight sizes between a power of two and the next. */
+/* Number of size classes of items: eight between a power of two and the next. */
 enum { NUM_SIZES = 63 * 8 };
 
-/* Where the next item of each size goes; with writes = 0 they are counted only. */
+/* Index of the next item of each size class; with writes = 0 items are only counted. */
 typedef struct {
     int64_t next[NUM_SIZES];
-    int writes, knows_users; /* the latter: who shares a tile has been found out */
+    int writes, knows_users; /* knows_users: find_shared_tiles() has run */
 } Places;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -24,8 +24,8 @@ static void put(AttentionPlan *plan, Places *places, const AttentionItem *item) 
     plan->num_items++;
 }
 
-/* Note that a token on its own sees a whole tile, whose item for the first KV head this is; returns whether it has the
- * tile in common with others. */
+/* Record that a request's only token sees a whole tile; `item` is its item for the first KV head. Return whether other
+ * requests share the tile. */
 static int is_shared(AttentionPlan *plan, const Places *places, const AttentionItem *item, int32_t head_stride) {
     const int64_t index = plan->num_tile_users;
     if (index >= plan->max_items || !tile_has_blocks(&plan->tables, item->begin)) return 0;
@@ -38,7 +38,7 @@ static int is_shared(AttentionPlan *plan, const Places *places, const AttentionI
     return plan->tile_users[user->first].count > 1;
 }
 
-/* Some tokens of a request, in parts of their context: an item for each part and KV head. */
+/* Plan some tokens of a request, split along their context: an item for each part and KV head. */
 static void put_parts(AttentionPlan *plan, Places *places, AttentionItem piece, int32_t num_parts) {
     const int32_t rows = piece.num_tokens * plan->group, head_stride = num_parts * rows;
     const int32_t lowest = plan->window ? piece.position - plan->window + 1 : 0;
@@ -61,7 +61,7 @@ static void put_parts(AttentionPlan *plan, Places *places, AttentionItem piece, 
     }
 }
 
-/* Some tokens of a request. */
+/* Plan some tokens of a request. */
 static void put_piece(AttentionPlan *plan, Places *places, AttentionItem piece) {
     const int32_t num_parts = (piece.end - 1) / TILE - piece.begin / TILE + 1;
     plan->max_item_tokens = (int32_t)greatest(plan->max_item_tokens, piece.num_tokens);
@@ -71,7 +71,8 @@ static void put_piece(AttentionPlan *plan, Places *places, AttentionItem piece) 
         for (piece.kv_head = 0; piece.kv_head < plan->num_kv_heads; piece.kv_head++) put(plan, places, &piece);
 }
 
-/* Some users of a tile, from the one at an index on, for one KV head; returns the index of the next one. */
+/* Plan one item for num_users users of a tile, from the one at `index` on, for one KV head. Return the next user's
+ * index. */
 static int32_t put_users(AttentionPlan *plan, Places *places, int32_t index, int32_t num_users, int32_t head) {
     const TileUser *user = &plan->tile_users[index];
     const AttentionItem item = {
@@ -95,7 +96,8 @@ static int32_t put_users(AttentionPlan *plan, Places *places, int32_t index, int
     return index;
 }
 
-/* Tiles that several requests have in common: for each KV head as few items of like size as are allowed. */
+/* Plan the tiles that several requests share. For each KV head there are as few items as max_members allows, of similar
+ * size. */
 static void put_shared(AttentionPlan *plan, Places *places) {
     for (int32_t first = 0; first < plan->num_tile_users; first++) {
         const int32_t count = plan->tile_users[first].count;

@@ -1,8 +1,8 @@
-/* A step's attention as items of work, and what has to be merged afterwards (attention.h).
+/* A step's attention as work items, and the merges that follow them (attention.h).
  *
- * An item is some tokens of one request, for one KV head, against their context. Where few tokens have a long context,
- * each TILE of it is an item, so that threads share it; and where requests with one token each have the same blocks
- * there, as they do of a common prefix, one item is for several of them. None of this changes a bit of any result.
+ * An item is some tokens of one request, for one KV head, against their context. If few tokens have a long context,
+ * each TILE of it is an item, so that threads share the work. If requests with one token each have the same blocks in a
+ * tile, as with a common prefix, one item serves several of them. None of this changes a bit of any result.
  */
 #ifndef ATTENTION_PLAN_H
 #define ATTENTION_PLAN_H
@@ -10,35 +10,36 @@
 #include "shared_tiles.h"
 
 typedef struct {
-    const int64_t *num_tokens;   /* [num_requests] of each request in this step, packed one after the other */
-    const int64_t *context_lens; /* [num_requests] tokens in the cache after it */
-    AttentionItem *items;        /* room for max_items; longer ones before those that take an eighth less */
+    const int64_t *num_tokens;   /* [num_requests] in this step, packed request after request */
+    const int64_t *context_lens; /* [num_requests] tokens in the cache after the step */
+    AttentionItem *items;        /* room for max_items; longest first, lengths rounded to an eighth */
     AttentionMerge *merges;      /* room for max_items */
     AttentionMember *members;    /* room for max_items */
-    TileUser *tile_users;        /* room for max_items; not for the caller, like the next one */
+    TileUser *tile_users;        /* room for max_items; internal, like places */
     int32_t *places;             /* room for 2 * max_items; see find_shared_tiles() */
     AttentionItem *wanted_items; /* room for max_items; see narrow_plan() */
     AttentionMerge *wanted_merges; /* room for max_items */
     BlockTables tables;          /* [num_requests, width] */
-    int64_t num_requests, max_items; /* the latter a power of two */
+    int64_t num_requests, max_items; /* max_items is a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
     int32_t window;              /* see attention.h */
-    int32_t max_item_tokens;     /* in: of an item at most; out: of the largest one */
-    int32_t max_split_rows;      /* items of more rows (tokens * group) are not split along their context */
-    int32_t max_members;         /* tokens of several requests in an item; 1: each on its own */
-    int64_t num_items, num_merges; /* out; with num_items > max_items nothing was written */
-    int64_t num_members, num_partials; /* out; the latter rows of partial results */
-    int64_t num_tile_users;            /* of tiles that a token on its own sees whole */
+    int32_t max_item_tokens;     /* in: limit of an item; out: those of the largest item */
+    int32_t max_split_rows;      /* items of more rows (tokens * group) are not split along the context */
+    int32_t max_members;         /* tokens in an item of several requests at most; 1 = never share */
+    int64_t num_items, num_merges; /* out; if num_items > max_items nothing was written */
+    int64_t num_members, num_partials; /* out; num_partials: rows of partial results */
+    int64_t num_tile_users;            /* whole tiles seen by the only token of a request */
     int64_t num_rows, longest;         /* out: the sum of num_tokens; the largest of context_lens */
     int64_t num_wanted_items, num_wanted_merges;
 } AttentionPlan;
 
 void attention_plan(AttentionPlan *plan);
 
-/* The work without which some of these rows would lack results is wanted: other items of several tokens are not. */
+/* Select the work that these rows need (wanted_items, wanted_merges). Items of one token and shared items are kept;
+ * items of several tokens are dropped if they contain none of the rows. */
 void narrow_plan(AttentionPlan *plan, const int64_t *rows, int64_t num_rows);
 
-/* What a plan says of the attention's work: of all of it or of what is wanted. */
+/* Copy a plan into the arguments of attention(): all of its work, or with is_narrow the selected work only. */
 void use_plan(Attention *args, const AttentionPlan *plan, int is_narrow);
 
 #endif

@@ -1,7 +1,7 @@
-"""AttentionPlan: a step's attention as the C kernel's work items, worked out once and used by every layer
-(kernels/cpu/attention_plan.h).
+"""AttentionPlan: a step's attention as work items of the C kernel (kernels/cpu/attention_plan.h).
 
-How the work is cut changes no bit of any result (kernels/cpu/attention.h), so sizes are free to suit the machine.
+A plan is made once a step, and every layer uses it. How the work is cut changes no bit of any result
+(kernels/cpu/attention.h). So the sizes below may be chosen for the machine's speed alone.
 """
 
 import ctypes
@@ -15,28 +15,30 @@ from kernels.cpu.structs import AttentionItem, AttentionMember, AttentionMerge, 
 #: Tokens; enum in attention.h.
 TILE = 512
 
-#: Rows - tokens x query heads of a KV head - of an item: what they have so far stays in a core's second level cache.
+#: Rows of an item at most: tokens x query heads of a KV head. Their running sums fit a core's second level cache.
 MAX_ITEM_ROWS = 192
 
-#: Items of no more rows than this are split along their context: their results cost less than what they read.
+#: Items of at most so many rows are split along their context: partial results cost less than the KV cache they read.
 MAX_SPLIT_ROWS = 64
 
-#: Rows of an item whose tokens are of several requests, which have a tile's blocks in common: few enough for threads to
-#: have a like share of them.
+#: Rows at most of an item with tokens of several requests that share a tile's blocks. It is small, so that threads get
+#: similar shares.
 MAX_SHARED_ROWS = 24
 
-#: Numbers, int32, that a plan has room for, for each item.
+#: int32 numbers that a plan reserves for each item, by array.
 _STRUCTS = {"items": AttentionItem, "merges": AttentionMerge, "members": AttentionMember, "tile_users": TileUser}
 _STRUCTS |= {"wanted_items": AttentionItem, "wanted_merges": AttentionMerge}
 _ROOM = {name: ctypes.sizeof(struct) // 4 for name, struct in _STRUCTS.items()} | {"places": 2}
 
 
 class AttentionPlan:
-    """One step's attention for the layers of one window. Its arrays stay where they are from step to step, so that
-    little is touched in a step: weights push all else out of the CPU's caches."""
+    """One step's attention for the layers of one window.
+
+    Its arrays keep their addresses from step to step. So a step touches little memory: the weights push everything else
+    out of the CPU's caches."""
 
     def __init__(self, num_kv_heads: int, group: int, window: int | None) -> None:
-        self._generation = 0  # of the columns below
+        self._generation = 0  # of the columns below; 0 = none
         self.window = window  # tokens that a row sees, itself included; None = all before it
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
         self.context_lens: Ints = self.num_tokens  # [R]
@@ -52,42 +54,44 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
-        """Of q and of the output."""
+        """Number of rows of q and of the output."""
         return self.arguments.num_rows
 
     @property
     def longest(self) -> int:
-        """Of context_lens."""
+        """Largest context length of the step, in tokens."""
         return self.arguments.longest
 
     @property
     def items(self) -> Int32s:
-        """[I, 9] struct AttentionItem, the longest first, as far as an eighth."""
+        """Work items [I, 9] int32, struct AttentionItem: longest first, with lengths rounded to an eighth."""
         return self._room[0][: self.arguments.num_items]
 
     @property
     def merges(self) -> Int32s:
-        """[M, 5] struct AttentionMerge."""
+        """Merges of partial results [M, 5] int32, struct AttentionMerge."""
         return self._room[1][: self.arguments.num_merges]
 
     @property
     def members(self) -> Int32s:
-        """[N, 2] struct AttentionMember."""
+        """Tokens of the items that several requests share [N, 2] int32, struct AttentionMember."""
         return self._room[2][: self.arguments.num_members]
 
     @property
     def num_partials(self) -> int:
-        """Rows of partial results."""
+        """Number of rows of partial results."""
         return self.arguments.num_partials
 
     @property
     def max_item_tokens(self) -> int:
+        """Number of tokens of the largest item."""
         return self.arguments.max_item_tokens
 
     def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, generation: int) -> None:
-        """Point to these columns, but where they are of the generation of the last ones: they are the same arrays
-        then, and the pointers stand. Columns of a generation other than 0 are int64, int64 and int32, contiguous, so
-        that none is copied."""
+        """Point the plan to the step's columns: num_tokens [R], context_lens [R], block_tables [R, P].
+
+        If `generation` is not 0 and equals the last one, the arrays are the same and their pointers are kept. Columns
+        of a generation other than 0 must be int64, int64 and int32, and contiguous, so that none is copied."""
         if generation and generation == self._generation:
             return
         self._generation = generation
@@ -101,7 +105,7 @@ class AttentionPlan:
         arguments.num_requests = len(self.num_tokens)
 
     def reserve(self, max_items: int) -> None:
-        """Room for so many items, a power of two."""
+        """Allocate the arrays for max_items items, a power of two."""
         self._room = [np.empty((max_items, num_fields), np.int32) for num_fields in _ROOM.values()]
         self.arguments.max_items = max_items
         for name, array in zip(_ROOM, self._room, strict=True):
@@ -109,7 +113,7 @@ class AttentionPlan:
 
 
 class AttentionPlanner:
-    """Makes the plans of a model with so many heads."""
+    """Makes the attention plans of a model with num_heads query heads and num_kv_heads KV heads."""
 
     def __init__(self, library: CpuLibrary, num_heads: int, num_kv_heads: int) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
@@ -125,9 +129,10 @@ class AttentionPlanner:
         window: int | None = None,
         generation: int = 0,
     ) -> AttentionPlan:
-        """Plan the work of a batch whose tokens are packed request after request; arguments as attention_metadata's.
-        Good until the next plan for this window is made. generation: equal numbers other than 0 say that the columns
-        are the arrays of the plan before, with other numbers in them."""
+        """Plan the attention of a batch whose tokens are packed request after request.
+
+        The arguments are those of attention_metadata(). The plan is valid until the next one for this window is made.
+        Equal generations other than 0 mean: the columns are the arrays of the plan before, with other numbers."""
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = AttentionPlan(self._num_kv_heads, self._group, window)

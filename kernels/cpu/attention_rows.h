@@ -1,6 +1,7 @@
-/* Some rows of q against one KV tile: scores, weights 2 ** (score - maximum), and the weighted sum of V, with all sums
- * of a block of rows in registers. The order of every sum is fixed: dimensions ascending for scores, tokens ascending
- * for values, lane by lane for the sum of weights. Included by attention.c alone.
+/* Some rows of q against one KV tile: scores, weights 2 ** (score - maximum), and the weighted sum of V.
+ *
+ * All sums of a block of rows are in registers. The order of every sum is fixed: dimensions ascending for scores,
+ * tokens ascending for values, lane by lane for the sum of weights. Only attention.c includes this file.
  */
 #ifndef ATTENTION_ROWS_H
 #define ATTENTION_ROWS_H
@@ -9,30 +10,30 @@
 
 #define CHUNK_VECTORS (CHUNK / LANES)
 
-/* What an item's rows have after some tiles. */
+/* Running results of an item's rows after some tiles. */
 typedef struct {
-    float *maxima; /* [rows + LANES] of the scores, not scaled; the latter are of no row */
-    float *sums;   /* [rows, LANES + width]: of the weights, of all tokens together; of weighted V */
+    float *maxima; /* [rows + LANES] of the scores, not scaled; the last LANES are padding */
+    float *sums;   /* [rows, LANES + width]: sums of the weights by lane, then of weighted V */
 } State;
 
-/* An item under way. */
+/* An item that is being computed. */
 typedef struct {
     const Attention *args;
-    const AttentionItem *item, *next; /* the one that the thread will do after it, or NULL */
+    const AttentionItem *item, *next; /* next: the thread's next item, or NULL */
     int group, rows, width, units; /* query heads per KV head; rows; padded head_dim; units of a row of q */
     uint32_t *q;                   /* [rows, units] */
     State state;
-    char *keys, *values; /* room for the chunks of a tile that are not read from the cache itself */
+    char *keys, *values; /* room for a tile's chunks that are copied from the cache */
 } Work;
 
-/* A tile's chunks that are visited. */
+/* The chunks of a tile that are read. */
 typedef struct {
-    int first, begin, end; /* token of the tile's first chunk; chunks from begin to end */
+    int first, begin, end; /* first: the tile's first token; chunks [begin, end) */
     const char *keys[TILE_CHUNKS], *values[TILE_CHUNKS];
-    const char *after_keys[TILE_CHUNKS], *after_values[TILE_CHUNKS]; /* chunks that are read a little later */
+    const char *after_keys[TILE_CHUNKS], *after_values[TILE_CHUNKS]; /* chunks to prefetch: they are read later */
 } Tile;
 
-/* sums[row][v] += a[row] * b[v], one unit of a each. */
+/* sums[row][v] += a[row] * b[v], with one unit of a for each row. */
 INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int a_stride,
                      const Words b[MAX_VECTORS], const int rows, const int vectors, const int dtype) {
 #pragma GCC unroll 6
@@ -46,7 +47,7 @@ INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int 
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
 
-/* Scores become minus infinity where the row does not see the token, and join its highest. */
+/* Set the scores of tokens that a row does not see to minus infinity, and update the row's highest score. */
 static __attribute__((noinline)) void hide_scores(Block *block, int vector, int rows, int vectors) {
     for (int row = 0; row < rows; row++)
         for (int i = vector * LANES; i < (vector + vectors) * LANES; i += LANES) {
@@ -56,7 +57,7 @@ static __attribute__((noinline)) void hide_scores(Block *block, int vector, int 
         }
 }
 
-/* Scores of `vectors` vectors of tokens, from `vector` on. */
+/* Compute the scores of `vectors` vectors of tokens, from `vector` on. */
 INLINE void score_vectors(const Work *work, const Tile *tile, const uint32_t *q, Block *block, int vector,
                           const int rows, const int vectors, const int dtype) {
     const char *keys[MAX_VECTORS], *later[MAX_VECTORS];
@@ -99,7 +100,7 @@ INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *
     for (; vector < end; vector++) score_vectors(work, tile, q, block, vector, rows, 1, dtype);
 }
 
-/* sums[row] += weights[row] * V of a chunk, for some vectors of dimensions. */
+/* sums[row] += weights[row] * V of one chunk, for `vectors` vectors of dimensions from dim on. */
 INLINE void multiply_values(const Work *work, const Tile *tile, Floats sums[MAX_ROWS][MAX_VECTORS], const Block *block,
                             int chunk, int dim, const int rows, const int vectors, const int dtype) {
     const int units = CHUNK * (dtype == FLOAT32 ? 4 : 2) / 4, stride = work->width * 4;
@@ -116,8 +117,9 @@ INLINE void multiply_values(const Work *work, const Tile *tile, Floats sums[MAX_
     }
 }
 
-/* weights[row] * V joins the state's sums, for some vectors of dimensions. With is_first the weights are made
- * meanwhile, those of the next two chunks while two are multiplied: of a CPU's units the products need few kinds. */
+/* Add weights[row] * V of the tile to the state's sums, for `vectors` vectors of dimensions from dim on. With is_first
+ * the weights are computed in the same loop: those of the next two chunks while two are multiplied. The products leave
+ * other execution units of the CPU free for that. */
 INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *block, int dim, const int is_first,
                        const int rows, const int vectors, const int dtype) {
     const int stride = LANES + work->width, half = rows / 2;
@@ -140,10 +142,10 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *
         }
 }
 
-/* The window that cuts off what an item's rows see, or 0. Tokens of several requests see all of what they share. */
+/* The window of an item's rows, or 0. Tokens of several requests see the whole tile that they share. */
 static int window_of(const Attention *args, const AttentionItem *item) { return item->members < 0 ? args->window : 0; }
 
-/* What of a tile these rows see; returns whether it is anything. */
+/* Find the part of a tile that these rows see. Return whether it is not empty. */
 INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
     const int window = window_of(work->args, work->item), position = work->item->position - tile->first;
     for (int r = 0; r < rows; r++) {
@@ -161,7 +163,7 @@ INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, 
 INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int rows, const int dtype) {
     Block block;
     if (!find_seen(work, tile, row, &block, rows)) return;
-    block.fetches = row == 0; /* later rows find the tile in a cache */
+    block.fetches = row == 0; /* for later rows the tile is in a cache */
     score(work, tile, work->q + (size_t)row * work->units, &block, rows, dtype);
     join_maxima(&block, work->state.maxima + row, work->args->scale, rows);
     pad_scores(&block, rows);
@@ -171,7 +173,7 @@ INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int r
     int dim = 0;
     for (; dim + MAX_VECTORS * LANES <= work->width; dim += MAX_VECTORS * LANES)
         add_values(work, tile, sums, &block, dim, dim == 0, rows, MAX_VECTORS, dtype);
-    if (dim == 0) /* a narrow head, whose products would hide little */
+    if (dim == 0) /* a narrow head: no product computed the weights meanwhile */
         for (int chunk = block.begin / 2 * 2; chunk < block.end; chunk += 2)
             weigh(&block, chunk, work->args->scale, 0, rows, dtype);
     for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, 0, rows, 1, dtype);

@@ -1,4 +1,4 @@
-/* From scores to weights: 2 ** (score - maximum), of one row against one KV tile. Included by attention_rows.h alone.
+/* Weights 2 ** (score - maximum) of one row against one KV tile. Only attention_rows.h includes this file.
  */
 #ifndef ATTENTION_WEIGHTS_H
 #define ATTENTION_WEIGHTS_H
@@ -11,7 +11,7 @@
 
 #define TILE_CHUNKS (TILE / CHUNK)
 
-/* Registers: rows x vectors of sums, beside as many vectors of K or V and one number of q or the weights. */
+/* Registers: rows x vectors of sums, `vectors` vectors of K or V, and one number of q or of the weights. */
 #if VECTOR_BYTES == 64
 #define MAX_ROWS 6
 #else
@@ -19,39 +19,39 @@
 #endif
 #define MAX_VECTORS 4
 
-/* Tokens of a tile that a row sees. */
+/* The tokens of a tile that a row sees: [first, last]. */
 typedef struct {
-    int first, last; /* from the tile's first token on; either may lie beyond it */
+    int first, last; /* relative to the tile's first token; may be outside the tile */
 } Seen;
 
-/* Some rows' scores of a tile, then their weights. */
+/* Scores of some rows for a tile, then their weights. */
 typedef struct {
     float scores[MAX_ROWS][TILE] __attribute__((aligned(64)));
     uint32_t weights[MAX_ROWS][TILE] __attribute__((aligned(64))); /* units: bfloat16 pairs, or float32 */
     Floats highest[MAX_ROWS]; /* of the scores, lane by lane */
     Floats sums[MAX_ROWS];    /* of the weights, lane by lane */
-    float maximum[LANES];     /* of each row's; 0 where it sees nothing */
-    float kept[LANES], added[LANES]; /* factors of each row's sums of the tiles before, and of this one */
+    float maximum[LANES];     /* of each row's scores; 0 if it sees nothing */
+    float kept[LANES], added[LANES]; /* each row's factors: of the sums before, and of this tile's */
     Seen seen[MAX_ROWS];
-    int begin, end; /* chunks of the tile that some of the rows see */
-    int whole_begin, whole_end; /* vectors of tokens that each row sees every lane of */
-    int fetches; /* what is read later is fetched meanwhile */
+    int begin, end; /* chunks [begin, end) that at least one row sees */
+    int whole_begin, whole_end; /* vectors of tokens that all rows see in full */
+    int fetches; /* whether to prefetch the chunks that are read later */
 } Block;
 
-/* The scores of the tokens from `token` on, minus infinity for those that the row does not see. */
+/* Return the scores of the tokens from `token` on, with minus infinity for those that the row does not see. */
 INLINE Floats hide(Floats scores, Seen seen, int token) {
     Signed tokens;
     for (int i = 0; i < LANES; i++) tokens[i] = token + i;
     return choose((tokens <= seen.last) & (tokens >= seen.first), scores, all_floats(-INFINITY));
 }
 
-/* How sums of weights, each relative to a maximum of its own, become one. */
+/* Factors that merge two sums of weights, each relative to its own maximum. */
 typedef struct {
-    Floats maximum;     /* the greater one */
-    Floats kept, added; /* factors of the sums before, and of those that join them */
+    Floats maximum;     /* the greater of the two maxima */
+    Floats kept, added; /* factors of the sums before, and of the added sums */
 } Joint;
 
-/* A maximum as it is subtracted: 0 where nothing was seen, for minus infinity less itself is no number. */
+/* The value to subtract for a maximum: 0 if nothing was seen, because minus infinity minus itself is NaN. */
 INLINE Floats subtrahend(Floats maximum) { return choose(maximum == -INFINITY, all_floats(0.0f), maximum); }
 
 INLINE Joint join(Floats before, Floats joining, float scale) {
@@ -64,7 +64,7 @@ INLINE Floats joined(Floats before, float kept, Floats joining, float added) {
     return multiply_add(joining, all_floats(added), before * kept);
 }
 
-/* The rows' maxima so far become those of them and of the tile. All rows at once, each in a lane. */
+/* Update the rows' maxima with those of this tile. All rows are processed at once, one in each lane. */
 INLINE void join_maxima(Block *block, float *maxima, float scale, const int rows) {
     Floats highest = all_floats(-INFINITY);
 #pragma GCC unroll 6
@@ -82,8 +82,8 @@ INLINE void join_maxima(Block *block, float *maxima, float scale, const int rows
     for (int row = 0; row < rows; row++) maxima[row] = joined_maxima[row];
 }
 
-/* 2 ** x for x <= 0, exactly 1 at 0, exactly 0 at minus infinity; NaN stays NaN. What is rounded to bfloat16 anyway, by
- * up to 2e-3, has a relative error of 9e-5. The polynomial is the best one with 1 at 0. */
+/* 2 ** x for x <= 0: exactly 1 at 0, exactly 0 at minus infinity; NaN stays NaN. For bfloat16 the relative error is
+ * 9e-5; rounding the result adds up to 2e-3 anyway. The polynomial is the best one that is 1 at 0. */
 INLINE Floats weight_of(Floats x, const int dtype) {
 #if defined(__AVX512DQ__)
     if (dtype == BFLOAT16) {
@@ -109,7 +109,7 @@ INLINE Floats add_unit(Floats sum, Words a, Words b, const int dtype) {
 #endif
 }
 
-/* Store the weights of the 2 * LANES tokens from `token` on; returns sum plus these, as they are stored. */
+/* Store the weights of the 2 * LANES tokens from `token` on. Return sum plus these weights as stored. */
 INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Floats b, const int dtype) {
     if (dtype == FLOAT32) {
         store_floats(weights + token, a);
@@ -127,7 +127,7 @@ INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Fl
     return add_unit(sum, pairs, all_words(0x3f803f80), dtype);
 }
 
-/* Scores to weights of some rows, for the two chunks from `chunk` on, an even one. */
+/* Compute the weights of rows [first_row, end_row) for two chunks from `chunk` on; chunk is even. */
 INLINE void weigh(Block *block, int chunk, float scale, int first_row, int end_row, const int dtype) {
     for (int row = first_row; row < end_row; row++) {
         const Floats maximum = all_floats(block->maximum[row]);
@@ -141,7 +141,7 @@ INLINE void weigh(Block *block, int chunk, float scale, int first_row, int end_r
     }
 }
 
-/* Weights are made of two chunks at once: one that is not visited has scores of minus infinity. */
+/* Set the scores of unread chunks to minus infinity: weights are computed for two chunks at once. */
 INLINE void pad_scores(Block *block, const int rows) {
     const int begin = block->begin / 2 * 2 * CHUNK, end = (block->end + 1) / 2 * 2 * CHUNK;
     for (int row = 0; row < rows; row++) {

@@ -1,8 +1,8 @@
 """The C kernels' sources, the variants made of them, and the compiler. Needs the standard library only.
 
-A variant is the same sources under other flags: what it computes is a function of the sources and these flags alone.
--ffp-contract=off: a product and a sum are rounded together only where the sources say so, so that two places in them
-that look alike compute alike. No -ffast-math, for the same reason.
+Every variant has the same sources and flags of its own. Its results depend on the sources and these flags alone.
+With -ffp-contract=off a product and a sum are rounded together only where the sources say so. Then equal expressions
+give equal bits everywhere. -ffast-math is not used, for the same reason.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE_FOLDER = Path(__file__).resolve().parent
-BUILD_S = 120.0  # that a build may take; two free cores need 2.8
+BUILD_S = 120.0  # limit of one build; two free cores need 2.8 s
 BUILD_FOLDER_PREFIX = "build-"
 
 _FLAGS = (
@@ -29,7 +29,7 @@ _FLAGS = (
 
 
 class Variant(NamedTuple):
-    """One set of instructions: compiler flags, and the words of /proc/cpuinfo that a CPU must have to run it."""
+    """One instruction set: its compiler flags, and the words of /proc/cpuinfo that a CPU must have to run it."""
 
     flags: tuple[str, ...]
     needs: frozenset[str]
@@ -38,7 +38,7 @@ class Variant(NamedTuple):
 _AVX2 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
-#: By preference.
+#: Best first.
 VARIANTS = {
     "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
     "avx512": Variant(("-march=x86-64-v4",), _AVX512),
@@ -48,16 +48,18 @@ VARIANTS = {
 
 
 class CpuLibraryError(Exception):
-    """There are no C kernels here; the message says why."""
+    """The C kernels cannot be built or loaded; the message gives the reason."""
 
 
 class Compiler(NamedTuple):
+    """A C compiler that runs on this machine."""
+
     command: tuple[str, ...]
-    version: str  # whatever --version prints
+    version: str  # output of --version
 
 
 def usable_variants() -> list[str]:
-    """Variants that this CPU runs, by preference; a function of the CPU alone."""
+    """Return the variants that this CPU runs, best first. The result depends on the CPU alone."""
     try:
         words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -66,13 +68,13 @@ def usable_variants() -> list[str]:
 
 
 def variants_of_machine() -> list[str]:
-    """Variants that CPUs of this architecture may run, by preference: those that go into a wheel."""
+    """Return the variants that CPUs of this architecture may run, best first: those that go into a wheel."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return [name for name, variant in VARIANTS.items() if is_x86 or not variant.needs]
 
 
 def find_compiler() -> Compiler:
-    """$CC, else cc. Errors: CpuLibraryError."""
+    """Return the compiler $CC, else cc. Errors: CpuLibraryError if it does not run."""
     wanted = os.environ.get("CC") or "cc"
     try:
         command = tuple(shlex.split(wanted))
@@ -88,7 +90,7 @@ def find_compiler() -> Compiler:
 
 
 def source_hash(variant: str, compiler_version: str = "") -> str:
-    """Hex; names what a variant is made of."""
+    """Return a hex digest of all that a variant is made of: machine, compiler version, flags and sources."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (platform.machine(), compiler_version, *_FLAGS, *VARIANTS[variant].flags):
         digest.update(part.encode() + b"\0")
@@ -98,8 +100,10 @@ def source_hash(variant: str, compiler_version: str = "") -> str:
 
 
 def build(variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD_S) -> bytes:
-    """The shared library's content; files are compiled side by side, in a folder of their own below `folder`, which is
-    removed again. Errors: CpuLibraryError with what the compiler said, or that it took longer than `seconds`."""
+    """Build a variant and return the shared library's content.
+
+    The files are compiled in parallel, in a temporary folder below `folder`. Errors: CpuLibraryError with the
+    compiler's output, or if the build takes longer than `seconds`."""
     end = time.monotonic() + seconds
     try:
         with tempfile.TemporaryDirectory(
@@ -121,12 +125,14 @@ def build(variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD
 
 
 class _CompilerFailedError(Exception):
-    """What it said."""
+    """The compiler failed; the message has its output."""
 
 
 def _run(failure: str, commands: list[list[str]], folder: str, end: float) -> None:
-    """Side by side, each with what it starts in a process group of its own. Errors: subprocess.TimeoutExpired when they
-    were not done at `end` on the monotonic clock, and were killed; _CompilerFailedError."""
+    """Run the commands in parallel, each in a process group of its own.
+
+    Errors: subprocess.TimeoutExpired if they were not done at `end` on the monotonic clock, and were killed;
+    _CompilerFailedError if one failed."""
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(_started(command, folder)) for command in commands]
         said = [process.communicate(timeout=max(0.0, end - time.monotonic()))[0] for process in running]
@@ -149,16 +155,17 @@ def _started(command: list[str], folder: str) -> Iterator["subprocess.Popen[str]
         try:
             yield process
         finally:
-            if process.returncode is None:  # not waited for: its number is still its own
+            if process.returncode is None:  # not reaped yet, so its process id is still valid
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def with_digest(content: bytes) -> bytes:
-    """A shared library may have anything at its end: its digest, so that one file has both."""
+    """Append the content's digest. A shared library may have any bytes at its end, so one file holds both."""
     return content + hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def is_intact(content: bytes) -> bool:
+    """Whether the content ends with the digest that with_digest() appended."""
     return len(content) > _DIGEST_BYTES and with_digest(content[:-_DIGEST_BYTES]) == content
 
 

@@ -1,10 +1,10 @@
-/* Where numbers stand in the KV cache.
+/* The layout of the KV cache.
  *
- * The unit is four bytes: a pair of bfloat16 (two neighbours along the axis that a product sums over) or one float32.
- * A layer is [block][K or V][head][chunk][head_dim_padded * 16 numbers]; a chunk is 16 tokens. K of a chunk is
- * [pair of dimensions][token] units, V is [pair of tokens][dimension] units, so that both are the right operands of
- * their products as they are. Blocks of fewer than 16 tokens hold plain rows [token][dimension]; whoever reads them
- * makes chunks of them first (find_chunk). */
+ * A unit is four bytes: a pair of bfloat16 (neighbours along the axis that a product sums over) or one float32. A layer
+ * is [block][K or V][head][chunk][padded head_dim * 16 numbers]; a chunk is 16 tokens. K of a chunk is [pair of
+ * dimensions][token] units, V is [pair of tokens][dimension] units. So both are right operands of their products
+ * without a copy. Blocks of fewer than 16 tokens contain plain rows [token][dimension]; find_chunk() makes chunks of
+ * them. */
 #ifndef CACHE_LAYOUT_H
 #define CACHE_LAYOUT_H
 
@@ -21,13 +21,13 @@ INLINE size_t chunk_bytes(const CacheShape *shape) {
     return (size_t)CHUNK * padded_dim(shape->head_dim) * number_bytes(shape);
 }
 
-/* The first byte of one head's K (0) or V (1) in a block. */
+/* Byte offset of one head's K (is_value 0) or V (1) of a block within the layer. */
 INLINE size_t head_offset(const CacheShape *shape, int64_t block, int is_value, int head) {
     size_t head_bytes = (size_t)shape->block_size * padded_dim(shape->head_dim) * number_bytes(shape);
     return ((size_t)(block * 2 + is_value) * shape->num_kv_heads + head) * head_bytes;
 }
 
-/* Copy a row of head_dim numbers of one token, the K or the V of a head, into a chunk. */
+/* Copy one token's row of head_dim numbers, K or V of a head, into a chunk. */
 INLINE void put_in_chunk(const CacheShape *shape, void *chunk, int is_value, int token, const void *row) {
     const int bytes = number_bytes(shape), width = padded_dim(shape->head_dim);
     if (!is_value) {
@@ -41,13 +41,13 @@ INLINE void put_in_chunk(const CacheShape *shape, void *chunk, int is_value, int
     }
 }
 
-/* K of all tokens of a chunk, rows so many bytes apart. */
+/* Write K of all tokens of a chunk; the rows are `stride` bytes apart. */
 INLINE void put_keys(void *chunk, const CacheShape *shape, const char *rows, size_t stride) {
     const int units = shape->head_dim * number_bytes(shape) / 4;
     int unit = 0;
     for (; unit + LANES <= units; unit += LANES)
         for (int token = 0; token < CHUNK; token += LANES) {
-            Floats square[LANES]; /* units as they are */
+            Floats square[LANES]; /* units, not converted */
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) square[i] = load_floats(rows + (token + i) * stride + unit * 4);
             transpose(square);
@@ -59,7 +59,7 @@ INLINE void put_keys(void *chunk, const CacheShape *shape, const char *rows, siz
             memcpy((float *)chunk + unit * CHUNK + token, rows + token * stride + unit * 4, 4);
 }
 
-/* V likewise. */
+/* Write V of all tokens of a chunk; the rows are `stride` bytes apart. */
 INLINE void put_values(void *chunk, const CacheShape *shape, const char *rows, size_t stride) {
     const int head_dim = shape->head_dim, width = padded_dim(head_dim);
     if (shape->dtype == FLOAT32) {
@@ -79,7 +79,7 @@ INLINE void put_values(void *chunk, const CacheShape *shape, const char *rows, s
     }
 }
 
-/* Store a row of one head at offset tokens into its block. */
+/* Store one head's row of the token at `offset` in its block. */
 INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, int offset, int is_value, int head,
                          const void *row) {
     char *place = (char *)layer + head_offset(shape, block, is_value, head);
@@ -90,8 +90,8 @@ INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, in
         memcpy(place + (size_t)offset * padded_dim(shape->head_dim) * bytes, row, shape->head_dim * bytes);
 }
 
-/* The chunk of tokens from `first` on, a multiple of 16, of a context with this block table: in the cache, or gathered
- * into room. The table must reach to token `last`; what lies beyond it is left as it is in room. */
+/* Return the chunk of tokens from `first` on (a multiple of 16) of a context with this block table: in the cache, or
+ * gathered into room. The table must cover token `last`; room is not written for tokens after it. */
 INLINE const char *find_chunk(const CacheShape *shape, const void *layer, const int32_t *table, int is_value,
                               int head, int first, int last, char *room) {
     int size = shape->block_size;

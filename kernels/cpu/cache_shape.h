@@ -1,4 +1,4 @@
-/* The KV cache's shape; cache_layout.h says where numbers stand in it. */
+/* The KV cache's shape; cache_layout.h has its layout. */
 #ifndef CACHE_SHAPE_H
 #define CACHE_SHAPE_H
 

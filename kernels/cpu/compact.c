@@ -5,21 +5,21 @@
 
 static int64_t num_panels(int64_t num_columns) { return (num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
-/* Of one panel. */
+/* Plan of one panel. */
 typedef struct {
     uint8_t upper[16];
     int64_t num_whole;
-    int64_t num_before; /* of whole pairs in the panels before */
+    int64_t num_before; /* whole pairs in the panels before */
 } PanelPlan;
 
 EXPORT int64_t compact_plan_bytes(int64_t num_columns) { return num_panels(num_columns) * (int64_t)sizeof(PanelPlan); }
 
 #if defined(__AVX512BW__)
 
-/* More whole pairs than one of so many would take back what the others save. */
+/* With more whole pairs than one of so many pairs, a compact matrix would save too little. */
 enum { LEAST_PAIRS_PER_WHOLE = 8 };
 
-enum { SLICE_PAIRS = 16 }; /* packed at a time */
+enum { SLICE_PAIRS = 16 }; /* pairs that are packed at a time */
 
 typedef struct {
     uint16_t weights[SLICE_PAIRS][2][PANEL_COLUMNS * 2] __attribute__((aligned(64)));
@@ -29,16 +29,17 @@ typedef struct {
 static PanelPlan *plan_of(const GemmPack *args, int64_t panel) { return (PanelPlan *)args->plan + panel; }
 static int64_t num_pairs(const GemmPack *args) { return args->depth / 4; }
 
-/* The panel's pairs from `first` on, as packed. */
+/* Pack the panel's pairs from `first` on into a slice. */
 static void pack_slice(const GemmPack *args, int64_t panel, int64_t first, Slice *slice) {
     const int64_t left = num_pairs(args) - first;
     slice->count = left < SLICE_PAIRS ? (int)left : SLICE_PAIRS;
     gemm_pack_steps(args, panel, first * 2, (first + slice->count) * 2, slice->weights);
 }
 
-/* The most frequent upper bytes: of all, for a sample misses the rare ones that make pairs whole. */
+/* Find the 16 most frequent upper bytes. All weights are counted: a sample would miss rare bytes, which make pairs
+ * whole. */
 static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16]) {
-    uint32_t counts[4][256] = {0}; /* four, for the same value comes again at once */
+    uint32_t counts[4][256] = {0}; /* four, because equal values in a row would wait for each other's increment */
     Slice slice;
     for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS) {
         pack_slice(args, panel, first, &slice);
@@ -57,7 +58,8 @@ static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16])
     }
 }
 
-/* Codes of the upper bytes of a step's weights, each in the order of compact.h; returns whether all have one. */
+/* Split a step's weights into lower bytes and codes of upper bytes, in the order of compact.h. Return whether all have
+ * a code. */
 INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], __m512i *lower, __m512i *codes) {
     const __m512i a = _mm512_loadu_si512(weights), b = _mm512_loadu_si512(weights + 32);
     const __m512i low_half = _mm512_set1_epi16(0x00ff);
@@ -73,7 +75,7 @@ INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], __m512i
     return found == ~(__mmask64)0;
 }
 
-/* Write the 192 bytes of a pair; returns 0 where it has to stand whole. */
+/* Write the 192 bytes of a pair. Return 0 if it must be stored whole. */
 INLINE int encode_pair(uint16_t weights[2][PANEL_COLUMNS * 2], const uint8_t upper[16], char *to) {
     __m512i lower[2], codes[2];
     const int first = encode_step(weights[0], upper, &lower[0], &codes[0]);
@@ -84,7 +86,7 @@ INLINE int encode_pair(uint16_t weights[2][PANEL_COLUMNS * 2], const uint8_t upp
     return first && second;
 }
 
-/* Choose the table, and count the pairs that it does not do for. */
+/* Choose a panel's table, and count the pairs that must be stored whole. */
 static void plan_panel(const GemmPack *args, int64_t panel) {
     PanelPlan *plan = plan_of(args, panel);
     Slice slice;
@@ -97,7 +99,7 @@ static void plan_panel(const GemmPack *args, int64_t panel) {
     }
 }
 
-/* The row of whole pairs behind all panels. */
+/* Return the array of whole pairs behind all panels. */
 static WholePair *whole_pairs(const GemmPack *args) {
     return (WholePair *)((char *)args->packed + num_panels(args->num_columns) * compact_panel_bytes(args->depth));
 }
@@ -106,7 +108,7 @@ static void pack_panel(const GemmPack *args, int64_t panel) {
     const PanelPlan *plan = plan_of(args, panel);
     CompactPanel *head = (CompactPanel *)((char *)args->packed + panel * compact_panel_bytes(args->depth));
     WholePair *whole = whole_pairs(args) + plan->num_before;
-    int32_t *next = &head->first_whole; /* where the number of the next whole pair is to stand */
+    int32_t *next = &head->first_whole; /* where to write the number of the next whole pair */
     char *to = (char *)(head + 1);
     Slice slice;
     memcpy(head->upper, plan->upper, sizeof head->upper);

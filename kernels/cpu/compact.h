@@ -1,15 +1,15 @@
 /* Compact weights: packed bfloat16 (gemm.h) in three quarters of the bytes, exactly.
  *
- * A product of few rows takes as long as reading its weights, and of a weight's 16 bits the upper eight - its sign and
- * seven bits of its exponent - say little: in the weights of language models 16 of their 256 values are all but one of
- * ten thousand. (Zhang et al. 2025, arXiv 2504.11651, have 11 bits for the whole number, of varying length; a fixed
- * length is unpacked while memory is waited for.) So each panel has 16 upper bytes that it may use, and each weight a
- * code of four bits for one of them, beside its lower byte.
+ * A product of few rows takes as long as reading its weights. The upper eight bits of a weight - its sign and seven
+ * bits of its exponent - carry little information: in the weights of language models, 16 of the 256 values cover all
+ * but one weight of ten thousand. So each panel has a table of 16 upper bytes, and each weight is a code of four bits
+ * for one of them, and its lower byte. (Zhang et al. 2025, arXiv 2504.11651, use about 11 bits for the whole number, of
+ * varying length. A fixed length can be unpacked while memory is being read.)
  *
- * A panel is a head and its pairs of steps. A pair is 192 bytes: 64 lower bytes of the first step, 64 of the second, and
- * 64 of codes, those of the first step in the lower halves. Their order is that in which the two halves of vpunpckbw
- * make vectors of a step. A pair with a weight that the panel's table does not have stands whole, as it was packed, in a
- * row of such pairs behind all panels; in its 192 bytes is nothing.
+ * A panel is a head (CompactPanel) and its pairs of steps. A pair is 192 bytes: 64 lower bytes of the first step, 64 of
+ * the second, and 64 bytes of codes, those of the first step in the lower four bits. Their order is the one from which
+ * the two forms of vpunpckbw make the vectors of a step. A pair with a weight that is not in the panel's table is
+ * stored whole, as it was packed, in an array of such pairs behind all panels; its 192 bytes are not used.
  */
 #ifndef COMPACT_H
 #define COMPACT_H
@@ -19,16 +19,16 @@
 enum { PAIR_BYTES = 192, NO_PAIR = -1 };
 
 typedef struct {
-    uint16_t weights[2][PANEL_COLUMNS * 2]; /* of both steps */
-    int32_t next; /* the number of the panel's next whole pair, which comes behind this one; or NO_PAIR */
+    uint16_t weights[2][PANEL_COLUMNS * 2]; /* both steps */
+    int32_t next; /* number of the panel's next whole pair, which follows this one in memory; or NO_PAIR */
     char padding[60];
 } WholePair;
 
 /* A panel's first cache line. */
 typedef struct {
-    uint8_t upper[16];      /* what the codes stand for */
-    const WholePair *whole; /* the first one; at least an address that may be asked for */
-    int32_t first_whole;    /* its number; or NO_PAIR */
+    uint8_t upper[16];      /* the table: upper byte of each code */
+    const WholePair *whole; /* the panel's first one; without one, still an address that may be prefetched */
+    int32_t first_whole;    /* the number of that pair; or NO_PAIR */
     char padding[36];
 } CompactPanel;
 
@@ -36,20 +36,20 @@ static inline int64_t compact_panel_bytes(int64_t depth) {
     return (int64_t)sizeof(CompactPanel) + depth / 4 * PAIR_BYTES;
 }
 
-/* Where a step has the byte of the first of a column's two weights; the second's is next to it. */
+/* Index within a step of the byte of a column's first weight; the second weight's byte follows it. */
 static inline int compact_place(int column) {
     const int vector = column / 16, lane = column % 16;
     return lane / 4 * 16 + vector * 8 + lane % 4 * 2;
 }
 
-/* First: how many bytes of room a plan takes, which `plan` points to from then on. */
+/* First call: return the bytes that a plan needs. `plan` must point to as many in the next calls. */
 int64_t compact_plan_bytes(int64_t num_columns);
 
-/* Second: choose the tables, and say how many bytes the weights will take; 0 if they cannot be compact here, or would
- * not be much smaller. */
+/* Second call: choose the tables, and return the bytes of the compact weights; 0 if this CPU or dtype has no compact
+ * weights, or if they would not be much smaller. */
 int64_t compact_bytes(const GemmPack *args);
 
-/* Third: fill these bytes, which `packed` points to, 64-byte aligned. They stay where they are. */
+/* Third call: write the compact weights to `packed`, 64-byte aligned. They contain addresses: do not move them. */
 void compact_pack(const GemmPack *args);
 
 #endif

@@ -11,17 +11,17 @@ typedef struct {
     const DecoderStep *step;
     const Decoder *decoder;
     const DecoderLayer *layer;
-    void *const *cache; /* of the layer */
-    float *hidden;      /* [num_rows, hidden_size]: those that are worked at */
+    void *const *cache; /* of this layer */
+    float *hidden;      /* [num_rows, hidden_size]: the rows that are computed */
     int64_t num_rows;
-    int thread, num_threads; /* or a piece of the rows and the number of pieces */
+    int thread, num_threads; /* in run_by_rows(): index and number of pieces of the rows */
 } Share;
 
-/* Rows of a piece, at least. What a piece's parts hand to each other stays in a second level cache; but each piece reads
- * the weights again, where the caches do not keep them from memory. */
+/* Minimum rows of a piece. The intermediate results of a piece stay in a second level cache. But each piece reads the
+ * weights again; the larger minimum is for weights that the caches do not keep. */
 enum { PIECE_ROWS = 64, STREAMED_PIECE_ROWS = 192 };
 
-/* Into so many pieces each thread's rows are cut; 0: threads have no rows of their own. */
+/* Return the number of pieces of each thread's rows; 0 if products divide columns instead of rows among threads. */
 static int pieces_of_thread(const Share *share) {
     const int num_threads = share->num_threads;
     if (num_threads == 1 || !gemm_splits_rows(share->num_rows, num_threads)) return 0;
@@ -30,13 +30,13 @@ static int pieces_of_thread(const Share *share) {
     return pieces > 0 ? pieces : 1;
 }
 
-/* Between two parts of which the second reads, row by row, what the first wrote: a barrier, but where both give a
+/* Separate two parts, the second of which reads row by row what the first wrote. A barrier is needed unless both give a
  * thread the same rows. */
 static void go_on_by_rows(const Share *share) {
     if (!gemm_splits_rows(share->num_rows, share->num_threads)) pool_barrier();
 }
 
-/* Of a thread's share; it ends where the next thread's begins. */
+/* Return the first row of a thread's share; the share ends at the next thread's first row. */
 static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
 
 static void embed(const Share *share) {
@@ -47,7 +47,7 @@ static void embed(const Share *share) {
     embedding_part(&args, share->thread, share->num_threads);
 }
 
-/* All rows: y = x @ w^T + bias. */
+/* Compute y = x @ w^T + bias for all rows of the share. */
 static void multiply(const Share *share, const Gemm *weights, const void *x, void *y, const Gemm *next) {
     Gemm args = *weights;
     args.next = next;
@@ -57,7 +57,7 @@ static void multiply(const Share *share, const Gemm *weights, const void *x, voi
     gemm_part(&args, share->thread, share->num_threads);
 }
 
-/* Rows of the step's x: those of hidden, normalised. */
+/* Write the normalised rows of hidden to the step's x. */
 static void normalise_hidden(const Share *share, const float *weight) {
     const Decoder *decoder = share->decoder;
     const Norm args = {NULL,    share->hidden,  weight, share->step->x, share->num_rows, decoder->hidden_size,
@@ -65,7 +65,7 @@ static void normalise_hidden(const Share *share, const float *weight) {
     norm_part(&args, share->thread, share->num_threads);
 }
 
-/* hidden += what a layer's half has to add, normalised first by out_norm; then x = hidden normalised by next_norm. */
+/* hidden += added, normalised by out_norm first if there is one; then x = hidden normalised by next_norm. */
 static void add(const Share *share, const float *out_norm, const float *next_norm) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
@@ -102,7 +102,7 @@ static void rotate(const Share *share) {
     rope_kv_write_part(&args, share->thread, share->num_threads);
 }
 
-/* All tokens; is_narrow: or those for which the plan has been narrowed. */
+/* Run attention for all tokens; with is_narrow for those of the narrowed plan only. */
 static void attend(const Share *share, int is_narrow) {
     const DecoderLayer *layer = share->layer;
     const DecoderKind *kind = &share->step->kinds[layer->kind];
@@ -113,7 +113,7 @@ static void attend(const Share *share, int is_narrow) {
     attention_part(&args, share->thread, share->num_threads);
 }
 
-/* A layer up to attention, of rows whose x is there: their q, and K and V in the cache. */
+/* Compute a layer up to attention from x: q, and K and V in the cache. */
 static void begin_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
     multiply(share, &layer->qkv, share->step->x, share->step->qkv, &layer->o);
@@ -128,7 +128,8 @@ static void begin_step(const Share *share) {
     begin_layer(share);
 }
 
-/* The rest of a layer, whose rows have attended to this; `next` is the product that follows, of x normalised so. */
+/* Compute the rest of a layer from the output of attention. x is normalised by next_norm for `next`, the product that
+ * follows. */
 static void finish_layer(const Share *share, const void *attended, const float *next_norm, const Gemm *next) {
     const DecoderStep *step = share->step;
     const DecoderLayer *layer = share->layer;
@@ -152,7 +153,7 @@ static void go_to_next_layer(const Share *share) {
     begin_layer(&next);
 }
 
-/* The rows that have logits: copies of their hidden states, and in qkv of what they attended to in the last layer. */
+/* Copy the rows that have logits: hidden to last_hidden, and the last layer's attention output to qkv. */
 static void pick_rows(const Share *share, size_t attended_bytes) {
     const DecoderStep *step = share->step;
     const int64_t width = share->decoder->hidden_size;
@@ -164,7 +165,7 @@ static void pick_rows(const Share *share, size_t attended_bytes) {
     }
 }
 
-/* While the logits are in the cache of the thread that wrote them, where threads have rows of their own. */
+/* Find the largest logits now: if threads divide rows, they are still in the cache of the thread that wrote them. */
 static void find_largest_logits(const Share *share) {
     const DecoderStep *step = share->step;
     const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
@@ -172,7 +173,7 @@ static void find_largest_logits(const Share *share) {
     find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
 }
 
-/* Of rows that are picked. */
+/* Finish the step for the rows that have logits: last layer, final norm and head. */
 static void finish_step(const Share *share) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
@@ -187,8 +188,8 @@ static void finish_step(const Share *share) {
     }
 }
 
-/* What is done row by row. Many rows are cut into pieces, of which each thread does its own and then what is left of
- * the others': one that has lost its core to another process holds up nobody for longer than a piece. */
+/* Run a phase that works row by row. Many rows are cut into pieces. A thread runs its own pieces, then those left of
+ * the other threads. So a thread that has lost its core to another process delays the others by one piece at most. */
 static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
     const int num_threads = share->num_threads, num_pieces = pieces_of_thread(share);
     if (num_pieces == 0) {
@@ -206,7 +207,8 @@ static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
     }
 }
 
-/* Rows of tokens that nobody asks for end with the last layer's K and V: no other row sees more of them. */
+/* Compute the rest only for rows that have logits. For the other rows the last layer's K and V are enough: no later
+ * result depends on more of them. */
 static void compute_logits(const Share *share) {
     Share picked = *share;
     picked.hidden = share->step->last_hidden, picked.num_rows = share->step->num_logits;

@@ -20,45 +20,47 @@ from kernels.cpu.rope import RotaryTable
 from kernels.cpu.structs import DecoderArguments, KindArguments, LayerArguments, StepArguments
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_USUAL_CACHE_BYTES = 64 << 20  # of the last level, where the system does not tell
+_USUAL_CACHE_BYTES = 64 << 20  # of the last level, if the system does not report its size
 
 
 class LayerParts(NamedTuple):
-    """What the kernels of one layer were made with."""
+    """The kernels and constants of one layer."""
 
     input_norm: CpuNorm
     qkv: PackedMatrix
     head_norms: torch.Tensor | None  # float32, contiguous
-    scale: float  # of the scores
+    scale: float  # factor of the scores
     o: PackedMatrix
     attention_out_norm: CpuNorm | None
     mlp_norm: CpuNorm
     gate_up: PackedMatrix
     down: PackedMatrix
     mlp_out_norm: CpuNorm | None
-    kind: int  # index into the plans and tables that a step has for each kind of layer
+    kind: int  # index into a step's plans and tables, one for each kind of layer
 
 
 class DecoderResult:
-    """A step's result, as core/models/step.py has it: good until the decoder's next step or its next plans."""
+    """A step's result, of the protocol in core/models/step.py. Valid until the decoder's next step or plans."""
 
     __slots__ = ("_decoder", "_number", "largest", "logits")
 
     def __init__(self, decoder: "CpuDecoder", number: int, logits: torch.Tensor, largest: Int32s) -> None:
-        """logits [S, vocab] float32; largest [S]: what CpuSampler.largest() is of them as the step writes them."""
+        """Keep logits [S, vocab] float32, and largest [S]: CpuSampler.largest() of them, as the step wrote them."""
         self._decoder, self._number, self.logits, self.largest = decoder, number, logits, largest
 
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [n] int64, of which there are no more than tokens -> logits [n, vocab] float32."""
+        """Return the logits [n, vocab] float32 of rows [n] int64; n is at most the step's number of tokens."""
         return self._decoder.logits(self._number, rows)
 
     def hidden_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows -> hidden states behind the final norm [n, hidden] float32."""
+        """Return the hidden states after the final norm [n, hidden] float32 of rows [n], as in logits_of()."""
         return self._decoder.normalised(self._number, rows)
 
 
 class CpuDecoder:
-    """Gives the bits of its parts' kernels called one after the other. The next step overwrites what one returns."""
+    """Runs a decoder's whole step in one C call. Its bits are those of the single kernels called one after the other.
+
+    The next step overwrites the result of the one before."""
 
     def __init__(
         self,
@@ -72,11 +74,11 @@ class CpuDecoder:
         *,
         num_heads: int,
     ) -> None:
-        """head gives float32; float_norm: norm with float32 results; tables: one for each kind of layer, which kinds
-        may share."""
+        """Prepare the C structs of a model. `head` must return float32; `float_norm` is `norm` with float32 results.
+        `tables` has one rotary table for each kind of layer; kinds may share a table."""
         assert float_norm.dtype == torch.float32, float_norm.dtype
         assert head.out_dtype == torch.float32, head.out_dtype
-        self._kept = (layers, embedding, norm, head)  # what the pointers point to
+        self._kept = (layers, embedding, norm, head)  # the C structs point into these
         self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features, norm.dtype
         first = layers[0]
@@ -92,20 +94,20 @@ class CpuDecoder:
         self._widths |= {"gated": first.down.in_features}
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
         self._kinds = (KindArguments * len(tables))()
-        # Each with room of its own.
+        # Each kind has scratch memory of its own.
         self._attention = [(CpuAttention(library), kind.attention) for kind in self._kinds]
         self._plans: tuple[AttentionPlan, ...] = ()
         self._step = StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
         self._float_norm = float_norm
-        self._tables, self._num_positions = tables, 0  # the latter: that the step's cos and sin reach
+        self._tables, self._num_positions = tables, 0  # positions that the step's cos and sin cover
         self._cache: CpuKVCache | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        self._columns: tuple[torch.Tensor, ...] = ()  # of the last step
-        self._generation = 0  # of these
-        self._number = 0  # of the last step
-        self._results: tuple[torch.Tensor, Int32s]  # of the generation: logits and the largest of each row
+        self._columns: tuple[torch.Tensor, ...] = ()  # the last step's, kept alive
+        self._generation = 0  # of these columns; 0 = none
+        self._number = 0  # the last step's number
+        self._results: tuple[torch.Tensor, Int32s]  # logits, and the index of the largest one in each row
         self._reserve(1, 1)
         pointer = ctypes.POINTER(StepArguments)
         self._run = library.function("decoder_step", pointer)
@@ -121,10 +123,12 @@ class CpuDecoder:
         logits_rows: torch.Tensor,
         generation: int,
     ) -> "DecoderResult":
-        """Run one step. token_ids, positions, slots (-1 = do not store) [T] and logits_rows [S], indices of tokens,
-        int64; plans: one for each kind of layer. generation: equal numbers other than 0 say that columns, plans and
-        cache are the objects of the step before, with other numbers in them. They are not looked at then: next to the
-        weights each object touched costs microseconds."""
+        """Run one step.
+
+        token_ids, positions and slots (-1 = do not store) are [T]; logits_rows [S] are indices of tokens; all int64.
+        `plans` has one plan for each kind of layer. Equal generations other than 0 mean: columns, plans and cache are
+        the objects of the step before, with other numbers. They are not read then: beside the weights, each object that
+        is touched costs microseconds."""
         if not generation or generation != self._generation:
             self._take(token_ids.contiguous(), positions.contiguous(), slots.contiguous(), logits_rows.contiguous())
             self._use(cache, plans)
@@ -138,20 +142,21 @@ class CpuDecoder:
         return DecoderResult(self, self._number, *self._results)
 
     def logits(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Compute logits [n, vocab] float32 of tokens of a step: rows [n] int64, of which there are no more than
-        tokens. The last layer is finished for them now, by the step's plans: no step and no plan may have been made
-        since."""
+        """Compute the logits [n, vocab] float32 of rows [n] int64 of step `number`; n is at most its number of tokens.
+
+        The last layer is finished for these rows now, by the step's plans. So no step may have been run, and no plan
+        made, since."""
         logits = torch.empty((len(rows), self._vocab_size))
         self._finish(number, rows.contiguous(), logits)
         return logits
 
     def normalised(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Compute the hidden states behind the final norm [n, hidden] float32, for rows as logits() takes them."""
+        """Compute the hidden states after the final norm [n, hidden] float32 of rows [n], as in logits()."""
         self._finish(number, rows.contiguous(), None)
         return self._float_norm(self._buffers["last_hidden"][: len(rows)])
 
     def _finish(self, number: int, rows: torch.Tensor, logits: torch.Tensor | None) -> None:
-        """Finish the last layer for these rows [n], and the head where there is room for logits [n, vocab]."""
+        """Finish the last layer for these rows [n]; if `logits` [n, vocab] is given, fill it by the head."""
         step = self._step
         assert number == self._number, f"a result of step {number} is asked after step {self._number}"
         assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
@@ -164,7 +169,7 @@ class CpuDecoder:
         step.logits_rows, step.num_logits, step.logits, step.largest = before
 
     def _take(self, *columns: torch.Tensor) -> None:
-        """Point to the columns of a step, and make the place of its result."""
+        """Point the step to its columns, and reserve memory for its result."""
         num_tokens, num_logits = len(columns[0]), len(columns[-1])
         self._reserve(num_tokens, num_logits)
         self._columns, step = columns, self._step
@@ -174,7 +179,7 @@ class CpuDecoder:
         self._results = logits, largest.numpy()
 
     def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
-        """Point to these, which most steps have in common."""
+        """Point the step to this cache and these plans, which most steps share."""
         if cache is self._cache and self._plans == tuple(plans):
             return
         self._cache, self._plans = cache, tuple(plans)
@@ -186,16 +191,17 @@ class CpuDecoder:
         self._step.cache = ctypes.addressof(self._cache_layers)
 
     def _reach(self, num_positions: int) -> None:
-        """Have cos and sin for so many."""
+        """Make cos and sin for at least num_positions positions."""
         for table in self._tables:
             table.reach(num_positions)
-        self._rotations = [(table.cos, table.sin) for table in self._tables]  # whoever else reaches on makes others
+        # Kept alive: an extended table has new tensors.
+        self._rotations = [(table.cos, table.sin) for table in self._tables]
         self._num_positions = min(len(cos) for cos, _ in self._rotations)
         for kind, (cos, sin) in zip(self._kinds, self._rotations, strict=True):
             kind.cos, kind.sin = cos.data_ptr(), sin.data_ptr()
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
-        """Buffers for so many rows; they only grow, by powers of two."""
+        """Allocate buffers for so many tokens and logits rows. Buffers only grow, by powers of two."""
         if not self._buffers or max(num_tokens, num_logits) > len(self._buffers["x"]):
             rows = 1 << (max(num_tokens, num_logits) - 1).bit_length()
             for name, width in self._widths.items():
@@ -215,22 +221,22 @@ class CpuDecoder:
 
 
 def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix) -> int:
-    """That a step reads, for each row the same."""
+    """Return the bytes of weights that a step reads, whatever its number of rows."""
     matrices = [head, *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down))]
     return sum(matrix.packed.nbytes for matrix in matrices)
 
 
 def exceed_caches(num_bytes: int) -> bool:
-    """Whether the CPU's caches cannot keep so much from a step to the next one."""
+    """Whether num_bytes is more than the CPU's caches keep from one step to the next."""
     try:
         sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
-    except (OSError, ValueError):  # another system says it in another way
+    except (OSError, ValueError):  # not Linux, or no such files
         sizes = []
     return num_bytes > max(sizes, default=_USUAL_CACHE_BYTES)
 
 
 def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> DecoderArguments:
-    """All but what concerns layers and heads."""
+    """Return the decoder's struct, with its layers and head counts still unset."""
     return DecoderArguments(
         head=head.arguments,
         embeddings=embedding.table.data_ptr(),

@@ -56,7 +56,7 @@ INLINE void read_q5_1(const uint8_t *block, float *out) {
     }
 }
 
-/* The 6-bit scale and minimum of 32-weight group `group` (0 to 7) of a Q4_K or Q5_K block, times the block's. */
+/* Read the 6-bit scale and minimum of 32-weight group `group` (0 to 7) of a Q4_K or Q5_K block, times the block's. */
 INLINE void scale_of_group(const uint8_t *block, int group, float *scale, float *minimum) {
     const uint8_t *first = block + 4, *last = block + 12;
     const int i = group & 3;
@@ -94,7 +94,7 @@ INLINE void read_q5_k(const uint8_t *block, float *out) {
 
 INLINE void read_q6_k(const uint8_t *block, float *out) {
     const float factor = half_at(block, 208);
-    for (int group = 0; group < 8; group++) { /* 32 weights, of which the two halves have a scale each */
+    for (int group = 0; group < 8; group++) { /* 32 weights; each half has its own scale */
         const int half = group / 4, part = group % 4;
         const uint8_t *low = block + half * 64 + part % 2 * 32, *high = block + 128 + half * 32;
         const int8_t *scales = (const int8_t *)block + 192 + group * 2;
@@ -115,7 +115,7 @@ INLINE void store_weights(const Dequantize *args, int64_t first, const float *we
     for (int i = 0; i < count; i += LANES) store_bfloat16(to + i, load_floats(weights + i));
 }
 
-/* A loop of its own for each type, its reader inlined. */
+/* A loop for one type, with its reader inlined. */
 #define EACH_BLOCK(read, block_bytes, block_weights)                                                  \
     for (int64_t i = begin; i < end; i++) {                                                           \
         read((const uint8_t *)args->blocks + i * (block_bytes), weights);                             \

@@ -1,6 +1,7 @@
-/* Blocks of GGUF files (kernels/torch/dequantize.py has their layouts) to float32 or bfloat16.
+/* GGUF blocks to float32 or bfloat16. kernels/torch/dequantize.py documents their layouts.
  *
- * Products and sums are rounded one by one in float32, then once to bfloat16: the bits are those of kernels/torch/dequantize.py.
+ * Each product and sum is rounded to float32, and the result once to bfloat16. The bits are those of
+ * kernels/torch/dequantize.py.
  */
 #ifndef DEQUANTIZE_H
 #define DEQUANTIZE_H
@@ -11,7 +12,7 @@ enum { Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 
 typedef struct {
     const void *blocks; /* no alignment needed */
-    void *out;          /* of dtype, as many as the blocks have weights */
+    void *out;          /* of dtype, one number for each weight */
     int64_t num_blocks;
     int32_t type;
     int32_t dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */

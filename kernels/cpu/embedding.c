@@ -13,7 +13,7 @@ INLINE void embed_row(const Embedding *args, int64_t row, const int dtype) {
     if (i < width) store_tail(out, i, width - i, load_tail(from, i, width - i, dtype) * args->scale, FLOAT32);
 }
 
-/* The same of a packed table. */
+/* Like embed_row(), for a packed table. */
 static void embed_packed_row(const Embedding *args, int64_t row) {
     const int64_t id = args->ids[row], width = args->width, panel = id / PANEL_COLUMNS;
     const char *from = (const char *)args->table + panel * packed_bytes(PANEL_COLUMNS, width, args->dtype);
@@ -33,7 +33,7 @@ static void embed_packed_row(const Embedding *args, int64_t row) {
     }
 }
 
-/* The same of a compact table. */
+/* Like embed_row(), for a compact table. */
 static void embed_compact_row(const Embedding *args, int64_t row) {
     const int64_t id = args->ids[row], num_pairs = args->width / 4;
     const int column = (int)(id % PANEL_COLUMNS), place = compact_place(column);

@@ -1,5 +1,7 @@
-/* Rows of an embedding table, times a factor, as float32. A model whose head has the same weights keeps them once, packed
- * for the head: what lies side by side in a row of the table is then a step of a panel apart.
+/* Rows of an embedding table, times a factor, as float32.
+ *
+ * If a model's head has the same weights, they are kept once, packed for the head. Then neighbours in a row of the
+ * table are one step of a panel apart.
  */
 #ifndef EMBEDDING_H
 #define EMBEDDING_H
@@ -10,12 +12,12 @@ enum { NOT_PACKED = 0, PACKED = 1, COMPACT_TABLE = 2 };
 
 typedef struct {
     const int64_t *ids; /* [num_rows] rows of the table */
-    const void *table;  /* [.., width] of dtype; or packed as a product's weights are, see gemm.h and compact.h */
+    const void *table;  /* [.., width] of dtype; or packed like a product's weights: see gemm.h and compact.h */
     float *out;         /* [num_rows, width] */
     int64_t num_rows, width;
     int32_t dtype; /* BFLOAT16 or FLOAT32 */
     float scale;
-    int32_t packing; /* of the table: one of these */
+    int32_t packing; /* of the table: NOT_PACKED, PACKED or COMPACT_TABLE */
 } Embedding;
 
 void embedding_part(const Embedding *args, int thread, int num_threads);

@@ -12,7 +12,9 @@ NOT_PACKED, PACKED, COMPACT = range(3)  # enum in embedding.h
 
 
 class CpuEmbedding:
-    """Rows of a table [V, d] float32 or bfloat16, contiguous, or of a product's weights; multiplied by scale."""
+    """Looks up rows of an embedding table and multiplies them by scale.
+
+    The table is [V, d] float32 or bfloat16, contiguous, or the packed weights of a product."""
 
     def __init__(self, library: CpuLibrary, table: torch.Tensor | PackedMatrix, scale: float = 1.0) -> None:
         if isinstance(table, PackedMatrix):
@@ -26,7 +28,7 @@ class CpuEmbedding:
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T] int64 -> [T, d] float32."""
+        """Return the scaled rows [T, d] float32 of these ids [T] int64."""
         out = torch.empty((len(ids), self.width), dtype=torch.float32)
         self._run(
             EmbeddingArguments(

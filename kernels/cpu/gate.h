@@ -8,7 +8,7 @@
 
 #include "vector_math.h"
 
-/* Of a Gemm (gemm.h). */
+/* Values of Gemm.gate (gemm.h). */
 enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2 };
 
 #define TWICE_SQRT_2_OVER_PI 1.5957691216057308f

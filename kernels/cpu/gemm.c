@@ -4,18 +4,18 @@
 #include "gemm_block.h"
 #include "pool.h"
 
-/* Bytes of x that meet all panels before the next rows do: a second level cache keeps them beside a panel. But so many
- * rows at least: each chunk of them reads the weights again. */
+/* Rows of x are multiplied in chunks, each with all panels. A chunk has at most so many bytes, so that a second level
+ * cache keeps it and a panel. But it has at least so many rows, because each chunk reads the weights again. */
 enum { CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 112 };
 
-/* Of weights that only one block of rows meets, from memory; the hardware's own prefetch ends at each page. */
+/* Prefetch distance for weights that only one block of rows uses. The hardware's own prefetch ends at each page. */
 enum { PREFETCH_BYTES = 4096 };
 
-/* Panels that a thread takes at a time. Few, so that a thread that is behind is helped out; not one, since each end of
- * a piece is a gap in what is read. */
+/* Panels that a thread takes at a time. Few, so that other threads can take work of a slow thread. Not one, because the
+ * stream of reads is interrupted at the end of each piece. */
 enum { PIECE = 4 };
 
-/* From so many rows for each thread on, threads split the rows and not the panels. */
+/* With at least so many rows for each thread, threads divide the rows instead of the panels. */
 enum { ROWS_TO_SPLIT = 64 };
 
 static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
@@ -23,10 +23,10 @@ static int64_t bytes_of_panel(const Gemm *args) {
     if (args->is_compact) return compact_panel_bytes(args->depth);
     return packed_bytes(PANEL_COLUMNS, args->depth, args->dtype);
 }
-/* That a block reads at a time. */
+/* Return the bytes of weights that a block reads at a time. */
 static int64_t bytes_of_step(const Gemm *args) { return args->is_compact ? PAIR_BYTES : STEP_BYTES; }
 
-/* Element [row, column] of y and those after it in the row: sums plus the bias, as y_dtype. */
+/* Write num_columns elements of y from [row, column] on: sums plus the bias, as y_dtype. */
 static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t column, int64_t num_columns) {
     float biased[PANEL_COLUMNS];
     if (args->bias) {
@@ -45,7 +45,7 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     for (; i < num_columns; i++) y[i] = bfloat16_of_float(sums[i]);
 }
 
-/* Sums [rows][PANEL_COLUMNS] of a panel with a gate: y from this row and column on, `columns` of them. */
+/* Write `columns` columns of y from [row, column] on, from the sums [rows][PANEL_COLUMNS] of a panel with a gate. */
 INLINE void store_gated(const Gemm *args, const float *sums, int64_t row, int rows, int64_t column, int64_t columns,
                         const int function, const int dtype) {
     char *y = (char *)args->y + (row * args->y_stride + column) * element_bytes(dtype);
@@ -61,7 +61,7 @@ INLINE void store_gated(const Gemm *args, const float *sums, int64_t row, int ro
         }
 }
 
-/* Sums [rows][PANEL_COLUMNS] of a panel, to the rows of y from `row` on. */
+/* Write the rows of y from `row` on, from the sums [rows][PANEL_COLUMNS] of a panel. */
 static void store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel) {
     const int64_t parts = args->gate ? 2 : 1, in_panel = PANEL_COLUMNS / parts, column = panel * in_panel;
     const int64_t left = args->num_columns / parts - column, columns = left < in_panel ? left : in_panel;
@@ -77,8 +77,8 @@ static void store_panel(const Gemm *args, const float *sums, int64_t row, int ro
         store_gated(args, sums, row, rows, column, columns, GELU_TANH, FLOAT32);
 }
 
-/* Rows [row, row + rows) times the panels [first, last). `ahead` are weights to ask for, from step to step ahead_step
- * bytes on; NULL: those a little further on. */
+/* Multiply rows [row, row + rows) with the panels [first, last). `ahead` are weights to prefetch, ahead_step bytes
+ * further at each step; NULL = those PREFETCH_BYTES after the ones that are read. */
 static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last, const char *ahead,
                            int64_t ahead_step) {
     const int64_t panel_bytes = bytes_of_panel(args);
@@ -99,9 +99,9 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
     }
 }
 
-/* Rows [begin, end) times the panels [first, last); `next` is what is wanted after the last one. Where several blocks
- * of rows meet a panel, only the first reads it from memory. So that memory works on meanwhile, each of them asks for
- * its share of the next panel. */
+/* Multiply rows [begin, end) with the panels [first, last); `next` are the weights that are read after them. If several
+ * blocks of rows use a panel, only the first block reads it from memory. To keep memory busy meanwhile, each block
+ * prefetches its share of the next panel. */
 static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last,
                            const char *next) {
     const int64_t num_rows = end - begin, num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -121,12 +121,12 @@ static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t
     }
 }
 
-/* The first of a thread's panels; it ends where the next thread's begin. */
+/* Return the first of a thread's panels; they end at the next thread's first panel. */
 static int64_t first_panel(const Gemm *args, int thread, int num_threads) {
     return num_panels(args) * thread / num_threads;
 }
 
-/* Rows [begin, end) times the panels [first, last), in chunks of rows that are about as long. */
+/* Multiply rows [begin, end) with the panels [first, last), in chunks of nearly equal numbers of rows. */
 static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last, const char *next) {
     int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
     if (chunk_rows < CHUNK_ROWS) chunk_rows = CHUNK_ROWS;
@@ -137,7 +137,7 @@ static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first
                        i < num_chunks ? again : next);
 }
 
-/* All rows times the panels of one thread, a piece at a time, as far as others have not taken them. */
+/* Multiply all rows with the panels of thread `owner`, piece by piece, except pieces that other threads have taken. */
 static void multiply_pieces(const Gemm *args, int owner, int num_threads, const char *next) {
     const int64_t first = first_panel(args, owner, num_threads), last = first_panel(args, owner + 1, num_threads);
     for (int64_t panel; (panel = first + pool_take(owner) * PIECE) < last;) {
@@ -161,7 +161,7 @@ void gemm_part(const Gemm *args, int thread, int num_threads) {
     }
     const int64_t panel = first_panel(next, thread, num_threads);
     const char *weights = (const char *)next->weights + panel * bytes_of_panel(next);
-    for (int i = 0; i < num_threads; i++) /* one's own first, then what is left of the others' */
+    for (int i = 0; i < num_threads; i++) /* first the thread's own panels, then those left of the others */
         multiply_pieces(args, (thread + i) % num_threads, num_threads, weights);
 }
 

@@ -7,21 +7,24 @@ import torch
 from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
 from kernels.cpu.structs import GemmArguments, PackArguments
 
-#: Gated activations; enum in gate.h, by transformers' names.
+#: Gated activations by their names in transformers; enum in gate.h.
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 
 
 class PackedMatrix:
-    """y = x @ weight.T + bias; weight [out, in] float32, bfloat16 or float16 is packed as `dtype` and not kept.
+    """A packed weight matrix that computes y = x @ weight.T + bias.
 
-    An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype: its
+    `weight` [out, in] is float32, bfloat16 or float16. It is packed as `dtype`, and the original is not kept.
+
+    An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype. Its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
-    bfloat16 takes 12 bits a weight, exactly, where the instruction set has what unpacks them at once (is_compact; see
-    kernels/cpu/compact.h); such `packed` holds addresses in itself and must not be moved. is_kept: the caches keep
-    the weights from one product to the next, and there is nothing to gain by that.
+    bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (is_compact; see
+    kernels/cpu/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept` says that the
+    CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
-    gate: weight is [2 * out, in], gates above what they let through, and y = f(gate) * up, both rounded before it.
+    With `gate`, weight is [2 * out, in]: the gates, then the values they scale (up). y = f(gate) * up; gate and up are
+    rounded to out_dtype first.
     """
 
     def __init__(
@@ -30,9 +33,9 @@ class PackedMatrix:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        dtype: torch.dtype | None = None,  # float32 or bfloat16; None = the weight's
-        out_dtype: torch.dtype | None = None,  # the same; None = dtype
-        gate: str | None = None,  # of GATES
+        dtype: torch.dtype | None = None,  # float32 or bfloat16; None = the weight's dtype
+        out_dtype: torch.dtype | None = None,  # float32 or bfloat16; None = dtype
+        gate: str | None = None,  # a name in GATES
         is_kept: bool = False,
     ) -> None:
         assert gate is None or bias is None, gate
@@ -40,11 +43,11 @@ class PackedMatrix:
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
-        self.variant = f"c-{library.variant}"  # names what fixes the bits of a product
+        self.variant = f"c-{library.variant}"  # identifies the arithmetic: it determines the bits of a product
         self.bias = None if bias is None else bias.float().contiguous()
         self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
-        #: All but x, y, their rows and strides, and the next product.
+        #: The C struct. Still unset: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
             weights=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
@@ -57,7 +60,7 @@ class PackedMatrix:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] of dtype, elements of a row side by side -> [T, out] of out_dtype."""
+        """Return the product [T, out] of out_dtype. x is [T, in] of dtype, and each of its rows is contiguous."""
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         assert x.stride(1) == 1 or x.shape[1] == 1, x.stride()
@@ -72,7 +75,7 @@ class PackedMatrix:
 def _pack(
     library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool, is_kept: bool
 ) -> tuple[torch.Tensor, bool]:
-    """weight [out, in], any strides -> its bytes, packed, and whether these are compact."""
+    """Pack a weight [out, in] of any strides. Return its bytes, and whether they are compact."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     pointer = ctypes.POINTER(PackArguments)

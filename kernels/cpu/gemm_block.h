@@ -1,5 +1,5 @@
-/* Some rows of x times a panel of weights, with all sums in registers: gemm.c, which alone includes this, cuts a product
- * into such blocks.
+/* A block: some rows of x times a panel of weights, with all sums in registers. gemm.c cuts a product into blocks; only
+ * it includes this file.
  */
 #ifndef GEMM_BLOCK_H
 #define GEMM_BLOCK_H
@@ -9,9 +9,9 @@
 
 enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
 
-/* Registers: a block of rows x vectors of y is summed in rows * vectors registers, beside one vector of weights and one
- * of x per row. It is as wide as a panel where there are registers enough, so that weights are read from the first byte
- * to the last, else NARROW. */
+/* Registers: a block of rows x vectors of y needs rows * vectors registers for sums, `vectors` for weights and one for
+ * x. If there are enough, a block is as wide as a panel, so that the weights are read from the first byte to the last.
+ * Else it is NARROW vectors wide. */
 enum { NARROW = 2 };
 #if VECTOR_BYTES == 64
 #define MAX_ROWS 14
@@ -34,26 +34,26 @@ INLINE Floats add_step(Floats sum, Words x, Words w, int dtype) {
 #endif
 }
 
-/* `bytes` (2 or 4) of x as every lane's step. */
+/* Return `bytes` (2 or 4) of x as the step of every lane. */
 INLINE Words load_step(const char *x, const int bytes) {
     uint32_t step = 0;
     memcpy(&step, x, bytes);
     return all_words(step);
 }
 
-/* What a block multiplies, and what it asks memory for meanwhile: no more than asks, so addresses may lie outside. */
+/* Inputs of a block, and what it prefetches meanwhile. A prefetch never fails, so its addresses may lie outside. */
 typedef struct {
     const char *x, *w;
-    const char *ahead;  /* weights that are wanted soon; what the first step (or pair) asks for */
-    int64_t ahead_step; /* bytes from there to what the next one asks for */
-    int streams;        /* they are read this once */
+    const char *ahead;  /* weights that are read soon; the first step (or pair) prefetches these */
+    int64_t ahead_step; /* bytes from there to what the next step (or pair) prefetches */
+    int streams;        /* whether the caches will not keep these weights */
     int64_t x_bytes;    /* from row to row */
     int64_t depth;
-    float *out; /* [rows][PANEL_COLUMNS], of which it writes `vectors` vectors */
+    float *out; /* [rows][PANEL_COLUMNS]; `vectors` vectors of each row are written */
 } Work;
 
-/* Cache lines that cover `bytes`. What is read once leaves what the caches have: memory gives it sooner, and the program
- * finds its own again. */
+/* Prefetch the cache lines of `bytes` bytes. Weights that are read once use a prefetch that does not replace other
+ * cache content: memory delivers them sooner, and the rest of the program keeps its cache lines. */
 INLINE void ask_for(const Work *work, const int bytes) {
 #pragma GCC unroll 4
     for (int line = 0; line < bytes; line += 64) {
@@ -78,8 +78,8 @@ INLINE void store(const Work *work, Floats sums[MAX_ROWS][PANEL_VECTORS], const 
         for (int v = 0; v < vectors; v++) store_floats(work->out + row * PANEL_COLUMNS + v * LANES, sums[row][v]);
 }
 
-/* Where the rows of x are: multiples of their distance, those from the seventh on from a base of their own. So few
- * registers are enough for all; compilers would have one for each row, and too few for the rest of the loop. */
+/* Addresses of the rows of x, as multiples of their distance; rows from the seventh on have a second base. So five
+ * registers are enough. Compilers would use one for each row, and have too few left for the rest of the loop. */
 typedef struct {
     const char *x, *seventh;
     int64_t once, thrice, five_times;
@@ -103,10 +103,10 @@ INLINE const char *address_of(const Rows *x, const int row) {
     }
 }
 
-/* One step of all rows joins their sums. */
+/* Add one step's products to the sums of all rows. */
 INLINE void multiply_step(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, const Words *weights, const int step_bytes,
                           const int rows, const int vectors, const int dtype) {
-    __asm__("" : "+r"(x->once), "+r"(x->thrice), "+r"(x->five_times)); /* or compilers see through it */
+    __asm__("" : "+r"(x->once), "+r"(x->thrice), "+r"(x->five_times)); /* hides their relation from compilers */
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++) {
         Words step = load_step(address_of(x, row), step_bytes);
@@ -125,7 +125,7 @@ INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, R
     multiply_step(sums, x, weights, step_bytes, rows, vectors, dtype);
 }
 
-/* Rows of x times `vectors` vectors of columns. */
+/* Multiply the rows of x with `vectors` vectors of columns. */
 INLINE void block(Work work, const int rows, const int vectors, const int dtype) {
     Floats sums[MAX_ROWS][PANEL_VECTORS];
     Rows x = rows_of(&work);
@@ -140,7 +140,7 @@ INLINE void block(Work work, const int rows, const int vectors, const int dtype)
 }
 
 #if defined(__AVX512BW__)
-/* Half of a pair of steps, that of the lower bytes from `offset` on: the weights as they were packed. */
+/* Unpack one step of a pair, whose lower bytes begin at `offset` (0 or 64), to the weights as they were packed. */
 INLINE void unpack_step(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, __m512i table) {
     __m512i codes = _mm512_loadu_si512(pair + 128);
     if (offset) codes = _mm512_srli_epi16(codes, 4);
@@ -154,7 +154,7 @@ INLINE void ask_for_pair(const WholePair *pair) {
     for (size_t line = 0; line < sizeof *pair; line += 64) __builtin_prefetch((const char *)pair + line);
 }
 
-/* Rows of x times a compact panel. What unpacking takes fits between the products. */
+/* Multiply the rows of x with a compact panel. The instructions that unpack it run between the products. */
 INLINE void compact_block(Work work, const int rows) {
     Floats sums[MAX_ROWS][PANEL_VECTORS];
     Rows x = rows_of(&work);
@@ -163,7 +163,7 @@ INLINE void compact_block(Work work, const int rows) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
     const char *begin = work.w + sizeof *panel, *end = begin + work.depth / 4 * PAIR_BYTES;
     const WholePair *whole = panel->whole;
-    const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* before them all where there is none */
+    const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* if there is none: before all pairs */
     ask_for_pair(whole);
     ask_for(&work, sizeof *panel);
     work.ahead += sizeof *panel;
@@ -171,7 +171,7 @@ INLINE void compact_block(Work work, const int rows) {
         ask_for(&work, PAIR_BYTES);
         for (int64_t offset = 0; offset < 128; offset += 64) {
             Words weights[PANEL_VECTORS];
-            /* Not to be unrolled: compilers then move all sums from register to register. */
+            /* Prevents unrolling: compilers would then move all sums between registers. */
             __asm__("" : "+r"(offset), "+r"(work.w));
             if (__builtin_expect(work.w == whole_at, 0)) {
                 const uint16_t *step = whole->weights[offset / 64];
@@ -207,7 +207,7 @@ typedef void (*Block)(const Work *work);
     DEFINE(bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16) \
     DEFINE_COMPACT(rows)
 
-enum { COMPACT = 2 }; /* beside FLOAT32 and BFLOAT16 */
+enum { COMPACT = 2 }; /* a kind of weights, next to FLOAT32 and BFLOAT16 */
 
 /* BLOCKS[rows - 1][kind of weights] */
 DEFINE_KINDS(1)

@@ -26,11 +26,11 @@ INLINE float float_at(const char *row, int64_t index, const int dtype) {
     return dtype == BFLOAT16 ? float_of_bfloat16(bits) : float_of_float16(bits);
 }
 
-/* The step of one column: its float32, or its two bfloat16, the first in the lower half. */
+/* Return one column's step: a float32, or two bfloat16 with the first one in the lower half. */
 INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int source_dtype, const int dtype) {
     if (dtype == FLOAT32) return word_of(float_at(row, step, source_dtype));
     int64_t index = step * 2;
-    if (source_dtype == BFLOAT16 && index + 1 < depth) { /* two that stay as they are */
+    if (source_dtype == BFLOAT16 && index + 1 < depth) { /* no conversion needed */
         uint32_t word;
         memcpy(&word, row + index * 2, sizeof word);
         return word;
@@ -40,7 +40,7 @@ INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int 
     return low | high << 16;
 }
 
-/* The row of the source that is a panel's column; where there is none the first column's, for sums that nobody has. */
+/* Return the source row of a panel's column. A missing column gets the first column's row; its sums are not used. */
 static const char *source_row(const GemmPack *args, int64_t panel, int64_t column) {
     const int64_t parts = args->is_gated ? 2 : 1;
     const int64_t in_panel = PANEL_COLUMNS / parts, in_source = args->num_columns / parts;
@@ -61,7 +61,7 @@ INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64
 
 void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
     const int source_dtype = args->source_dtype, dtype = args->dtype;
-    if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* compiled for these constants: the usual case */
+    if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* the usual case, compiled for constants */
         pack_steps(args, panel, first, last, to, BFLOAT16, BFLOAT16);
     else
         pack_steps(args, panel, first, last, to, source_dtype, dtype);

@@ -1,8 +1,8 @@
-"""CpuKVCache: a KVCache in the layout of the C kernels (kernels/cpu/cache_layout.h), whose products take it as it lies.
+"""CpuKVCache: a KVCache in the layout of the C kernels (kernels/cpu/cache_layout.h), which multiply it without a copy.
 
-Numbers come in chunks of 16 tokens, in units of 4 bytes: a pair of bfloat16, or one float32. K of a chunk is [pairs of
-dimensions, token], V is [pairs of tokens, dimension]. A head's width is a multiple of 16; blocks of fewer than 16
-tokens are plain rows. The kernels read and write the tensors themselves; what is here serves tests and references.
+A chunk is 16 tokens. Its unit is 4 bytes: a pair of bfloat16, or one float32. K of a chunk is [pairs of dimensions,
+token], V is [pairs of tokens, dimension]. A head's width is padded to a multiple of 16. Blocks of fewer than 16 tokens
+are plain rows. The kernels read and write the tensors directly; the methods here serve tests and reference code.
 """
 
 import torch
@@ -16,12 +16,12 @@ CHUNK = 16  # tokens
 
 
 def padded_dim(head_dim: int) -> int:
-    """Numbers that a head takes in the cache."""
+    """Return a head's width in the cache: head_dim rounded up to a multiple of 16."""
     return round_up(head_dim, 16)
 
 
 class CpuKVCache(KVCache):
-    """Errors: MemoryError with the sizes when it cannot be reserved."""
+    """A KV cache in the C kernels' layout. Errors: MemoryError with the sizes if it cannot be allocated."""
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -31,19 +31,19 @@ class CpuKVCache(KVCache):
         self.shape = CacheShape(num_kv_heads, head_dim, block_size, ELEMENT_TYPES[dtype])
 
     def keys(self, layer: int) -> torch.Tensor:
-        """Logical copy [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return a copy of a layer's K in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self._logical(self._keys(layer).transpose(3, 4))
 
     def values(self, layer: int) -> torch.Tensor:
-        """Logical copy [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return a copy of a layer's V in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self._logical(self._values(layer).transpose(4, 5))
 
     def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """slots [T] int64 themselves: write() takes them."""
+        """Return slots [T] int64 unchanged: write() takes slots."""
         return slots
 
     def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store kv [T, 2 * Hkv * D] (K heads, then V heads) at these slots."""
+        """Store kv [T, 2 * Hkv * D] (K heads, then V heads) at slots `rows` [T]."""
         block, chunk, token = (
             rows // self.block_size,
             rows % self.block_size // CHUNK,
@@ -57,7 +57,7 @@ class CpuKVCache(KVCache):
         to_values[block, :, chunk, token // pair, : self.head_dim, token % pair] = values
 
     def _keys(self, layer: int) -> torch.Tensor:
-        """View [block, head, chunk, D / pair, token, pair]."""
+        """Return a view of K: [block, head, chunk, D / pair, token, pair]."""
         numbers = self.layers[layer][:, 0]
         if self.block_size < CHUNK:
             return numbers.view(*numbers.shape[:2], 1, self.block_size, -1, 1).transpose(3, 4)
@@ -65,7 +65,7 @@ class CpuKVCache(KVCache):
         return numbers.view(self.num_blocks, self.num_kv_heads, self.block_size // CHUNK, -1, CHUNK, pair)
 
     def _values(self, layer: int) -> torch.Tensor:
-        """View [block, head, chunk, token / pair, D, pair]."""
+        """Return a view of V: [block, head, chunk, token / pair, D, pair]."""
         numbers = self.layers[layer][:, 1]
         if self.block_size < CHUNK:
             return numbers.view(*numbers.shape[:2], 1, self.block_size, -1, 1)
@@ -74,6 +74,6 @@ class CpuKVCache(KVCache):
         return numbers.view(shape)
 
     def _logical(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[block, head, ... with tokens before dimensions] -> [block, token, head, D]."""
+        """Return [block, token, head, D] of [block, head, ...], where tokens come before dimensions."""
         rows = numbers.reshape(self.num_blocks, self.num_kv_heads, self.block_size, -1)
         return rows[..., : self.head_dim].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""CpuLibrary: the C kernels, loaded; built on first use where no wheel brought them."""
+"""CpuLibrary: the loaded C kernels. They are built on first use if no wheel contains them."""
 
 import contextlib
 import ctypes
@@ -14,11 +14,11 @@ from kernels.cpu.library_file import find_library
 from kernels.cpu.structs import check_structs
 from kernels.rounding import round_up
 
-#: enum in elements.h.
+#: Numbers of the element types; enum in elements.h.
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-#: Number of the C kernels' arithmetic, a part of the model's fingerprint. Raise it with every change that changes a bit
-#: of any result; tests/core/runner/test_cpu_variants.py compares results with those that belong to this number.
+#: Version of the C kernels' arithmetic, a part of the model's fingerprint. Raise it with every change to a bit
+#: of any result. tests/core/runner/test_cpu_variants.py compares results with those recorded for this version.
 ARITHMETIC = 1
 
 _CHUNK_BYTES = 32 << 20
@@ -26,11 +26,13 @@ _ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
 class CpuLibrary:
-    """The kernels of one variant, and its threads. Kernels are called from one thread at a time, and know nothing of
-    Python: what they are given must live until they return."""
+    """The kernels of one variant, and their threads.
+
+    Kernels must be called from one thread at a time. They hold no Python references: the caller keeps all arguments
+    alive until the call returns."""
 
     def __init__(self, variant: str, path: Path) -> None:
-        """Errors: OSError; CpuLibraryError where its structs are not those of kernels/cpu/structs.py."""
+        """Load the library. Errors: OSError; CpuLibraryError if its structs differ from kernels/cpu/structs.py."""
         self.variant = variant
         self._functions = ctypes.CDLL(str(path))
         check_structs(self._functions)
@@ -39,28 +41,31 @@ class CpuLibrary:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
-        """An exported function. Python's lock is released while it runs."""
+        """Return the exported function of this name. Python's GIL is released while it runs."""
         function = self._functions[name]
         function.argtypes, function.restype = argument_types, result
         return function
 
     def start_threads(self, num_threads: int) -> None:
-        """Have this many, the calling thread included. Idle threads take no CPU."""
+        """Run kernels on num_threads threads, the calling thread included. Idle threads use no CPU."""
         self._start(num_threads)
 
     def stop_threads(self) -> None:
+        """End all threads but the calling one."""
         self._start(1)
 
     def wake_threads(self) -> None:
-        """A kernel comes within tens of microseconds; threads that sleep take as long to wake up."""
+        """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long."""
         self._wake()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8, zeros, 64-byte aligned, for what is read again and again: in huge pages (33 GB/s instead
-        of 21 from memory) where the system has them. Many share a mapping, which goes with the last of them."""
+        """Return zeros [num_bytes] uint8, 64-byte aligned, for data that is read again and again.
+
+        They are in huge pages if the system has them (33 GB/s from memory instead of 21). Small allocations share a
+        mapping, which is released with the last of them."""
         if num_bytes > len(self._chunk):
             mapping = mmap.mmap(-1, max(num_bytes, _CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # an operating system without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             chunk = torch.frombuffer(mapping, dtype=torch.uint8)
             if num_bytes >= _CHUNK_BYTES:
@@ -72,14 +77,14 @@ class CpuLibrary:
 
 
 def load_cpu_library(variant: str | None = None) -> CpuLibrary:
-    """The library of this variant, else of the best that this CPU runs. Errors: CpuLibraryError."""
+    """Load the library of this variant; None = the best that this CPU runs. Errors: CpuLibraryError."""
     found = find_library(variant)
     try:
         return CpuLibrary(found.variant, found.path)
     except OSError as error:
         if not found.is_prebuilt:
             raise CpuLibraryError(f"cannot load {found.path}: {error}") from error
-    found = find_library(variant, use_prebuilt=False)  # the wheel's was made for another C library
+    found = find_library(variant, use_prebuilt=False)  # the wheel's file was built for another C library
     try:
         return CpuLibrary(found.variant, found.path)
     except OSError as error:

@@ -1,9 +1,8 @@
-"""The C kernels' shared library as a file: from the wheel, from the cache, or built. Needs the standard library only:
-it can be built while torch is being imported.
+"""The C kernels' shared library as a file: from the wheel, from the cache, or built.
 
-Built libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...), a folder that only its owner may
-enter: what lies there runs in the engine. A file's name has the hash of what it was made of, its end the digest of its
-content.
+This module needs the standard library only, so the library can be built while torch is being imported. Built libraries
+are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...). Only its owner may enter this folder, because the
+engine runs its files. A file's name contains source_hash(); its last bytes are the digest of its content.
 """
 
 import contextlib
@@ -36,14 +35,18 @@ _LOCK_POLL_S = 0.02
 
 
 class LibraryFile(NamedTuple):
+    """A shared library of the C kernels on disk."""
+
     variant: str
     path: Path
-    is_prebuilt: bool  # a wheel brought it
+    is_prebuilt: bool  # it came with a wheel
 
 
 def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> LibraryFile:
-    """The file of this variant, else of the best that this CPU runs; built if need be, by one process at a time.
-    Waiting for another process and building take BUILD_S at most, together. Errors: CpuLibraryError."""
+    """Return the file of this variant; None = the best that this CPU runs. Build it if it is missing.
+
+    One process builds at a time. Waiting for another process and building take BUILD_S at most, together. Errors:
+    CpuLibraryError."""
     end = time.monotonic() + BUILD_S
     usable = usable_variants()
     name = variant or usable[0]
@@ -58,7 +61,7 @@ def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> Li
     try:
         if not _is_intact_file(path):
             with _locked(folder / "lock", end):
-                if not _is_intact_file(path):  # else another process has built it meanwhile
+                if not _is_intact_file(path):  # another process may have built it meanwhile
                     _remove_leftovers(folder)
                     _write(path, with_digest(build(name, compiler, folder, max(0.0, end - time.monotonic()))))
     except OSError as error:
@@ -67,7 +70,7 @@ def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> Li
 
 
 def find_library_soon() -> threading.Thread:
-    """find_library() on a thread of its own. What goes wrong there goes wrong again, and is said, at the loading."""
+    """Start find_library() on a thread and return the thread. Its errors are dropped: loading raises them again."""
 
     def find() -> None:
         with contextlib.suppress(CpuLibraryError):
@@ -79,14 +82,14 @@ def find_library_soon() -> threading.Thread:
 
 
 def _private_folder() -> Path:
-    """The cache, made if need be. Errors: CpuLibraryError if others may write there."""
+    """Return the cache folder, made if it is missing. Errors: CpuLibraryError if other users may write there."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     except RuntimeError as error:
         raise CpuLibraryError(f"no folder for built kernels: neither XDG_CACHE_HOME nor a home ({error})") from error
     folder = cache / "engine-core" / "kernels"
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # else a group might exchange what is in it
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a group that may write could replace its content
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         status = folder.lstat()
@@ -109,22 +112,23 @@ def _is_intact_file(path: Path) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: others may load it at any moment. Under the lock, so one name is enough."""
+    """Write the file atomically: other processes may load it at any moment. The lock is held, so one name is enough."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of builds that were killed. Under the lock, so nobody is building."""
+    """Remove the folders of builds that were killed. The lock is held, so no build is running."""
     for left in folder.glob(f"{BUILD_FOLDER_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path, end: float) -> Iterator[None]:
-    """Among processes; a process that dies gives it back. Errors: CpuLibraryError where somebody else still has it at
-    `end` on the monotonic clock."""
+    """Hold a lock among processes; a process that dies releases it.
+
+    Errors: CpuLibraryError if another process still holds it at `end` on the monotonic clock."""
     with path.open("wb") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > end:

@@ -2,7 +2,7 @@
  *
  *     hidden += x; out = hidden / sqrt(mean(hidden ** 2) + eps) * weight
  *
- * in one pass over each row. All inner numbers are float32; the squares of a row are summed in one order.
+ * Both are done row by row. All intermediate numbers are float32. The squares of a row are summed in a fixed order.
  */
 #ifndef NORM_H
 #define NORM_H

@@ -13,24 +13,24 @@
 
 #include "vectors.h"
 
-/* Longer than the gaps between the kernels of a step, shorter than a scheduler's slice: next to a busy process, sleeping
- * soon gives the core to whoever is waited for. */
+/* Longer than the gaps between the kernels of a step, and shorter than a time slice of the scheduler. Beside a busy
+ * process, sleeping soon gives the core to the thread that the others wait for. */
 #define SPIN_NS 40000
 #define PAUSES_PER_LOOK 32 /* between two looks at the clock */
 #define MAX_THREADS 1024
 
 static struct {
-    /* Each on a cache line of its own: arriving threads must not disturb those that watch the phase. */
-    _Alignas(64) _Atomic uint32_t phase; /* barriers passed; the futex */
+    /* On separate cache lines: arriving threads must not disturb those that poll the phase. */
+    _Alignas(64) _Atomic uint32_t phase; /* number of barriers passed; also the futex */
     _Alignas(64) _Atomic int num_arrived;
     _Atomic int num_asleep;
-    _Alignas(64) Job job; /* NULL: end. Written before a barrier, read after it */
+    _Alignas(64) Job job; /* NULL = end the thread. Written before a barrier, read after it */
     void *args;
-    _Atomic int num_threads; /* 0: none were started */
+    _Atomic int num_threads; /* 0 = none were started */
     int fork_is_handled;
     pthread_t workers[MAX_THREADS];
     struct {
-        _Alignas(64) _Atomic uint64_t last; /* phase << 32 | numbers taken in it */
+        _Alignas(64) _Atomic uint64_t last; /* phase << 32 | numbers taken in that phase */
     } taken[MAX_THREADS];
 } pool;
 
@@ -48,7 +48,7 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Returns when another phase has come, or when woken for one that comes soon. */
+/* Return when the phase has changed, or when woken because it changes soon. */
 static void wait_for_phase_after(uint32_t phase) {
     int64_t end = now_ns() + SPIN_NS;
     do {
@@ -57,7 +57,8 @@ static void wait_for_phase_after(uint32_t phase) {
             pause_briefly();
         }
     } while (now_ns() < end);
-    /* Whoever ends the phase looks for sleepers after that; we are counted before the kernel compares the phase. */
+    /* No wake-up is lost: the thread that ends the phase reads num_asleep after that, and this thread increments it
+     * before the kernel compares the phase. */
     atomic_fetch_add(&pool.num_asleep, 1);
     if (atomic_load(&pool.phase) == phase)
         syscall(SYS_futex, &pool.phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
@@ -82,7 +83,7 @@ EXPORT void pool_barrier(void) {
 }
 
 EXPORT int64_t pool_take(int owner) {
-    const uint64_t phase = atomic_load_explicit(&pool.phase, memory_order_relaxed); /* none passes while we are here */
+    const uint64_t phase = atomic_load_explicit(&pool.phase, memory_order_relaxed); /* constant: no barrier ends here */
     uint64_t last = atomic_load_explicit(&pool.taken[owner].last, memory_order_relaxed), next;
     do {
         next = (last >> 32 == phase ? last : phase << 32) + 1;
@@ -112,7 +113,7 @@ EXPORT void pool_run(Job job, void *args) {
     pool_barrier();
 }
 
-/* A forked child has this memory and none of the threads. */
+/* Reset the pool in a forked child, which has this memory but none of the threads. */
 static void forget_threads(void) {
     pool.num_threads = 0;
     atomic_store(&pool.num_arrived, 0);
@@ -126,12 +127,12 @@ EXPORT void pool_start(int num_threads) {
     pool_stop();
     if (!pool.fork_is_handled) pool.fork_is_handled = pthread_atfork(NULL, NULL, forget_threads) == 0;
     pool.num_threads = num_threads;
-    sigset_t all, before; /* signals are for the program's own threads */
+    sigset_t all, before; /* only the program's own threads handle signals */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int thread = 1; thread < num_threads; thread++) {
         if (pthread_create(&pool.workers[thread], NULL, work, (void *)(intptr_t)thread) != 0) {
-            pool.num_threads = thread; /* no worker has passed the first barrier: the caller has not been there */
+            pool.num_threads = thread; /* safe: no worker passes its first barrier before the caller */
             break;
         }
     }

@@ -1,9 +1,9 @@
-/* The thread pool: one job at a time, run by all threads, each knowing which it is (SPMD).
+/* The thread pool. It runs one job at a time on all threads; each thread gets its index (SPMD).
  *
- * A kernel is a `xxx_part(args, thread, num_threads)` that does its share by fixed rules, and a `xxx(args)` that has the
- * pool run it; parts of several kernels make one job with pool_barrier() between them. Waiting threads spin for tens of
- * microseconds and then sleep: an idle pool takes no CPU, and a thread that has lost its core to another process is
- * waited for asleep.
+ * A kernel is a function xxx_part(args, thread, num_threads) that does a thread's share by fixed rules, and a function
+ * xxx(args) that runs it on the pool. A job may consist of the parts of several kernels with pool_barrier() between
+ * them. Waiting threads spin for tens of microseconds and then sleep. So an idle pool uses no CPU, and waiting for a
+ * thread that has lost its core to another process does not occupy a core.
  */
 #ifndef POOL_H
 #define POOL_H
@@ -12,27 +12,31 @@
 
 typedef void (*Job)(void *args, int thread, int num_threads);
 
-/* Have num_threads threads; the caller of pool_run() is thread 0 and counts. The same number again changes nothing,
- * another number replaces the threads. Fewer are had where the system grants no more. One thread starts, runs, stops. */
+/* Start num_threads threads, including the caller of pool_run(), which is thread 0. The same number again changes
+ * nothing; another number replaces the threads. There are fewer if the system refuses more. Call pool_start(),
+ * pool_run() and pool_stop() from one thread at a time. */
 void pool_start(int num_threads);
 
-/* Run job on all threads; returns when all are done. Without pool_start(), or after fork(), the caller runs it alone. */
+/* Run a job on all threads and return when all are done. Without pool_start(), or after fork(), only the caller runs
+ * it. */
 void pool_run(Job job, void *args);
 
-/* A job comes within tens of microseconds: threads that sleep begin to spin, for waking up takes as long. */
+/* Wake sleeping threads, which then spin, because a job follows within tens of microseconds: waking up takes as
+ * long. */
 void pool_wake(void);
 
-/* Inside a job: wait until all threads are here. What they wrote before is seen after. */
+/* Inside a job: wait until all threads have called this. Their writes before it are visible after it. */
 void pool_barrier(void);
 
-/* Inside a job of several threads: 0, 1, 2, ... for those who ask, of each `owner` (a thread) a row of numbers that begins
- * anew with every barrier. Threads that share work out this way may all work until the last piece is taken. */
+/* Inside a job of several threads: return the next number 0, 1, 2, ... of `owner`, a thread's index. Each owner has a
+ * counter, which restarts at every barrier. Threads can take pieces of each other's work by these numbers, so that all
+ * are busy until the last piece is taken. */
 int64_t pool_take(int owner);
 
-/* End the threads; they are gone on return. */
+/* End all threads but the caller; returns after they have ended. */
 void pool_stop(void);
 
-/* Threads that run a job, the caller included. */
+/* Return the number of threads that run a job, the caller included. */
 int pool_num_threads(void);
 
 #endif

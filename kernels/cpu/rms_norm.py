@@ -9,21 +9,21 @@ from kernels.cpu.structs import NormArguments
 
 
 class CpuNorm:
-    """x / sqrt(mean(x ** 2) + eps) * weight [d] float32, rounded once to dtype."""
+    """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype."""
 
     def __init__(self, library: CpuLibrary, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> None:
         self.weight, self.eps, self.dtype = weight.contiguous(), eps, dtype
         self._run = library.function("norm", ctypes.POINTER(NormArguments))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, d] contiguous, float32 or bfloat16 -> [T, d] of dtype."""
+        """Return x normalised, [T, d] of dtype. x is [T, d], contiguous, float32 or bfloat16."""
         assert x.is_contiguous(), x.stride()
         out = torch.empty(x.shape, dtype=self.dtype)
         self._normalise(None, x, out)
         return out
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """hidden [T, d] float32 += x [T, d] float32 or bfloat16; then hidden normalised."""
+        """Add x [T, d] float32 or bfloat16 to hidden [T, d] float32 in place; return hidden normalised, of dtype."""
         assert x.is_contiguous(), x.stride()
         out = torch.empty(hidden.shape, dtype=self.dtype)
         self._normalise(hidden.data_ptr(), x, out)

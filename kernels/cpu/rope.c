@@ -5,11 +5,11 @@
 #include "row_math.h"
 
 enum {
-    MAX_HEAD_DIM = 4096,  /* a head is rotated on the stack; */
-    CHUNK_HEAD_DIM = 256, /* up to this one a whole chunk's */
+    MAX_HEAD_DIM = 4096,  /* a head is rotated in a stack buffer of this size */
+    CHUNK_HEAD_DIM = 256, /* limit for rotating a whole chunk's heads on the stack */
 };
 
-/* A vector of each half, from `index` on, turned by their angles. */
+/* Rotate one vector of each half, from `index` on. */
 INLINE void rotate_vectors(const void *x, const int x_dtype, const float *cos, const float *sin, int half, int index,
                            void *out, const int dtype) {
     const int other = index + half;
@@ -18,13 +18,13 @@ INLINE void rotate_vectors(const void *x, const int x_dtype, const float *cos, c
     store_numbers(out, other, b * load_floats(cos + other) + a * load_floats(sin + other), dtype);
 }
 
-/* x [2 * half] of x_dtype -> out of dtype, elsewhere. */
+/* Rotate x [2 * half] of x_dtype to out of dtype; the two must not overlap. */
 INLINE void rotate(const void *x, const int x_dtype, const float *cos, const float *sin, int half, void *out,
                    const int dtype) {
     int i = 0;
     for (; i + LANES <= half; i += LANES) rotate_vectors(x, x_dtype, cos, sin, half, i, out, dtype);
     if (i == half) return;
-    if (half >= LANES) { /* some numbers twice, to the same effect */
+    if (half >= LANES) { /* some numbers are computed twice, with the same result */
         rotate_vectors(x, x_dtype, cos, sin, half, half - LANES, out, dtype);
         return;
     }
@@ -56,7 +56,7 @@ INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const v
     rotate(normed, FLOAT32, cos, sin, head_dim / 2, out, dtype);
 }
 
-/* One head of Q or K: x [head_dim] -> out, elsewhere; both of the cache's dtype. */
+/* Normalise and rotate one head of Q or K: x [head_dim] to out, both of the cache's dtype; they must not overlap. */
 static __attribute__((noinline)) void rotate_head(const RopeKvWrite *args, int token, int head, const void *x,
                                                   void *out) {
     if (args->shape.dtype == FLOAT32)
@@ -78,13 +78,13 @@ static int is_finite_head(const CacheShape *shape, const char *x) {
     return shape->dtype == FLOAT32 ? is_finite_row(x, bytes, FLOAT32) : is_finite_row(x, bytes, BFLOAT16);
 }
 
-/* Q, K or V of a token: a head of all that it has. */
+/* Return a head of a token's row of qkv: Q heads come first, then K, then V. */
 static const char *head_of(const RopeKvWrite *args, int token, int head) {
     const size_t num_heads = args->num_heads + 2 * args->shape.num_kv_heads;
     return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * number_bytes(&args->shape);
 }
 
-/* A token's K, turned, for the cache. */
+/* Compute a token's rotated K for the cache. */
 static void make_key(const RopeKvWrite *args, int token, int kv_head, char *key) {
     const int head = args->num_heads + kv_head;
     rotate_head(args, token, head, head_of(args, token, head), key);
@@ -99,7 +99,7 @@ static void write_q(const RopeKvWrite *args, int token) {
         rotate_head(args, token, head, head_of(args, token, head), q + head * head_bytes);
 }
 
-/* K and V of a token. */
+/* Write K and V of one token to the cache. */
 static void write_kv(const RopeKvWrite *args, int token) {
     const CacheShape *shape = &args->shape;
     const int64_t slot = args->slots[token];
@@ -115,7 +115,7 @@ static void write_kv(const RopeKvWrite *args, int token) {
     }
 }
 
-/* Whether the tokens from this one on are those of a chunk. */
+/* Return whether the tokens from `token` on fill exactly one chunk of the cache. */
 static int is_chunk(const RopeKvWrite *args, int token, int end) {
     const int64_t *slots = args->slots + token;
     if (end - token < CHUNK || args->shape.block_size < CHUNK || args->shape.head_dim > CHUNK_HEAD_DIM) return 0;
@@ -125,12 +125,12 @@ static int is_chunk(const RopeKvWrite *args, int token, int end) {
     return 1;
 }
 
-/* What is written whole is read first; it comes from memory while the rows that go there are made. */
+/* Prefetch a chunk that will be written: the cache reads its lines first, while the rows for it are computed. */
 static void fetch_chunk(const char *chunk, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(chunk + i, 1);
 }
 
-/* K and V of all tokens of a chunk. */
+/* Write K and V of all tokens of a chunk to the cache. */
 static void write_chunk(const RopeKvWrite *args, int token) {
     const CacheShape *shape = &args->shape;
     const int num_heads = args->num_heads + 2 * shape->num_kv_heads, block_size = shape->block_size;

@@ -9,20 +9,19 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.structs import RopeArguments
 from kernels.torch.rope import rotary_tables
 
-MAX_HEAD_DIM = 4096  # enum in rope.c: a longer head would not fit where it is rotated
-_LEAST_POSITIONS = 1024  # of a table
+MAX_HEAD_DIM = 4096  # enum in rope.c: a head is rotated in a stack buffer of this size
+_LEAST_POSITIONS = 1024  # of a table that is not empty
 
 
 class RotaryTable:
-    """cos and sin [positions, head_dim] float32 of kernels.torch.rope.rotary_tables, for the positions reached so
-    far."""
+    """cos and sin [positions, head_dim] float32 of kernels.torch.rope.rotary_tables, extended on demand."""
 
     def __init__(self, frequencies: torch.Tensor, factor: float = 1.0) -> None:
         self._frequencies, self._factor = frequencies, factor
         self.cos = self.sin = torch.empty(0, 2 * len(frequencies))
 
     def reach(self, num_positions: int) -> None:
-        """Go on to that many positions, at least; those that there are keep their bits."""
+        """Extend the table to at least num_positions positions. Existing positions keep their bits."""
         have = len(self.cos)
         if num_positions <= have:
             return
@@ -32,7 +31,9 @@ class RotaryTable:
 
 
 class CpuRope:
-    """One layer's. head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation."""
+    """Rotates one layer's Q and K, and writes K and V to the cache.
+
+    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation; None = no norms."""
 
     def __init__(
         self, library: CpuLibrary, num_heads: int, head_norms: torch.Tensor | None = None, eps: float = 0.0
@@ -50,8 +51,10 @@ class CpuRope:
         layer: int,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """qkv [T, (H + 2 * Hkv) * D] in the cache's dtype, positions [T] int64 within the table's reach, slots [T]
-        int64 (-1: do not store) -> Q [T, H, D], the cache's dtype."""
+        """Write K and V to the cache, and return the rotated Q [T, H, D] of the cache's dtype.
+
+        qkv is [T, (H + 2 * Hkv) * D] of the cache's dtype, positions [T] int64 within the table, slots [T] int64
+        (-1 = do not store)."""
         assert qkv.is_contiguous(), qkv.stride()
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim

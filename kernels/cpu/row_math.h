@@ -1,4 +1,4 @@
-/* What several kernels do with one row of numbers. */
+/* Functions on one row of numbers that several kernels use. */
 #ifndef ROW_MATH_H
 #define ROW_MATH_H
 
@@ -6,7 +6,8 @@
 
 #include "vector_math.h"
 
-/* Sum of the squares of a row: four sums side by side, of every fourth vector; the incomplete last one joins the first. */
+/* Return the sum of the squares of a row. Four sums each take every fourth vector; the last vectors, which do not fill
+ * a group of four, are added to the first sum. */
 INLINE float sum_of_squares(const void *x, int64_t width, const int dtype) {
     Floats sums[4] = {0};
     int64_t i = 0;

@@ -6,13 +6,13 @@
 #include "pool.h"
 #include "vector_math.h"
 
-/* Logits of which only the largest is looked at first. */
+/* Logits in a group. A search for candidates reads each group's largest logit first. */
 #define GROUP 64
 
-/* Logits between two looks at which lane has the largest. */
+/* Logits after which the largest of all lanes is computed. */
 #define PIECE 512
 
-/* Candidates to begin with where top_k does not say; a multiple as many where they are not enough. */
+/* Number of candidates to begin with if there is no top_k, and the factor for more if they are not enough. */
 #define FIRST_CANDIDATES 64
 #define MORE 8
 
@@ -21,7 +21,7 @@ typedef struct {
     int32_t id;
 } Candidate;
 
-/* One row under way. */
+/* The row that is being sampled. */
 typedef struct {
     const float *logits;
     float temperature, largest; /* the largest logit / temperature */
@@ -32,7 +32,7 @@ typedef struct {
     Candidate *candidates; /* [size] */
 } Row;
 
-/* A number in (0, 1) of these two words of the stream: 52 bits, and half a step. */
+/* Return a number in (0, 1) from the first two words of this stream: 52 bits plus half a step. */
 static double philox_uniform(uint64_t seed, uint32_t position, uint32_t choice) {
     uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     uint32_t counter[4] = {position, choice, 0, 0}; /* purpose 0: to draw a token; lane 0 */
@@ -49,7 +49,7 @@ static double philox_uniform(uint64_t seed, uint32_t position, uint32_t choice) 
     return ((double)bits + 0.5) * 0x1p-52;
 }
 
-/* Some logits from index on; past the end minus infinity. */
+/* Load a vector of logits from index on; minus infinity past the end. */
 INLINE Floats load_logits(const float *logits, int64_t index, int64_t size) {
     if (index + LANES <= size) return load_floats(logits + index);
     float numbers[LANES];
@@ -57,7 +57,7 @@ INLINE Floats load_logits(const float *logits, int64_t index, int64_t size) {
     return load_floats(numbers);
 }
 
-/* The largest of logits begin to end, a NaN among them passed over; lanes of is_nan become -1 where there is one. */
+/* Return the largest of logits [begin, end), ignoring NaN. Lanes of is_nan in which a NaN occurs become -1. */
 INLINE float largest_between(const Row *row, int64_t begin, int64_t end, Signed *is_nan) {
     Floats maximum = all_floats(-INFINITY);
     for (int64_t i = begin; i < end && i < row->size; i += LANES) {
@@ -68,7 +68,7 @@ INLINE float largest_between(const Row *row, int64_t begin, int64_t end, Signed 
     return largest_of(maximum);
 }
 
-/* Index of the largest logit, the first of equals, or of the first NaN. */
+/* Return the index of the first NaN if there is one, else of the largest logit, the first of equals. */
 static int64_t index_of_largest(const Row *row) {
     const float *logits = row->logits;
     int64_t index = 0;
@@ -92,14 +92,15 @@ void find_largest(const float *logits, int64_t num_rows, int64_t vocab_size, int
     }
 }
 
-/* Weights of some logits: exp(logit / temperature - largest), exactly 0 for minus infinity; 0 below min_p. */
+/* Return the weights of some logits: exp(logit / temperature - largest); exactly 0 for minus infinity and below
+ * min_p. */
 INLINE Floats weights_of(const Row *row, Floats logits) {
     Floats x = logits / row->temperature - row->largest;
     Floats weights = choose(x < -87.0f, all_floats(0.0f), exponential(x));
     return choose(weights < row->min_p, all_floats(0.0f), weights);
 }
 
-/* The sum of a group's weights, one after the other, on top of sum. */
+/* Return sum plus the sum of a group's weights, in a fixed order. */
 INLINE double add_group(const Row *row, int64_t begin, double sum) {
     float weights[GROUP];
     for (int i = 0; i < GROUP; i += LANES) {
@@ -121,13 +122,13 @@ static double total_weight(const Row *row) {
     return total;
 }
 
-/* Below total also after rounding. */
+/* Return uniform * total, limited to less than total even if the product is rounded up. */
 static double target_of(double uniform, double total) { return fmin(uniform * total, nextafter(total, 0.0)); }
 
 static int64_t draw_in_vocabulary_order(const Row *row) {
     const double target = target_of(row->uniform, total_weight(row));
     double sum = 0.0;
-    int64_t last = 0; /* the last token with a weight, should sums be rounded apart */
+    int64_t last = 0; /* last token with a weight: the result if rounding keeps every sum below the target */
     for (int64_t begin = 0; begin < row->size; begin += GROUP) {
         double after = add_group(row, begin, sum);
         if (after > target) {
@@ -144,7 +145,7 @@ static int64_t draw_in_vocabulary_order(const Row *row) {
     return last;
 }
 
-/* Floats as integers of the same order. */
+/* Map floats to integers of the same order. */
 INLINE int32_t ordered(float x) {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -166,7 +167,7 @@ static int64_t count_from(const float *x, int64_t size, float bound) {
     return count;
 }
 
-/* A bound that at least `wanted` of x reach, the greatest there is: bisection. wanted <= size; no NaN in x. */
+/* Return the greatest bound that at least `wanted` numbers of x reach, by bisection. wanted <= size; x has no NaN. */
 static float bound_of(const float *x, int64_t size, int64_t wanted) {
     int64_t low = ordered(-INFINITY), high = ordered(INFINITY);
     while (low < high) {
@@ -179,7 +180,8 @@ static float bound_of(const float *x, int64_t size, int64_t wanted) {
     return unordered((int32_t)low);
 }
 
-/* The lowest logit that is `bound` when both are divided by the temperature, which makes some that differ equal. */
+/* Return the lowest logit that equals `bound` after division by the temperature, which can make different logits
+ * equal. */
 static float lowest_alike(const Row *row, float bound) {
     int64_t low = ordered(-INFINITY), high = ordered(bound);
     while (low < high) {
@@ -198,8 +200,9 @@ static int compare(const void *left, const void *right) {
     return a->id < b->id ? -1 : 1;
 }
 
-/* All tokens whose logit / temperature reaches a bound that at least `wanted` do, in descending order; returns their
- * number. Each group of logits has its largest: as many groups as wanted have a logit each. */
+/* Find all tokens whose logit / temperature reaches a bound that at least `wanted` tokens reach, in descending order.
+ * Return their number. If there are at least `wanted` groups, the bound is the wanted-th largest of their maxima: so
+ * many groups contain at least one such token each. */
 static int64_t find_candidates(const Row *row, int64_t wanted) {
     const int64_t num_groups = (row->size + GROUP - 1) / GROUP;
     float bound = wanted >= row->size    ? -INFINITY
@@ -224,13 +227,13 @@ static float candidate_weight(const Row *row, int64_t i) {
 }
 
 static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top_p) {
-    Signed is_nan = {0}; /* there is none */
+    Signed is_nan = {0}; /* unused: index_of_largest() has excluded NaN */
     for (int64_t begin = 0; begin < row->size; begin += GROUP)
         row->group_maxima[begin / GROUP] = largest_between(row, begin, begin + GROUP, &is_nan);
     const double total = top_k ? 0.0 : total_weight(row);
     for (int64_t wanted = top_k ? top_k : FIRST_CANDIDATES;; wanted *= MORE) {
         const int64_t count = find_candidates(row, wanted < row->size ? wanted : row->size);
-        /* Every filter keeps a prefix: those above min_p, of those the first top_k and the ties of the last. */
+        /* Every filter keeps a prefix: tokens not below min_p, of these the first top_k and the ties of the last. */
         int64_t kept = 0;
         double sum = 0.0;
         for (; kept < count; kept++) {
@@ -243,7 +246,7 @@ static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top
         const double bound = top_p * (top_k ? sum : total);
         const int is_all = top_k || kept < count || count == row->size;
         if (!is_all && sum < bound) continue;
-        if (top_p < 1.0f) { /* a token stays if those before it have less than top_p together; the first always does */
+        if (top_p < 1.0f) { /* a token is kept if those before it sum to less than top_p; the first always is */
             int64_t by_p = 0;
             for (sum = 0.0; by_p < kept && (by_p == 0 || sum < bound); by_p++) sum += candidate_weight(row, by_p);
             kept = by_p;

@@ -17,26 +17,28 @@ _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.
 
 
 class CpuSampler:
-    """Draws as core/sampling/sampler.py does by torch's operations. Weights of the two differ in their last bits, so a
-    token may differ where a draw falls within about 1e-7 of the border between two tokens; each by itself is
-    deterministic."""
+    """Draws tokens as core/sampling/sampler.py does with torch's operations.
+
+    The weights of the two differ in their last bits. So a token may differ if a draw falls within about 1e-7 of the
+    border between two tokens. Each is deterministic by itself."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.function("sample", ctypes.POINTER(SamplingArguments))
         self._scratch_bytes = library.function("sampling_scratch_bytes", ctypes.c_int64, result=ctypes.c_int64)
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
         self._arguments = SamplingArguments()
-        self._columns: list[NDArray[Any]] = []  # each with room for as many rows as tokens has
+        self._columns: list[NDArray[Any]] = []  # of _COLUMNS, each as long as _tokens
         self._tokens = np.zeros(0, np.int32)
-        self._room: tuple[int, ...] = ()  # what the scratch is for
-        self._logits: torch.Tensor | None = None  # what the arguments point to
+        self._room: tuple[int, ...] = ()  # vocabulary size and threads that the scratch was made for
+        self._logits: torch.Tensor | None = None  # the arguments point to these
 
     def __call__(
         self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], largest: Int32s | None = None
     ) -> Int32s:
-        """logits [S, V] float32 contiguous, columns [S]: temperature, top_k, top_p, min_p, seed, position, choice ->
-        token ids [S]; -1 where a row's largest logit over its temperature is no finite number. largest [S]: what
-        largest() is of these logits, where that is known."""
+        """Return a sampled token id [S] of each row; -1 if a row's largest logit / temperature is not finite.
+
+        logits are [S, V] float32, contiguous. The columns [S] are temperature, top_k, top_p, min_p, seed, position and
+        choice. `largest` [S] is largest() of these logits, if it is known."""
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
             self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
@@ -50,14 +52,14 @@ class CpuSampler:
         return self._tokens[:num_rows].copy()
 
     def largest(self, logits: torch.Tensor) -> Int32s:
-        """Return the same where every temperature is 0."""
+        """Return the index [S] of each row's largest logit, the first of equals; -1 if that logit is not finite."""
         num_rows = self._point_to(logits)
         self._arguments.temperature = self._arguments.largest = None
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
     def _point_to(self, logits: torch.Tensor) -> int:
-        """The number of rows. A tensor that is given again, as a step's is, is not looked at again."""
+        """Point the arguments to these logits, and return the number of rows. A repeated tensor is not read again."""
         arguments = self._arguments
         if logits is not self._logits:
             assert logits.is_contiguous(), logits.stride()

@@ -28,10 +28,10 @@ static int have_equal_blocks(const BlockTables *tables, const TileUser *a, const
 int find_shared_tiles(const BlockTables *tables, TileUser *users, int64_t num_users, int32_t *room) {
     uint32_t size = 1;
     while (size < 2 * num_users) size *= 2;
-    memset(room, -1, size * sizeof room[0]); /* users by their last block */
+    memset(room, -1, size * sizeof room[0]); /* hash table: indices of users by last block, -1 = empty */
     int is_any_shared = 0;
     for (int32_t i = 0; i < num_users; i++) {
-        uint32_t place = (uint32_t)users[i].last_block * 0x9e3779b1u >> 7; /* the golden ratio's bits spread ids */
+        uint32_t place = (uint32_t)users[i].last_block * 0x9e3779b1u >> 7; /* hash: 2 ** 32 / golden ratio */
         while (room[place &= size - 1] >= 0 && users[room[place]].last_block != users[i].last_block) place++;
         if (room[place] < 0) {
             room[place] = i;

@@ -1,4 +1,4 @@
-/* Tiles of the KV cache that several requests of a step have in common: the same blocks at the same place. */
+/* Tiles of the KV cache that several requests of a step share: the same blocks at the same positions. */
 #ifndef SHARED_TILES_H
 #define SHARED_TILES_H
 
@@ -9,27 +9,27 @@ typedef struct {
     int32_t width, block_size;
 } BlockTables;
 
-/* A request that has one token in this step, and a tile that it sees the whole of. */
+/* A user of a tile: a request with one token in this step that sees the whole tile. */
 typedef struct {
     int32_t request, token; /* rows of the block tables and of q */
     int32_t begin;          /* the tile's first token */
     int32_t last_block;     /* the id of its last block */
-    int32_t partial;        /* where the rows of the first KV head have their partial results for this tile */
-    int32_t head_stride;    /* from there to those of the next KV head */
-    int32_t first;          /* of all users of the tile; an index, as is */
-    int32_t next;           /* one more user, or -1 */
-    int32_t count;          /* of users, at the first of them */
+    int32_t partial;        /* first row of the first KV head's partial results for this tile */
+    int32_t head_stride;    /* rows from there to those of the next KV head */
+    int32_t first;          /* index of the tile's first user */
+    int32_t next;           /* index of another user of the tile, or -1 */
+    int32_t count;          /* number of the tile's users; valid in the first user only */
 } TileUser;
 
-/* Whether a tile from token `begin` on can be told from others by its row of the tables. */
+/* Return whether the tile from token `begin` on consists of whole blocks and lies within the tables' width. */
 int tile_has_blocks(const BlockTables *tables, int32_t begin);
 
-/* A user of a tile that nobody else uses so far. */
+/* Return a user of a tile that has no other users yet. */
 TileUser lone_user(const BlockTables *tables, int32_t request, int32_t token, int32_t begin, int32_t index);
 
-/* Bring the users of each tile together; returns whether any tile has several. The room is for the least power of two
- * that is at least 2 * num_users numbers. Users whose tiles have the same last block as a tile seen before but are not
- * that tile stay alone: a tile is compared with one other at most. */
+/* Link the users of each tile. Return whether any tile has several users. `room` has as many numbers as the least power
+ * of two that is at least 2 * num_users. A tile is compared with one other tile at most: the first one with the same
+ * last block. If the two differ, its user stays alone. */
 int find_shared_tiles(const BlockTables *tables, TileUser *users, int64_t num_users, int32_t *room);
 
 #endif

@@ -1,5 +1,5 @@
-/* The layout of every struct that Python fills, for kernels/cpu/structs.py to compare with its own when it loads these
- * kernels. A field that is missing in one of the two lists, or that stands elsewhere, is an error there.
+/* The layout of every struct that Python fills. kernels/cpu/structs.py compares it with its own classes when it loads
+ * these kernels. A field that is missing on one side, or that has another offset, is an error there.
  */
 #include "decoder.h"
 #include "dequantize.h"

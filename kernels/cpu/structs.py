@@ -13,47 +13,61 @@ _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int
 
 
 def _fields(names: str, ctype: type) -> Iterator[tuple[str, type]]:
-    """Fields of one type, in the order of these words."""
+    """Return fields of one type, named by these words, in their order."""
     return ((name, ctype) for name in names.split())
 
 
 class CStruct(ctypes.Structure):
     """A struct that Python fills for the C kernels."""
 
-    c_name: ClassVar[str]  # in kernels/cpu/*.h
+    c_name: ClassVar[str]  # its name in kernels/cpu/*.h
 
 
 class CacheShape(CStruct):
+    """Shape and dtype of the KV cache (cache_shape.h)."""
+
     c_name = "CacheShape"
     _fields_ = (*_fields("num_kv_heads head_dim block_size dtype", _INT32),)
 
 
 class BlockTables(CStruct):
+    """Block tables [requests, width] and their block size (shared_tiles.h)."""
+
     c_name = "BlockTables"
     _fields_ = (("blocks", _POINTER), *_fields("width block_size", _INT32))
 
 
 class AttentionItem(CStruct):
+    """Work of one thread: some rows of one KV head against a part of their context (attention.h)."""
+
     c_name = "AttentionItem"
     _fields_ = (*_fields("request kv_head token num_tokens position begin end partial members", _INT32),)
 
 
 class AttentionMember(CStruct):
+    """A token of an item that several requests share (attention.h)."""
+
     c_name = "AttentionMember"
     _fields_ = (*_fields("token partial", _INT32),)
 
 
 class AttentionMerge(CStruct):
+    """Partial results that belong to the same rows (attention.h)."""
+
     c_name = "AttentionMerge"
     _fields_ = (*_fields("kv_head token num_tokens partial num_partials", _INT32),)
 
 
 class TileUser(CStruct):
+    """A request with one token that sees a whole tile (shared_tiles.h)."""
+
     c_name = "TileUser"
     _fields_ = (*_fields("request token begin last_block partial head_stride first next count", _INT32),)
 
 
 class AttentionArguments(CStruct):
+    """Arguments of attention() (attention.h)."""
+
     c_name = "Attention"
     _fields_ = (
         *_fields("q layer out block_tables items members merges partials scratch", _POINTER),
@@ -64,6 +78,8 @@ class AttentionArguments(CStruct):
 
 
 class PlanArguments(CStruct):
+    """Arguments and results of attention_plan() (attention_plan.h)."""
+
     c_name = "AttentionPlan"
     _anonymous_ = ("tables",)
     _fields_ = (
@@ -82,6 +98,8 @@ class PlanArguments(CStruct):
 
 
 class GemmArguments(CStruct):
+    """Arguments of gemm() (gemm.h)."""
+
     c_name = "Gemm"
     _fields_ = (
         *_fields("x weights bias y", _POINTER),
@@ -92,6 +110,8 @@ class GemmArguments(CStruct):
 
 
 class PackArguments(CStruct):
+    """Arguments of gemm_pack() and of the functions of compact.h (gemm.h)."""
+
     c_name = "GemmPack"
     _fields_ = (
         *_fields("source packed", _POINTER),
@@ -102,6 +122,8 @@ class PackArguments(CStruct):
 
 
 class LayerArguments(CStruct):
+    """One layer's weights and constants (decoder.h)."""
+
     c_name = "DecoderLayer"
     _fields_ = (
         *_fields("qkv o gate_up down", GemmArguments),
@@ -112,6 +134,8 @@ class LayerArguments(CStruct):
 
 
 class DecoderArguments(CStruct):
+    """A model's weights and constants (decoder.h)."""
+
     c_name = "Decoder"
     _fields_ = (
         ("layers", _POINTER),
@@ -125,11 +149,15 @@ class DecoderArguments(CStruct):
 
 
 class KindArguments(CStruct):
+    """A step's rotary tables, plan and attention memory for one kind of layer (decoder.h)."""
+
     c_name = "DecoderKind"
     _fields_ = (*_fields("cos sin plan", _POINTER), ("attention", AttentionArguments))
 
 
 class StepArguments(CStruct):
+    """Arguments of decoder_step() and decoder_logits() (decoder.h)."""
+
     c_name = "DecoderStep"
     _fields_ = (
         *_fields("decoder kinds cache token_ids positions slots logits_rows", _POINTER),
@@ -139,11 +167,15 @@ class StepArguments(CStruct):
 
 
 class DequantizeArguments(CStruct):
+    """Arguments of dequantize() (dequantize.h)."""
+
     c_name = "Dequantize"
     _fields_ = (*_fields("blocks out", _POINTER), ("num_blocks", _INT64), *_fields("type dtype", _INT32))
 
 
 class EmbeddingArguments(CStruct):
+    """Arguments of embedding() (embedding.h)."""
+
     c_name = "Embedding"
     _fields_ = (
         *_fields("ids table out", _POINTER),
@@ -155,6 +187,8 @@ class EmbeddingArguments(CStruct):
 
 
 class NormArguments(CStruct):
+    """Arguments of norm() (norm.h)."""
+
     c_name = "Norm"
     _fields_ = (
         *_fields("hidden x weight out", _POINTER),
@@ -165,6 +199,8 @@ class NormArguments(CStruct):
 
 
 class RopeArguments(CStruct):
+    """Arguments of rope_kv_write() (rope.h)."""
+
     c_name = "RopeKvWrite"
     _fields_ = (
         *_fields("qkv cos sin positions head_norms slots q layer", _POINTER),
@@ -175,6 +211,8 @@ class RopeArguments(CStruct):
 
 
 class SamplingArguments(CStruct):
+    """Arguments of sample() (sampling.h)."""
+
     c_name = "Sampling"
     _fields_ = (
         *_fields("logits temperature top_k top_p min_p seed position choice largest tokens scratch", _POINTER),
@@ -187,7 +225,7 @@ STRUCTS: tuple[type[CStruct], ...] = tuple(CStruct.__subclasses__())
 
 
 class _ExportedField(ctypes.Structure):
-    """struct StructField of struct_fields.c."""
+    """One exported field: struct StructField of struct_fields.c."""
 
     _fields_ = (
         *_fields("type field", ctypes.c_char_p),
@@ -198,7 +236,7 @@ class _ExportedField(ctypes.Structure):
 class _Place(NamedTuple):
     offset: int  # bytes
     size: int  # bytes
-    kind: int  # see struct_fields.c
+    kind: int  # a character code: see struct_fields.c
 
     def __str__(self) -> str:
         return f"{_KINDS.get(self.kind, 'pointer or struct')} of {self.size} bytes at {self.offset}"
@@ -210,14 +248,15 @@ _OTHER = ord("o")
 
 
 def check_structs(library: ctypes.CDLL, structs: Sequence[type[CStruct]] = STRUCTS) -> None:
-    """Compare each field of these structs with the library's: name, offset, size, and integer, float or other.
+    """Compare each field of these structs with the library's: name, offset, size and kind (integer, float or other).
+
     Errors: CpuLibraryError that names the struct and the field."""
     exported = _exported_structs(library)
     for struct in structs:
         ours, theirs = _places(struct), exported.pop(struct.c_name, {})
         if ours == theirs:
             continue
-        for name in sorted({**ours, **theirs}, key=lambda name: name == ""):  # fields first, then the whole
+        for name in sorted({**ours, **theirs}, key=lambda name: name == ""):  # fields first, then the struct as a whole
             if (here := ours.get(name)) != (there := theirs.get(name)):
                 what = f"field {name}" if name else "as a whole"
                 raise CpuLibraryError(
@@ -225,11 +264,13 @@ def check_structs(library: ctypes.CDLL, structs: Sequence[type[CStruct]] = STRUC
                     f"kernels/cpu/structs.py, {there or 'missing'} in kernels/cpu/struct_fields.c"
                 )
     if exported and structs is STRUCTS:
-        raise CpuLibraryError(f"struct {min(exported)} of kernels/cpu/struct_fields.c is missing in cpu_structs.py")
+        raise CpuLibraryError(
+            f"struct {min(exported)} of kernels/cpu/struct_fields.c is missing in kernels/cpu/structs.py"
+        )
 
 
 def _places(struct: type[CStruct]) -> dict[str, _Place]:
-    """By field name; "" is the whole."""
+    """Return the fields' places by name; "" is the struct as a whole."""
     places = {"": _Place(0, ctypes.sizeof(struct), _OTHER)}
     for name, ctype, *_ in struct._fields_:
         field = getattr(struct, name)
@@ -238,7 +279,7 @@ def _places(struct: type[CStruct]) -> dict[str, _Place]:
 
 
 def _exported_structs(library: ctypes.CDLL) -> dict[str, dict[str, _Place]]:
-    """By C name and field name."""
+    """Return the library's fields by C name and field name."""
     number = _INT32.in_dll(library, "num_struct_fields").value
     structs: dict[str, dict[str, _Place]] = {}
     for one in (_ExportedField * number).in_dll(library, "struct_fields"):

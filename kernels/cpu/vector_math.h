@@ -1,22 +1,22 @@
-/* The few functions on vectors of floats that the kernels need, each with a fixed order of operations: a number's bits
- * depend neither on where it stands nor on its neighbours.
+/* The functions on vectors of floats that the kernels need. Each has a fixed order of operations. So a number's bits do
+ * not depend on its lane or its neighbours.
  */
 #ifndef VECTOR_MATH_H
 #define VECTOR_MATH_H
 
 #include "vectors.h"
 
-/* Numbers that one thread has worked through before another one has woken up: fewer are not shared. */
+/* Work on at most so many numbers is done by one thread: waking another one takes as long. */
 enum { NOT_SHARED = 16384 };
 
 typedef int32_t Signed __attribute__((vector_size(VECTOR_BYTES)));
 
-/* yes where mask is -1, no where it is 0. */
+/* Return, lane by lane, yes if mask is -1 and no if it is 0. */
 INLINE Floats choose(Signed mask, Floats yes, Floats no) {
     return (Floats)((mask & (Signed)yes) | (~mask & (Signed)no));
 }
 
-/* The larger one; a NaN in x is passed over, one in `than` stays. */
+/* Return the larger number of each lane. A NaN in x is ignored; a NaN in `than` is kept. */
 INLINE Floats larger(Floats x, Floats than) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)x, (__m512)than);
@@ -27,7 +27,7 @@ INLINE Floats larger(Floats x, Floats than) {
 #endif
 }
 
-/* The smaller one; a NaN in `than` stays. */
+/* Return the smaller number of each lane. A NaN in x is ignored; a NaN in `than` is kept. */
 INLINE Floats smaller(Floats x, Floats than) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_min_ps((__m512)x, (__m512)than);
@@ -38,7 +38,7 @@ INLINE Floats smaller(Floats x, Floats than) {
 #endif
 }
 
-/* All bits of each number that is one and no infinity. */
+/* Return a mask: all bits set for each number that is finite, none for NaN and infinities. */
 INLINE Words finite_numbers(Words x, const int dtype) {
     if (dtype == FLOAT32) return (Words)((x & 0x7f800000) != 0x7f800000);
     typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES)));
@@ -57,7 +57,7 @@ INLINE int is_any_set(Words bits) {
 #endif
 }
 
-/* Lane i becomes lane i ^ n. */
+/* Swap lanes: lane i of the result is lane i ^ n of x. */
 #if defined(__clang__)
 #define PERMUTED(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
 #else
@@ -73,7 +73,8 @@ INLINE int is_any_set(Words bits) {
 #define SWAPPED(x, n) PERMUTED(x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n)
 #endif
 
-/* In every square of n x n lanes, those above the diagonal change places with those below it. */
+/* One step of transpose(): in every square of 2n x 2n lanes, exchange the upper right n x n lanes with the lower
+ * left. */
 #define EXCHANGE(rows, n)                                                                                              \
     _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {                                                         \
         if (i & n) continue;                                                                                           \
@@ -83,7 +84,7 @@ INLINE int is_any_set(Words bits) {
         rows[i | n] = choose(stays, SWAPPED(low, n), high);                                                            \
     }
 
-/* Lane j of row i becomes lane i of row j. */
+/* Transpose a square: lane j of row i becomes lane i of row j. */
 INLINE void transpose(Floats rows[LANES]) {
     Signed lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
@@ -97,7 +98,7 @@ INLINE void transpose(Floats rows[LANES]) {
 #endif
 }
 
-/* The sum of all lanes: halves are added to each other, then quarters, and so on. */
+/* Return the sum of all lanes. The halves are added to each other, then the quarters, and so on. */
 INLINE float sum_of(Floats x) {
 #if LANES == 16
     x = x + SWAPPED(x, 8);
@@ -110,7 +111,7 @@ INLINE float sum_of(Floats x) {
     return x[0];
 }
 
-/* The largest of all lanes, in every lane. */
+/* Return the largest of all lanes, in every lane. */
 INLINE Floats all_largest(Floats x) {
 #if LANES == 16
     x = larger(x, SWAPPED(x, 8));
@@ -124,8 +125,8 @@ INLINE Floats all_largest(Floats x) {
 
 INLINE float largest_of(Floats x) { return all_largest(x)[0]; }
 
-/* 2 ** (whole + part), whole being an integer from -126 to 127 and part from -0.5 to 0.5; relative error 1e-7. The
- * polynomial is (2 ** x - 1) / x interpolated at Chebyshev's points. */
+/* Return 2 ** (whole + part) for an integer `whole` in [-126, 127] and `part` in [-0.5, 0.5]; relative error 1e-7. The
+ * polynomial interpolates (2 ** x - 1) / x at Chebyshev's points. */
 INLINE Floats power_of_two(Floats whole, Floats part) {
     Floats p = all_floats(1.5461448e-04f);
     p = multiply_add(p, part, all_floats(1.3390867e-03f));
@@ -141,10 +142,10 @@ INLINE Floats power_of_two(Floats whole, Floats part) {
 #endif
 }
 
-/* x to the nearest integer, for |x| < 2 ** 22: adding this number rounds the fraction away. */
+/* Round x to the nearest integer, for |x| < 2 ** 22: adding this constant rounds the fraction away. */
 INLINE Floats nearest(Floats x) { return (x + 12582912.0f) - 12582912.0f; }
 
-/* 2 ** x for x <= 0: exactly 1 at 0, exactly 0 below -125; NaN stays NaN. */
+/* Return 2 ** x for x <= 0: exactly 1 at 0, exactly 0 below -125; NaN stays NaN. */
 INLINE Floats exp2_negative(Floats x) {
     Signed is_tiny = x < -125.0f;
     x = choose(is_tiny, all_floats(-125.0f), x);
@@ -152,7 +153,7 @@ INLINE Floats exp2_negative(Floats x) {
     return choose(is_tiny, all_floats(0.0f), power_of_two(whole, x - whole));
 }
 
-/* e ** x with the exponent held between -87 and 88; NaN stays NaN. */
+/* Return e ** x with x limited to [-87, 88]; NaN stays NaN. */
 INLINE Floats exponential(Floats x) {
     x = larger(all_floats(-87.0f), x), x = smaller(all_floats(88.0f), x);
     Floats whole = nearest(x * 1.44269504f);
@@ -161,7 +162,7 @@ INLINE Floats exponential(Floats x) {
     return power_of_two(whole, part * 1.44269504f);
 }
 
-/* Vectors of a row of float32 or bfloat16. */
+/* Load and store vectors of a row of float32 or bfloat16. */
 INLINE Floats load_numbers(const void *row, int64_t index, const int dtype) {
     return dtype == FLOAT32 ? load_floats((const float *)row + index) : load_bfloat16((const uint16_t *)row + index);
 }
@@ -173,7 +174,7 @@ INLINE void store_numbers(void *row, int64_t index, Floats values, const int dty
         store_bfloat16((uint16_t *)row + index, values);
 }
 
-/* The last, incomplete vector of a row; lanes past the end load as zero and are not stored. */
+/* Load and store the last, incomplete vector of a row. Lanes past the end load as zero and are not stored. */
 INLINE Floats load_tail(const void *row, int64_t index, int64_t count, const int dtype) {
     float numbers[LANES] = {0};
     for (int64_t i = 0; i < count; i++)

@@ -1,7 +1,7 @@
-/* Vectors of the widest kind that the compiler's flags allow, and the conversions every kernel needs.
+/* Vectors of the widest kind that the compiler's flags allow, and conversions of numbers.
  *
  * The same source makes every variant of the library: VECTOR_BYTES is 64 (AVX-512), 32 (AVX2) or 16 (SSE2, NEON, ...).
- * -ffp-contract=off holds for all files: a product and a sum are rounded once only where multiply_add() says so.
+ * -ffp-contract=off holds for all files: a product and a sum are rounded together only in multiply_add().
  */
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -24,7 +24,7 @@ typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-/* No alignment is needed to load and store. */
+/* Loads and stores need no alignment. */
 INLINE Floats load_floats(const void *from) {
     Floats loaded;
     memcpy(&loaded, from, sizeof loaded);
@@ -42,7 +42,7 @@ INLINE void store_floats(void *to, Floats values) { memcpy(to, &values, sizeof v
 INLINE Floats all_floats(float value) { return value - (Floats){0}; }
 INLINE Words all_words(uint32_t value) { return value - (Words){0}; }
 
-/* a * b + c: rounded once where the instruction set can (AVX-512, AVX2 with FMA), else twice. */
+/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA), else twice. */
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -53,7 +53,7 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-/* bfloat16 is the upper half of a float32. Rounding is to nearest even; a NaN stays one. */
+/* bfloat16 is the upper half of a float32. Rounding is to nearest even; a NaN stays a NaN. */
 INLINE float float_of_bfloat16(uint16_t bits) {
     uint32_t word = (uint32_t)bits << 16;
     float value;
@@ -74,7 +74,7 @@ INLINE Floats load_bfloat16(const uint16_t *from) {
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
-/* In the lower halves. */
+/* Return the bfloat16 bits in the lower half of each word. */
 INLINE Words bfloat16_words(Floats values) {
     Words words = (Words)values;
     Words is_nan = (Words)(values != values);
@@ -88,11 +88,11 @@ INLINE void store_bfloat16(uint16_t *to, Floats values) {
     memcpy(to, &halves, sizeof halves);
 }
 
-/* What load_bfloat16() finds after store_bfloat16(). */
+/* Round to bfloat16 and back: load_bfloat16() of store_bfloat16(). */
 INLINE Floats rounded_to_bfloat16(Floats values) { return (Floats)(bfloat16_words(values) << 16); }
 
-/* Store numbers of 16 bits as the first (0) or the second (1) of as many pairs. The others are not touched, and another
- * thread may write them meanwhile. */
+/* Store 16-bit numbers as the first (which = 0) or second (1) numbers of consecutive pairs. The other numbers are not
+ * written, so another thread may write them at the same time. */
 INLINE void store_in_pairs(uint16_t *pairs, int which, const uint16_t *from, int64_t count) {
     int64_t i = 0;
 #if defined(__AVX512BW__)
@@ -105,7 +105,7 @@ INLINE void store_in_pairs(uint16_t *pairs, int which, const uint16_t *from, int
     for (; i < count; i++) pairs[i * 2 + which] = from[i];
 }
 
-/* IEEE half precision; exact. */
+/* Convert IEEE half precision to float; exact. */
 INLINE float float_of_float16(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
     uint32_t word = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
