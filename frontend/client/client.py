@@ -70,12 +70,12 @@ _LOST = "the connection to the engine was lost and is being made again; try agai
 class EngineClient(TypedCalls):
     """A session over a transport, open when the constructor returns.
 
-    hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: of the engine's
-    owner, who alone may pause, resume, drain and shut down. clock: monotonic seconds.
-    A transport that connects again after a loss, to this engine or to another with the same model at level L2, finds
-    the session going on: unfinished requests are submitted again with their tokens, so none is lost or different.
-    Errors: HandshakeError naming both versions, EngineDeadError when nobody answers; every method but close() raises
-    EngineDeadError once the engine or the session has ended, and EngineCoreError in a forked child.
+    hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: known to the
+    engine's owner alone, and needed to pause, resume, drain and shut down. clock: monotonic seconds. After a loss the
+    transport may connect to this engine again, or to another with the same model at level L2: unfinished requests are
+    submitted again with their tokens, so none is lost or different. Errors: HandshakeError naming both versions,
+    EngineDeadError when no engine answers; every method but close() raises EngineDeadError once the engine or the
+    session has ended, and EngineCoreError in a forked child.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class EngineClient(TypedCalls):
         return number
 
     def wait(self, numbers: Ints, timeout: float | None = None) -> Ints:
-        """Those of `numbers` (int64) with news, waiting until there is one; empty after `timeout` seconds.
+        """Return those of `numbers` (int64) with news, and wait until there is one; empty after `timeout` seconds.
 
         Errors: EngineDeadError when the session has ended and none of them has news left.
         """
@@ -176,18 +176,17 @@ class EngineClient(TypedCalls):
             return ready
 
     def take_ready(self) -> Ints:
-        """Numbers of all requests with news not taken yet; for listeners."""
+        """Return the numbers of all requests with news that was not taken yet, for listeners."""
         with self._changed:
             return self._journal.take_ready()
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
-        """What is known of a choice of a request that was not discarded, with its tokens from output position `start`
-        on."""
+        """Return the progress of a choice of a request, with its tokens from output position `start` on."""
         with self._changed:
             return self._journal.read(number, start, choice)
 
     def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
-        """Ask the engine to stop these, or only the choice beside each; what still runs finishes with ABORT."""
+        """Abort requests, or of each only the choice beside it; what still runs finishes with ABORT."""
         self._check()
         column, beside = np.fromiter(numbers, "<u4"), np.array(choices, "<u2")
         with self._changed:
@@ -197,8 +196,7 @@ class EngineClient(TypedCalls):
                 self._send(encode(Abort(column[part].tobytes(), beside[part].tobytes())))
 
     def discard(self, numbers: Iterable[int]) -> None:
-        """Forget these requests, and stop those that run: what still arrives for them is dropped. Never raises for an
-        engine that is gone."""
+        """Forget requests and abort those that run; late outputs are dropped. Does not raise for a dead engine."""
         if os.getpid() != self._pid:
             return  # a thread that was not forked may hold the lock
         with self._changed:
@@ -213,21 +211,21 @@ class EngineClient(TypedCalls):
 
     @property
     def error(self) -> EngineCoreError | None:
-        """Why the session has ended; None while it is open."""
+        """Return the reason why the session has ended; None while it is open."""
         return self._error
 
     def raise_if_ended(self) -> None:
-        """Errors: the reason why the session has ended, if it has."""
+        """Raise the error that ended the session, if any."""
         if self._error is not None:
             raise fresh(self._error)
 
     @property
     def num_live(self) -> int:
-        """Requests submitted and not discarded."""
+        """Return the number of requests submitted and not discarded."""
         return self._journal.num_live
 
     def close(self) -> None:
-        """Say goodbye and end the session; whoever waits gets EngineDeadError. Does nothing the second time."""
+        """End the session. Threads that wait get EngineDeadError; a second call does nothing."""
         if os.getpid() != self._pid:
             return
         with self._changed, contextlib.suppress(RequestFailedError):  # it does not read; it will see the end
@@ -237,8 +235,7 @@ class EngineClient(TypedCalls):
         self._transport.close()
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
-        """Make a call and wait for its answer. name: of the call, for errors; timeout: seconds, None = call_timeout.
-        Errors: CallFailedError, EngineDeadError."""
+        """Make a call and wait for its answer; timeout: seconds. Errors: CallFailedError, EngineDeadError."""
         self._check()
         limit = self._call_timeout if timeout is None else timeout
         number, future = next(self._call_numbers), Future[CallResult]()
@@ -261,7 +258,7 @@ class EngineClient(TypedCalls):
                 self._calls.pop(number, None)
 
     def follow_kv_events(self) -> KVEventStream:
-        """What the engine's prefix cache holds, and every change. One stream at a time; the one before is closed."""
+        """Return the stream of what the prefix cache holds and every change; an earlier stream is closed."""
         if self._kv_events is not None:
             self._kv_events.close()
         stream = self._kv_events = KVEventStream(self)
@@ -273,7 +270,7 @@ class EngineClient(TypedCalls):
         return stream
 
     def _send(self, frame: bytes) -> None:
-        """Under the lock. Without a connection nothing is sent: the journal has what the next one needs."""
+        """Send a frame, under the lock. Without a connection it is dropped: the journal has what the next one needs."""
         if self._is_connected:
             self._transport.send(frame)
 
@@ -282,7 +279,7 @@ class EngineClient(TypedCalls):
         self.raise_if_ended()
 
     def _check_process(self) -> None:
-        """Refuse another process's client: after a fork its socket and thread are the parent's."""
+        """Raise in a forked child: socket and thread are the parent's."""
         if os.getpid() != self._pid:
             raise EngineCoreError(
                 f"this client belongs to process {self._pid} and was used in {os.getpid()}; make a new one after a fork"
@@ -305,7 +302,7 @@ class EngineClient(TypedCalls):
         self._end(EngineDeadError(reason))
 
     def _apply(self, message: ServerMessage, now: float) -> bool:
-        """Enter one message; whether it is news to a waiting consumer."""
+        """Apply one message; return whether a waiting consumer has news."""
         match message:
             case Outputs():
                 if message.epoch != self.welcome.epoch:
@@ -356,7 +353,7 @@ class EngineClient(TypedCalls):
         return self._submit_again(now)
 
     def _submit_again(self, now: float) -> bool:
-        """After a loss: what has not finished goes on in the new session; whether there is news."""
+        """Submit unfinished requests again in the new session after a loss; return whether there is news."""
         news = False
         for number in self._journal.unfinished().tolist():
             if self._journal.is_aborted(number):
@@ -373,7 +370,7 @@ class EngineClient(TypedCalls):
         return news
 
     def _on_lost(self) -> bytes:
-        """The connection is gone; the first frame for the next one. Calls are not repeated."""
+        """Handle the loss of the connection; return the first frame for the next one. Calls are not repeated."""
         with self._changed:
             self._is_connected = False
             calls, self._calls = self._calls, {}
@@ -382,7 +379,7 @@ class EngineClient(TypedCalls):
             return encode(self._hello)
 
     def _end(self, error: EngineCoreError) -> None:
-        """The session is over: fail everybody who waits. Only the first reason counts."""
+        """End the session: requests and calls that wait fail. Only the first reason counts."""
         with self._changed:
             if self._error is not None:
                 return
