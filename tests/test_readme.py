@@ -1,5 +1,6 @@
 """Every snippet of README.md runs as it stands, on the demo model: blocks marked `sh` and `python`."""
 
+import contextlib
 import os
 import re
 import signal
@@ -22,22 +23,22 @@ def snippets() -> list[tuple[str, str]]:
 def run(command: list[str], folder: Path) -> tuple[int, str, str]:
     """Run a command with the environment's programs on its path -> (exit code, stdout, stderr). Nothing outlives it."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=280)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return process.returncode, output, errors
+    with (folder / "stdout").open("w+") as output, (folder / "stderr").open("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=280)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return code, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
 @pytest.mark.timeout(300)
