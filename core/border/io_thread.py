@@ -1,13 +1,13 @@
-"""The IO thread: serves the engine's socket and its sessions.
+"""The IO thread: it serves the engine's socket and its sessions.
 
-What is done at the socket is core/border/socket_rounds.py; here is which thread does it and when. In: frames are handed
-to the reception (core/border/reception.py), which answers them or puts them into the inbox. Out: the messages of each
-step are taken from the outbox, encoded and sent. If this fails the process ends, because an engine that cannot be
-reached looks alive.
+core/border/socket_rounds.py has the work at the socket; this file decides which thread does it and when. In: the
+reception (core/border/reception.py) answers frames or puts them into the inbox. Out: the messages of each step are
+taken from the outbox, encoded and sent. If the thread fails the process ends: an engine out of reach would
+look alive.
 
-To wake a thread costs up to 65 microseconds here, with Python's lock handed over. So an engine thread that has nothing
-to run receives for itself, and it sends what goes to few clients itself: a request that finds the engine idle meets no
-second thread. Socket and sessions belong to whoever holds the lock; both threads sleep without it, on file descriptors.
+Waking a thread costs up to 65 microseconds, with Python's lock handed over. So an engine thread without work receives
+messages itself, and it sends messages to few clients itself: a request to an idle engine needs no second thread. The
+thread that holds the lock owns socket and sessions; both threads sleep without it, on file descriptors.
 """
 
 import os
@@ -38,12 +38,12 @@ _LOG_S = 0.5  # for the last lines on standard error
 
 
 class IOThread:
-    """Made and bound by the main thread, then run on its own. Takes ownership of the socket and of its context."""
+    """The IO thread, made by the main thread. It takes ownership of the bound socket and of its context."""
 
     def __init__(self, context: Context, router: BoundRouter, served: Served, preparer: Preparer | None = None) -> None:
-        """preparer: None = no request has anything to prepare."""
+        """Make the thread; start() runs it. preparer: None = no request has anything to prepare."""
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
-        self._stopping: EngineStopping | None = None  # to be said when the outbox is empty
+        self._stopping: EngineStopping | None = None  # to be sent when the outbox is empty
         self._is_asleep = False  # or about to be: it has to be woken for what is put into the outbox
         self._sleep_s: float | None = None  # how long at most; None = until it is woken
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -82,7 +82,7 @@ class IOThread:
         self._thread.start()
 
     def take(self, timeout: float | None) -> list[tuple[int, EngineInput]]:
-        """What has come for the engine thread, which calls this; waits up to `timeout` seconds, None = for ever."""
+        """Return the engine thread's inputs; wait for some up to `timeout` seconds, None = without end."""
         if timeout != 0 and self.inbox.is_empty:
             try:
                 self._receive_for_engine(timeout)
@@ -91,7 +91,7 @@ class IOThread:
         return self.inbox.drain()
 
     def put(self, messages: Sequence[AddressedMessage]) -> None:
-        """What a step produced; the engine thread calls this. Waits while MAX_OUTBOX_STEPS are unsent."""
+        """Send the messages of a step, for the engine thread. Wait while MAX_OUTBOX_STEPS are unsent."""
         if not messages or (len(messages) <= _MAX_SENT_BY_ENGINE and self._send_for_engine(messages)):
             return
         while self._outbox.qsize() >= MAX_OUTBOX_STEPS:
@@ -140,7 +140,7 @@ class IOThread:
             self._sources.modify(self._socket_fd, select.EPOLLIN)
 
     def _send_for_engine(self, messages: Sequence[AddressedMessage]) -> bool:
-        """False: they are to be put behind others."""
+        """Send messages in the engine thread; return False if they must wait behind others in the outbox."""
         if not self._using.acquire(blocking=False):
             return False
         try:

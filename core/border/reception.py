@@ -1,6 +1,7 @@
 """Reception: the border's rules for what clients send.
 
-Who may come in, what is answered here, what goes to the engine. What is refused costs the engine thread nothing.
+It decides which clients get a session, what is answered here and what goes to the engine. A refusal costs the engine
+thread nothing.
 """
 
 import hmac
@@ -45,16 +46,16 @@ from ipc.messages import (
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
-MAX_CALLS = 32  # of one session that the engine has not answered yet
+MAX_CALLS = 32  # calls of one session that the engine has not answered yet
 MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
 RETRY_AFTER_MS = 1000
 _LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What this engine tells whoever asks; call numbers, tokens and minors are filled in for each.
+    """The engine's answers about itself; call number, session token and protocol minor are filled in for each client.
 
-    owner_token: b"" = nobody is the owner.
+    owner_token: b"" = there is no owner.
     """
 
     welcome: Welcome
@@ -65,7 +66,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Reception:
-    """Used by the thread that holds the socket's lock. now: monotonic seconds.
+    """The rules for received messages, for the thread that holds the socket's lock. now: monotonic seconds.
 
     on_connect: close the sessions of connections that have ended; on_drain: refuse requests from now on, finish the
     running ones; on_shutdown: end the process.
@@ -96,7 +97,7 @@ class Reception:
         self._on_shutdown = on_shutdown
 
     def receive(self, identity: bytes, frame: zmq.Frame, num_frames: int, now: float) -> None:
-        """One message; frame: its first one after the identity, which a ROUTER's messages always have."""
+        """Handle one message. frame: the first one after the identity, which all messages of a ROUTER have."""
         session = self._sessions.of_identity(identity)
         if session is not None:
             session.seen = self._clock.time
@@ -115,7 +116,7 @@ class Reception:
         else:
             self._accept(session, message, frame, now)
 
-    # --- who may come in ---
+    # --- sessions ---
 
     def _hello(self, identity: bytes, fd: int, session: Session | None, hello: Hello, now: float) -> None:
         ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
@@ -190,7 +191,7 @@ class Reception:
                     self._on_shutdown()
 
     def _call(self, session: Session, message: ClientCall) -> ServerMessage | None:
-        """The answer, or None where the engine gives it."""
+        """Return the answer to a call, or None if the engine answers it."""
         if CALLS[type(message)].is_owners and not session.is_owner:
             text = "only the owner of this engine, who started it, may ask for this"
             return CallFailed(message.call, ErrorCode.PERMISSION_DENIED, text)
@@ -230,7 +231,7 @@ class Reception:
                 self._sessions.send(session, last, now)
 
     def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
-        """Put a request into the inbox, or say why not. One that is running already is not begun again."""
+        """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
         number = message.number
         status = session.requests.status(number, frame.buffer)
         if status is NumberStatus.SAME:
@@ -266,7 +267,7 @@ class Reception:
         return None
 
     def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
-        """Which bound the request would exceed; "" for none. What is alone in a queue always fits."""
+        """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
         inbox, limits, is_resumed = self._inbox, self._limits, message.number in session.resumable
         if not is_resumed and inbox.num_queued_requests >= limits.max_num_queued_requests:
             return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
@@ -280,13 +281,15 @@ class Reception:
             )
         return ""
 
-    # --- what is not of this protocol ---
+    # --- malformed messages ---
 
     def _reject(
         self, identity: bytes, session: Session | None, data: bytes | memoryview, text: str, now: float
     ) -> None:
-        """If it is a request with a readable number, that request fails; else the sender is told, and after
-        MAX_MALFORMED such messages its session ends."""
+        """Fail the request whose message is malformed, if its number can be read; else report the error to the sender.
+
+        After MAX_MALFORMED messages without a readable number the session ends.
+        """
         self.num_malformed += 1
         number = None if session is None else decode_request_number(data)
         if session is None:

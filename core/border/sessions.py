@@ -1,7 +1,8 @@
-"""Sessions: the clients of the engine's socket, what waits for each, and what becomes of those who do not read.
+"""Sessions: the clients of the engine's socket, what waits for each, and how slow readers are handled.
 
-A client that reads too slowly costs nobody else anything: first its outputs are merged (core/border/backlog.py), beyond
-HOLD_BYTES its requests wait, beyond MAX_BACKLOG_BYTES or HOLD_S its session ends, with a last message that says why.
+A client that reads too slowly costs other clients nothing. First its outputs are merged (core/border/backlog.py).
+Beyond HOLD_BYTES its requests are put on hold. Beyond MAX_BACKLOG_BYTES, or after HOLD_S, its session ends with a last
+message that gives the reason.
 """
 
 import contextlib
@@ -35,20 +36,20 @@ MAX_NAME_CHARS = 200
 class Session(msgspec.Struct, eq=False):
     """One client from its Hello to its end."""
 
-    client: int  # number by which the engine knows it; never reused
-    identity: bytes  # by which the ROUTER knows it
+    client: int  # its number in the engine; never reused
+    identity: bytes  # its ZeroMQ identity
     fd: int  # of its connection, as the socket's monitor reports it
     name: str
     token: bytes
     is_owner: bool
-    has_lease: bool  # the session ends when nothing is heard of it for the time of a lease
-    seen: float  # when something was heard of it last, on the lease clock
+    has_lease: bool  # the session ends after a lease without a message
+    seen: float  # time of its last message, on the lease clock
     backlog: Backlog = msgspec.field(default_factory=Backlog)
     requests: RequestLedger = msgspec.field(default_factory=RequestLedger)
     malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
-    num_tokenizers: int = 0  # times the tokenizer was handed over
-    num_calls: int = 0  # that the engine has not answered yet
-    resumable: set[int] = msgspec.field(default_factory=set)  # requests its lost session had: always room in the queue
+    num_tokenizers: int = 0  # times the tokenizer was sent
+    num_calls: int = 0  # calls that the engine has not answered yet
+    resumable: set[int] = msgspec.field(default_factory=set)  # numbers of its lost session: never refused
     held_since: float | None = None  # monotonic; its requests wait
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
 
@@ -107,7 +108,7 @@ class Sessions:
         return session
 
     def close(self, session: Session) -> None:
-        """The engine aborts the session's requests when it meets the Goodbye. Does nothing the second time."""
+        """Close a session: a Goodbye has the engine abort its requests. A second call does nothing."""
         if self._by_client.pop(session.client, None) is None:
             return
         del self._by_identity[session.identity]
@@ -119,7 +120,7 @@ class Sessions:
     def lose(self, session: Session) -> None:
         """Close the session of a client that was cut off and may come back."""
         if session.client in self._by_client:
-            if len(session.resumable) > MAX_FINISHED:  # of many losses in a row; what was not sent again is not needed
+            if len(session.resumable) > MAX_FINISHED:  # many losses in a row: drop what was not sent again
                 session.resumable = set()
             session.resumable |= session.requests.unconfirmed()
             if session.resumable:
@@ -129,13 +130,15 @@ class Sessions:
         self.close(session)
 
     def resumable_after(self, token: bytes) -> set[int]:
-        """Numbers of the requests that the client of a lost session may send again. One set for all sessions that come
-        with this token, so that each request is sent again once: a client whose new connection is cut before the
-        Welcome arrives comes with the old token."""
+        """Return the numbers of the requests that the client of a lost session may send again.
+
+        All sessions that come with this token share one set, so that each request is accepted again once. A client
+        whose new connection is cut before the Welcome arrives comes with the old token again.
+        """
         return self._lost.get(token, set())
 
     def end(self, session: Session, code: ErrorCode, text: str) -> None:
-        """Close the session from this side; the client finds out why as soon as it reads again."""
+        """Close the session from this side; its client gets the reason when it reads again."""
         self.close(session)
         self._farewells[session.identity] = encode(Refused(code, text))
         self._say_farewells()
@@ -159,8 +162,11 @@ class Sessions:
     # --- sending ---
 
     def send(self, session: Session, message: ServerMessage, now: float) -> None:
-        """Send, or keep for later; loses the session of a client that is gone, ends that of one that is too slow. KV
-        events are not kept: of those that a client does not read it is told that there is a gap."""
+        """Send a message, or keep it until the client reads.
+
+        The session of a client that is gone is lost, and that of a client that is too slow is ended. KV events are not
+        kept: the client gets a snapshot instead of those that it did not read.
+        """
         backlog = session.backlog
         if session.client in self._backlogged:
             if backlog.num_bytes > MAX_BACKLOG_BYTES:
@@ -184,7 +190,7 @@ class Sessions:
             self._inbox.put(session.client, HoldClient())
 
     def flush(self, now: float) -> bool:
-        """Send what waits, as far as the socket takes it; whether it took anything."""
+        """Send what waits, as far as the socket takes it; return whether it took anything."""
         progress = self._say_farewells()
         for session in list(self._backlogged.values()):
             progress |= self._flush(session)
@@ -228,12 +234,12 @@ class Sessions:
         return bool(said)
 
     def send_to_stranger(self, identity: bytes, message: ServerMessage) -> None:
-        """To a peer without a session; nothing is kept for it."""
+        """Send a message to a peer without a session; it is dropped if the peer does not take it at once."""
         with contextlib.suppress(_Unreachable):
             self._try_send(identity, encode(message))
 
     def _try_send(self, identity: bytes, payload: bytes) -> bool:
-        """False when the peer's queue is full."""
+        """Send a frame; return False if the peer's queue is full. Errors: _Unreachable."""
         try:
             self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
             self._socket.send(payload, zmq.NOBLOCK)
@@ -247,4 +253,4 @@ class Sessions:
 
 
 class _Unreachable(Exception):
-    """The peer has left the socket."""
+    """The error of sending to a peer that has left the socket."""
