@@ -42,4 +42,7 @@ def why_not_again(before: Welcome, now: Welcome) -> str:
     if before.numerics != _SAME_TOKENS or now.numerics != _SAME_TOKENS:
         levels = f"{before.numerics} before and {now.numerics} now"
         return f"its tokens may differ at numerics level {levels} ({_SAME_TOKENS} is needed); requests are lost"
+    lengths = before.limits.max_model_len, now.limits.max_model_len
+    if lengths[0] != lengths[1]:  # a request without max_tokens would end elsewhere
+        return f"its max_model_len is {lengths[1]}, not {lengths[0]}: streams may end elsewhere; requests are lost"
     return ""

@@ -114,6 +114,19 @@ def test_another_model_is_not_given_the_requests() -> None:
     assert "the engine was restarted while the connection was lost, and another model answers: " in text
 
 
+def test_another_length_is_not_given_the_requests(played_engine: PlayedEngine) -> None:
+    """A request without max_tokens would end elsewhere than undisturbed."""
+    client = EngineClient(played_engine)
+    number = client.submit([1], params(0), seed=0)
+    limits = played_engine.welcome.limits
+    longer = msgspec.structs.replace(limits, max_model_len=limits.max_model_len + 1)
+    played_engine.welcome = msgspec.structs.replace(played_engine.welcome, engine_id="another", limits=longer)
+    played_engine.cut()
+    with pytest.raises(EngineDeadError, match=f"its max_model_len is {longer.max_model_len}, not"):
+        client.wait(np.array([number]), timeout=PATIENCE_S)
+    client.close()
+
+
 def test_an_engine_that_does_not_come_back_is_an_error_at_once() -> None:
     began = time.monotonic()
     assert refused(None, lambda address: None).endswith("closed the connection and does not come back")
