@@ -1,7 +1,7 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-SIGTERM or SIGINT drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies
-the clients and stops it at once, exit status 143.
+SIGTERM, SIGINT or SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal
+notifies the clients and stops it at once, exit status 143. Under nohup, SIGHUP stays ignored.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STOP_S = 5.0  # seconds between a second signal and the kill
 
 
@@ -44,12 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     config = config_from_options(**engine_options(parsed))
     process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
     if parsed.owner_file is not None:
-        write_owner_file(parsed.owner_file, process.owner_token)
+        write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
+    signals = tuple(number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
     stop = _Stop(process)
-    for number in _SIGNALS:
+    for number in signals:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        return _serve(process, stop)
+        return _serve(process, stop, signals)
     finally:
         process.close()
         if parsed.owner_file is not None:
@@ -87,7 +88,7 @@ class _Stop:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-def _serve(process: EngineProcess, stop: _Stop) -> int:
+def _serve(process: EngineProcess, stop: _Stop, signals: Sequence[signal.Signals]) -> int:
     begin = time.monotonic()
     try:
         stop.is_fetching = True
@@ -108,7 +109,7 @@ def _serve(process: EngineProcess, stop: _Stop) -> int:
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
-    return uvloop.run(_watch(process, stop))
+    return uvloop.run(_watch(process, stop, signals))
 
 
 def _describe(process: EngineProcess) -> str:
@@ -121,7 +122,7 @@ def _describe(process: EngineProcess) -> str:
         client.close()
 
 
-async def _watch(process: EngineProcess, stop: _Stop) -> int:
+async def _watch(process: EngineProcess, stop: _Stop, signals: Sequence[signal.Signals]) -> int:
     """Wait until the engine process has ended; return the exit status. Errors: EngineDeadError if it crashed."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -134,7 +135,7 @@ async def _watch(process: EngineProcess, stop: _Stop) -> int:
         stop.tell()
         limit()
 
-    for number in _SIGNALS:
+    for number in signals:
         loop.add_signal_handler(number, on_signal)
     limit()  # for signals before
     loop.add_reader(process.pidfd, ended.set)
