@@ -249,12 +249,12 @@ def run(machine: type[GoldMachine], max_examples: int, derandomize: bool) -> Non
 
 @pytest.mark.timeout(400)
 def test_decisions_equal_the_gold_models() -> None:
-    run(PlainMachine, 300, True)
+    run(PlainMachine, 150, True)  # make soak runs tens of thousands
 
 
 @pytest.mark.timeout(400)
 def test_decisions_under_all_options_equal_the_gold_models() -> None:
-    run(OptionsMachine, 300, True)  # a minute on a quiet core; make soak runs tens of thousands
+    run(OptionsMachine, 150, True)
 
 
 @pytest.mark.soak
