@@ -71,7 +71,7 @@ class Sessions:
         self.is_draining = False
         self.max_sessions = MAX_SESSIONS
         self.has_read_all = has_read_all  # of a connection's file descriptor
-        self.on_close: Callable[[int], None] | None = None  # called with each client whose session closes
+        self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
@@ -122,8 +122,8 @@ class Sessions:
             return
         del self._by_identity[session.identity]
         self._backlogged.pop(session.client, None)
-        if self.on_close is not None:
-            self.on_close(session.client)
+        for tell in self.on_close:
+            tell(session.client)
         live = session.requests.live()
         session.requests.close()
         if len(live) > MAX_ABORTED_AT_ONCE:  # the Goodbye would end all of them in one step
