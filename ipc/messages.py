@@ -21,6 +21,7 @@ from ipc.scheduling_messages import (
     FollowKVEvents,
     KVEvents,
     RequestEvents,
+    StopRequest,
     UnfollowKVEvents,
 )
 
@@ -327,6 +328,7 @@ CALLS: dict[type[Call], CallRule] = {
     BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
     Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
     GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
+    StopRequest: CallRule(CallDone, is_owners=True, minor=METRICS_MINOR),
     Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
     FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
     UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),

@@ -18,10 +18,11 @@ from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
+from ipc.log_lines import log_line
 from tools.control import write_owner_file
 from tools.metrics import measuring, served_metrics
 from tools.options import ArgumentParser, add_engine_options, engine_options
-from tools.start import print_phase
+from tools.start import phase_printer
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
     config = config_from_options(**measuring(parsed.metrics), **engine_options(parsed))
-    process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
+    process = EngineProcess(
+        config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=phase_printer(config.log_format)
+    )
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)
     stop = _Stop(process)
@@ -110,7 +113,8 @@ def _serve(process: EngineProcess, stop: _Stop, metrics: str) -> int:
     try:
         took_s = time.monotonic() - begin
         told = f", metrics at {metrics}" if metrics else ""
-        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}", flush=True)
+        text = f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}"
+        print(log_line(process.config.log_format, text, {}), flush=True)
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise

@@ -56,6 +56,7 @@ from ipc.scheduling_messages import (
     RequestEvents,
     RequestExplanation,
     SchedulingState,
+    StopRequest,
     UnfollowKVEvents,
 )
 from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
@@ -100,6 +101,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     FollowKVEvents(11),
     UnfollowKVEvents(12),
     GetMetrics(13),
+    StopRequest(14, 7, 2**32 - 1),
 ]
 EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
