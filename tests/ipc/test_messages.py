@@ -336,7 +336,8 @@ def test_hostile_frames_raise_only_malformed_message_error(count: int) -> None:
             except MalformedMessageError as error:
                 outcomes[str(error).partition(":")[0]] += 1
             else:
-                assert decode(encode(message)) == message
+                again = encode(message)
+                assert encode(decode(again)) == again  # as bytes: a bound of a histogram may be nan
                 outcomes[name] += 1
     assert sum(outcomes.values()) == 2 * count
     assert min(outcomes.values()) > 500, outcomes  # the mutations reach behind the first byte

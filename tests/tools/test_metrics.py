@@ -176,4 +176,4 @@ def test_a_json_log_has_one_object_a_line_and_one_line_a_request(tmp_path: Path)
     assert [line["number"] for line in ended] == list(range(NUM_REQUESTS))
     assert {line["output_tokens"] for line in ended} == {NUM_TOKENS}
     assert all(0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"] for line in ended)
-    assert [line["phase"] for line in lines if line["message"] == "starting"][0] == "listen"
+    assert next(line["phase"] for line in lines if line["message"] == "starting") == "listen"
