@@ -15,7 +15,7 @@ from types import TracebackType
 
 import msgspec
 
-from frontend.engine.child import EngineChild, spawn_engine
+from frontend.engine.child import Child, engine_defaults, spawn
 from ipc import errors
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
@@ -61,7 +61,7 @@ class EngineProcess:
         self._listen = listen
         self._start_timeout = start_timeout
         self._on_phase = on_phase
-        self._child: EngineChild | None = None
+        self._child: Child | None = None
         self._finalizer: weakref.finalize[[float], EngineProcess] | None = None
         self._deadline = 0.0
         self._phase = "start of Python"
@@ -84,7 +84,8 @@ class EngineProcess:
         try:
             address = self._listen or private or ""
             start = Start(self.config, address, self.epoch, self.owner_token, is_private=private is not None)
-            self._child = spawn_engine(start, private)
+            defaults = engine_defaults(self.config)
+            self._child = spawn("core", start, defaults=defaults, private_address=private)
         except BaseException:
             if private is not None:
                 remove_private_address(private)
@@ -187,7 +188,7 @@ class EngineProcess:
     ) -> None:
         self.close()
 
-    def _live(self) -> EngineChild:
+    def _live(self) -> Child:
         if self._child is None:
             raise EngineStartError(f"the engine process {self._exit}")
         return self._child
