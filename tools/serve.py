@@ -24,6 +24,7 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from tools.control import write_owner_file
+from tools.metrics import measuring, served_metrics
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
@@ -43,24 +44,14 @@ def main(arguments: Sequence[str]) -> int:
         "--listen", required=True, metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so"
     )
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
+    )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=RestartRules().most,
-        metavar="N",
-        help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
-    )
-    parser.add_argument(
-        "--resume-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
-    )
+    _add_restart_options(parser)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
-    config = config_from_options(**engine_options(parsed))
+    config = config_from_options(**measuring(parsed.metrics), **engine_options(parsed))
     process = EngineProcess(
         config,
         listen=parsed.listen,
@@ -75,12 +66,30 @@ def main(arguments: Sequence[str]) -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        return _serve(engine, stop)
+        with served_metrics(parsed.metrics, lambda: process.last_address) as url:
+            return _serve(engine, stop, url)
     finally:
         engine.close()
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)
+
+
+def _add_restart_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RestartRules().most,
+        metavar="N",
+        help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+    )
+    parser.add_argument(
+        "--resume-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
+    )
 
 
 class _Stopped(BaseException):
@@ -113,7 +122,7 @@ class _Stop:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-def _serve(engine: SupervisedEngine, stop: _Stop) -> int:
+def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str) -> int:
     process = engine.process
     begin = time.monotonic()
     try:
@@ -131,7 +140,8 @@ def _serve(engine: SupervisedEngine, stop: _Stop) -> int:
         raise
     try:
         took_s = time.monotonic() - begin
-        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s)", flush=True)
+        told = f", metrics at {metrics}" if metrics else ""
+        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}", flush=True)
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise

@@ -45,6 +45,7 @@ from ipc.messages import (
     encode,
     unpack_numbers,
 )
+from ipc.metrics_messages import GetMetrics, Histogram, Metrics
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 from ipc.scheduling_messages import (
     Explain,
@@ -100,6 +101,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     Explain(10, 2**32 - 1, 7, 5),
     FollowKVEvents(11),
     UnfollowKVEvents(12),
+    GetMetrics(13),
 ]
 EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
@@ -124,6 +126,9 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Outputs(0, 1, b"", b"", b"", b"", events=RequestEvents(b"n", b"c", b"k", b"u", b"a", b"t")),
     KVEvents(0, 5, 3, [KVBlocksCleared(), KVBlocksStored(b"c", b"p", b"t", 16), KVBlocksRemoved(b"c")], True),
     Explanation(1, 2, 3, 4, "fcfs", *range(16), [EXPLAINED], 9),
+    Statistics(1, *range(32), [1, 2]),
+    Metrics(1, False),
+    Metrics(1, True, {"a_seconds": Histogram([0.5, 1.0], [1, 0, 2], 7.5)}, {"stop": 3}, {"UNAVAILABLE": 1}, 2),
 ]
 OWNER_MESSAGES: list[msgspec.Struct] = [
     Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),
