@@ -268,6 +268,10 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
     engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
+    num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
+    num_draft_tokens: int = 0  # guessed tokens that steps verified
+    num_accepted_tokens: int = 0  # of these: became tokens
+    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):

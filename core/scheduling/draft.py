@@ -1,5 +1,7 @@
 """Draft: the plan of a step while it is made, with the findings for the decision record."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from core.batch.carried import Carried
@@ -7,6 +9,20 @@ from core.batch.table import RequestStart
 from core.execution.plan import NewRow, SchedulerOutput
 from core.scheduling.decisions import Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
+
+
+class DraftTokens(NamedTuple):
+    """Guessed tokens (drafts) of some rows: counts[i] > 0 of rows[i], row after row."""
+
+    rows: Ints
+    counts: Ints
+    token_ids: Int32s
+
+    def counts_of(self, rows: Rows) -> Ints:
+        """Return the number of drafts of each of these rows of a plan, which include all that have drafts."""
+        counts = np.zeros(len(rows), np.int64)
+        counts[np.isin(rows, self.rows)] = self.counts
+        return counts
 
 
 class Draft:
@@ -29,6 +45,7 @@ class Draft:
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
         self.num_skipped = 0  # rows that wanted tokens and get none
+        self.guessed: DraftTokens | None = None  # not in `counts`; its rows are in the order of `rows`
 
     def drop(self, row: int) -> None:
         """Remove a preempted row from the plan, and return its tokens to the budget."""
@@ -54,11 +71,15 @@ class Draft:
 
 
 def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
-    """Return the finished plan: counts [R] tokens for rows [R], with the changes carried since the last plan."""
+    """Return the finished plan: counts [R] known tokens for rows [R], with the changes carried since the last plan."""
 
     def column(values: AnyInts | list[int]) -> Int32s:
         return np.asarray(values, np.int32) if len(values) else NO_INT32S
 
+    num_drafts, draft_ids = NO_INTS, NO_INT32S
+    if draft.guessed is not None:
+        num_drafts, draft_ids = draft.guessed.counts_of(rows), draft.guessed.token_ids
+        counts = counts + num_drafts
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()
     return SchedulerOutput(
@@ -73,4 +94,6 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         swapped_out_slots=swap_slots,
         swapped_in_slots=swapped_in,
         swapped_in_blocks=swap_blocks,
+        num_draft_tokens=column(num_drafts),
+        draft_token_ids=draft_ids,
     )

@@ -23,9 +23,10 @@ from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
+from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt8s
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
 
@@ -55,6 +56,8 @@ class Scheduler:
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
+        reserve = self.admission.num_watermark_blocks
+        self.speculation = Speculation(config, self.batch, self.waiting, self.policy, self.stats, reserve)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
@@ -197,6 +200,7 @@ class Scheduler:
         self._fail_overdue(now_ns)
         draft = Draft(self._step, now_ns, self._token_budget)
         self._fill(draft)
+        self.speculation.fill(draft)
         return self._commit(draft)
 
     def _running_first(self, draft: Draft) -> None:
@@ -222,6 +226,7 @@ class Scheduler:
         live = table.tenancy[rows] == tenancies  # the others were aborted or preempted after the plan
         tokens = output.token_ids
         if output.counts is not None:
+            self.speculation.end(plan, rows, live, output.counts)
             rows, tokens, counts, finish, by_stop_token = self._take_runs(rows, tenancies, output, output.counts)
             firsts = table.num_tokens[rows] - counts
         else:
@@ -241,7 +246,17 @@ class Scheduler:
         self.stats.num_generation_tokens += len(tokens)
         if np.count_nonzero(finish):
             self._end(rows[finish > 0])
+        if output.draft_counts is not None:
+            drafts = output.draft_counts, output.draft_token_ids
+            self.update_draft_token_ids(plan.rows.astype(np.int64), tenancies, *drafts)
         return self.outputs.drain(step)
+
+    def update_draft_token_ids(self, rows: Rows, tenancies: Ints, counts: AnyInts, token_ids: TokenIds) -> None:
+        """Take counts[i] guesses of the next tokens of rows[i], row after row, for the next plan of the row.
+
+        Rows that have another tenancy now are ignored. A wrong guess changes no token.
+        """
+        self.speculation.offer(rows, tenancies, counts.astype(np.int64), token_ids)
 
     def _take_runs(
         self, rows: Ints, tenancies: Ints, output: ModelRunnerOutput, counts: Int32s
@@ -267,6 +282,7 @@ class Scheduler:
             is_known = output.logprobs.positions < table.num_tokens[rows[owners]]
             reported = output.logprobs.where(live[owners] & is_known)
             self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+        self.batch.prefix_cache.name_full_blocks(taken, table.num_computed_tokens[taken])  # accepted drafts filled some
         return taken, tokens, kept, finish, by_stop_token
 
     def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
@@ -292,12 +308,15 @@ class Scheduler:
         ends = table.num_computed_tokens[rows] + counts
         table.num_computed_tokens[rows] = ends
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
+        if draft.guessed is not None:
+            self.speculation.begin(draft.guessed)
         self.batch.prefix_cache.name_full_blocks(rows, ends)
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
-        self.stats.count_step(rows, counts, self.pool)
         carried, self.batch.carried = self.batch.carried, Carried()
         self.preemption.swap_space.end_plan()
-        return finish_plan(draft, rows, counts, carried)
+        plan = finish_plan(draft, rows, counts, carried)
+        self.stats.count_step(plan, self.pool)
+        return plan
 
     def _launch(self, draft: Draft) -> Ints:
         """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
@@ -327,7 +346,7 @@ class Scheduler:
             step=draft.step,
             now_ns=draft.now_ns,
             rows=rows,
-            counts=counts,
+            counts=counts if draft.guessed is None else counts + draft.guessed.counts_of(rows),
             num_started=len(draft.starts),
             num_skipped=draft.num_skipped,
             preempted=draft.preempted,

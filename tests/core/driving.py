@@ -213,19 +213,51 @@ class PagedExecutor:
         starts = table.num_computed_tokens[plan.rows]
         samples = table.advance(plan)
         rows = plan.rows.tolist()
-        for row, start in zip(rows, starts.tolist(), strict=True):  # all is stored before anything is read
-            end = int(table.num_computed_tokens[row])
+        if len(plan.num_draft_tokens):
+            table.write_drafts(plan.rows, plan.draft_token_ids, plan.num_draft_tokens.astype(np.int64))
+        counts = plan.num_scheduled_tokens.tolist()
+        for row, start, count in zip(
+            rows, starts.tolist(), counts, strict=True
+        ):  # all is stored before anything is read
+            end = start + count
             self._kv[self._slots(row, start, end)] = self._prefix_sums(row, end)[start:]
         self.in_flight.append((plan.step, {block for row in rows for block in self._blocks(row)}))
         return _Handle(self, self.sample(plan, samples))
 
     def sample(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
         """The step's result; its tokens are in the table then."""
+        if len(plan.num_draft_tokens):
+            return self._verified(plan, samples)
         pairs = zip(plan.rows.tolist(), samples, strict=True)
         token_ids = np.array([self.token(row) if sampled else NO_TOKEN for row, sampled in pairs], np.int32)
         # A failed row gets an id too: the next step may be planned already.
         self.table.append_tokens(plan.rows[samples], np.maximum(token_ids[samples], 0))
         return ModelRunnerOutput(plan.step, token_ids)
+
+    def _verified(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
+        """A token after the known ones of each row, and after each draft that is the token in its place."""
+        runs = [
+            self._run_of_drafts(row, count) if sampled else []
+            for row, count, sampled in zip(plan.rows.tolist(), plan.num_draft_tokens.tolist(), samples, strict=True)
+        ]
+        token_ids = np.array([token for run in runs for token in run], np.int32)
+        counts = np.array([len(run) for run in runs], np.int32)
+        going = counts > 0
+        self.table.append_tokens(plan.rows[going], np.maximum(token_ids, 0), counts[going].astype(np.int64))
+        self.table.accept(plan, counts)
+        return ModelRunnerOutput(plan.step, token_ids, counts=counts)
+
+    def _run_of_drafts(self, row: int, count: int) -> list[int]:
+        known, run = int(self.table.num_computed_tokens[row]), list[int]()
+        drafts = self.table.tokens.read(row, known, known + count).tolist()
+        while len(run) <= count:
+            token = self.token(row, known + len(run))
+            if token == FAILED_TOKEN and run:
+                break  # behind a draft: the next step finds it again
+            run.append(token)
+            if run != drafts[: len(run)]:
+                break
+        return run
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
         """Out of the cache, then back into it; token() sees what was copied wrongly or too late."""
@@ -243,9 +275,9 @@ class PagedExecutor:
         for step, blocks in self.in_flight:
             assert not fresh & blocks, f"plan {plan.step} reuses blocks {fresh & blocks} of step {step} in flight"
 
-    def token(self, row: int) -> int:
-        """Next token of the row, after its whole context has been read back."""
-        end = int(self.table.num_computed_tokens[row])
+    def token(self, row: int, end: int | None = None) -> int:
+        """Next token of the row after `end` tokens, all computed ones, after its whole context has been read back."""
+        end = int(self.table.num_computed_tokens[row]) if end is None else end
         sums = self._prefix_sums(row, end)
         found = self._kv[self._slots(row, 0, end)]
         wrong = np.flatnonzero(found != sums)
