@@ -25,7 +25,7 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -213,6 +213,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
     events: RequestEvents | None = None
+    drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):

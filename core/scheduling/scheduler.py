@@ -391,6 +391,7 @@ class Scheduler:
 
     def _end(self, rows: Rows) -> None:
         """End the requests of these rows, which have all their tokens."""
+        self.speculation.report(rows, self.outputs)
         self._forget(self.batch.release(rows))
         self.stats.num_finished += len(rows)
 

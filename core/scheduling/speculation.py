@@ -15,6 +15,7 @@ from core.proposers.offered import OfferedDrafts
 from core.proposers.proposer import NUM_KINDS, Proposals, Proposer
 from core.scheduling.draft import Draft, DraftTokens
 from core.scheduling.draft_rule import DraftRule
+from core.scheduling.outputs import OutputCollector
 from core.scheduling.policies import Policy
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
@@ -111,6 +112,17 @@ class Speculation(Columns):
         table.num_accepted[rows] += right
         self._stats.count_drafts(counts, right)
         self._remember(rows, np.minimum(right + 1, counts), right)
+
+    def report(self, rows: Rows, outputs: OutputCollector) -> None:
+        """Report what became of the drafts of rows that end."""
+        if not self._stats.num_drafts:
+            return
+        table = self._batch.table
+        ended = rows[table.num_drafted[rows] > 0]
+        columns = table.number, table.choice, table.num_drafted, table.num_accepted
+        for client, *entry in zip(table.client[ended].tolist(), *(one[ended].tolist() for one in columns), strict=True):
+            number, choice, num_drafted, num_accepted = entry
+            outputs.add_drafts(client, (number, choice, num_drafted, num_accepted))
 
     # --- which rows ----------------------------------------------------------------------------------------------
 

@@ -35,11 +35,14 @@ def oracle(table: BatchTable) -> Oracle:
     return next_tokens
 
 
+COUNT = 18  # requests
+
+
 def run(kind: str | None, aborts: dict[int, int] | None = None, **options: Any) -> tuple[Driver, Hostile | None]:
     """kind: of the proposer; None: no drafts. aborts: step -> number. Two requests arrive in a step."""
     settings = None if kind is None else speculative()
     config = small_config(max_model_len=MAX_LEN, fake_eos_token_id=EOS, speculative_config=settings, **options)
-    driver, pending, step = Driver(config), messages(), 0
+    driver, pending, step = Driver(config), messages(COUNT), 0
     hostile = None if kind is None else use(driver.scheduler, kind, oracle, VOCAB_SIZE)
     while pending:
         inbox: list[tuple[int, EngineInput]] = [(message.number % 3, message) for message in pending[:2]]
@@ -51,14 +54,19 @@ def run(kind: str | None, aborts: dict[int, int] | None = None, **options: Any) 
     return driver, hostile
 
 
+@lru_cache(4)
+def plain_run(num_blocks: int, depth: int) -> Driver:
+    return run(None, num_blocks=num_blocks, depth=depth, budget=48)[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [25, 40, 300])
+@pytest.mark.parametrize("num_blocks", [25, 300])
 def test_streams_and_ends_are_those_without(num_blocks: int, depth: int, kind: str) -> None:
     """With 25 blocks nearly no draft finds room. Many ends are in the middle of a step's tokens."""
     drafting, _ = run(kind, num_blocks=num_blocks, depth=depth, budget=48)
-    plain, _ = run(None, num_blocks=num_blocks, depth=depth, budget=48)
-    for message in messages():
+    plain = plain_run(num_blocks, depth)
+    for message in messages(COUNT):
         got, wanted = (driver.inbox.received[message.number % 3, message.number] for driver in (drafting, plain))
         assert got.tokens == wanted.tokens == expected_tokens(message, MAX_LEN)
         assert (got.finish, got.stop_token) == (wanted.finish, wanted.stop_token)
@@ -66,7 +74,7 @@ def test_streams_and_ends_are_those_without(num_blocks: int, depth: int, kind: s
     assert stats.num_generation_tokens == plain.scheduler.stats.num_generation_tokens
     assert stats.num_draft_tokens >= stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
     if num_blocks == 300:
-        assert stats.num_drafts > 50
+        assert stats.num_drafts > 30
         assert (stats.num_accepted_tokens > 0) == (kind != "wrong")
         if kind in ("right", "long") and depth == 1:
             assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens  # some rows end within their drafts
@@ -81,24 +89,22 @@ def test_streams_and_ends_are_those_without(num_blocks: int, depth: int, kind: s
         {"scheduling_policy": "priority", "num_blocks": 40, "preemption_mode": "auto", "num_swap_blocks": 9},
         {"scheduling_policy": "fair", "fair_quantum": 4, "num_blocks": 40},
         {"enable_chunked_prefill": False, "budget": 96},
-        {"block_size": 1, "num_blocks": 500},
-        {"fake_tokens_per_step": 1, "max_num_seqs": 2},
+        {"block_size": 1, "num_blocks": 500, "max_num_seqs": 3},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("depth", [1, 2])
 def test_aborts_and_options(depth: int, options: dict[str, Any]) -> None:
-    aborts = {step: 2 * step - 3 for step in range(5, 20, 3)}
-    for kind in ("random", "long"):
-        driver, hostile = run(kind, aborts, depth=depth, **{"budget": 48, **options})
-        assert hostile is not None
-        assert driver.scheduler.stats.num_draft_tokens > 0
-        num_aborted = 0
-        for message in messages():
-            got, wanted = driver.inbox.received[message.number % 3, message.number], expected_tokens(message, MAX_LEN)
-            num_aborted += got.finish == FinishReason.ABORT
-            assert got.tokens == (wanted[: len(got.tokens)] if got.finish == FinishReason.ABORT else wanted)
-        assert 0 < num_aborted <= len(aborts)
+    aborts = {step: 2 * step - 3 for step in range(4, 11, 2)}
+    driver, hostile = run("random", aborts, depth=depth, **{"budget": 48, **options})
+    assert hostile is not None
+    assert driver.scheduler.stats.num_draft_tokens > 0
+    num_aborted = 0
+    for message in messages(COUNT):
+        got, wanted = driver.inbox.received[message.number % 3, message.number], expected_tokens(message, MAX_LEN)
+        num_aborted += got.finish == FinishReason.ABORT
+        assert got.tokens == (wanted[: len(got.tokens)] if got.finish == FinishReason.ABORT else wanted)
+    assert 0 < num_aborted <= len(aborts)
 
 
 def test_a_run_replays_to_the_same_plans() -> None:
