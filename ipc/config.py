@@ -26,8 +26,9 @@ CpuKernels = Literal["auto", "c", "torch"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start.
 
-    A resolved config (core/process/resolve.py) has None only in `model` and `capture`. Errors: ConfigError that names
-    the option and what is allowed.
+    A resolved config (core/process/resolve.py) has None only in `model`, `capture` and `speculative_config`.
+
+    Errors: ConfigError that names the option and what is allowed.
     """
 
     model: Annotated[

@@ -50,7 +50,7 @@ class NgramProposer(Columns):
         found = self._positions[self._lanes, slots].astype(np.int64)  # [n, N]
         places = np.maximum(found[:, :, None] - 1 - self._back, 0)
         equal = table.tokens.get(rows[:, None, None], np.minimum(places, lengths[:, None, None])) == tails[:, None, :]
-        matches = (equal | self._is_beyond).all(-1) & (found > 0) & (found < lengths[:, None])
+        matches = (equal | self._is_beyond).all(-1) & (found >= self._lengths) & (found < lengths[:, None])
         best = matches.argmax(1)
         is_found = matches[each, best]
         starts = np.where(is_found, found[each, best], 0)

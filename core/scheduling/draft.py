@@ -7,7 +7,7 @@ import numpy as np
 from core.batch.carried import Carried
 from core.batch.table import RequestStart
 from core.execution.plan import NewRow, SchedulerOutput
-from core.scheduling.decisions import Examined, Preempted
+from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
 
 
@@ -68,6 +68,39 @@ class Draft:
         self.counts[index] -= cuts
         self.num_skipped += int(np.count_nonzero((cuts == counts) & (counts > 0)))
         self.budget += int(cuts.sum())
+
+    def add_rows(self, rows: Rows) -> None:
+        """Tell the executor of the requests that start, in these rows."""
+        for row, start in zip(rows.tolist(), self.starts, strict=True):
+            request = start.request
+            self.added.append(
+                NewRow(
+                    row,
+                    request.token_ids,
+                    request.num_prompt_tokens,
+                    start.num_computed_tokens,
+                    start.block_ids,
+                    request.params,
+                    request.seed,
+                    request.choice,
+                )
+            )
+
+    def decision(self, rows: Rows, counts: Ints, num_waiting: int, num_free_blocks: int) -> Decision:
+        """Return the record of the step, which runs counts [R] known tokens of rows [R] and the drafts."""
+        return Decision(
+            step=self.step,
+            now_ns=self.now_ns,
+            rows=rows,
+            counts=counts if self.guessed is None else counts + self.guessed.counts_of(rows),
+            num_started=len(self.starts),
+            num_skipped=self.num_skipped,
+            preempted=self.preempted,
+            examined=self.examined,
+            num_waiting=num_waiting,
+            budget=self.budget,
+            num_free_blocks=num_free_blocks,
+        )
 
 
 def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:

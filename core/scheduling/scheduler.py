@@ -15,7 +15,7 @@ from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
-from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
+from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.admission import Admission
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
@@ -300,7 +300,7 @@ class Scheduler:
         if draft.starts:
             rows = np.concatenate([rows, self._launch(draft)])
             counts = np.concatenate([counts, np.array([start.num_tokens for start in draft.starts])])
-        self.decision = self._decision(draft, rows, counts)
+        self.decision = draft.decision(rows, counts, len(self.waiting), self.pool.num_free)
         self.stats.count_decision(self.decision)
         if not len(rows):
             return finish_plan(draft, rows, counts, Carried())  # not run: the next plan that runs carries the rest
@@ -321,40 +321,12 @@ class Scheduler:
     def _launch(self, draft: Draft) -> Ints:
         """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
         rows = self.batch.launch(draft.starts)
-        for row, start in zip(rows.tolist(), draft.starts, strict=True):
-            request = start.request
-            draft.added.append(
-                NewRow(
-                    row,
-                    request.token_ids,
-                    request.num_prompt_tokens,
-                    start.num_computed_tokens,
-                    start.block_ids,
-                    request.params,
-                    request.seed,
-                    request.choice,
-                )
-            )
+        draft.add_rows(rows)
         self.outputs.add_starts(draft.starts, draft.now_ns)
         self.stats.count_starts(draft.starts)
         for start in draft.starts:
             start.request.has_started = True
         return rows
-
-    def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
-        return Decision(
-            step=draft.step,
-            now_ns=draft.now_ns,
-            rows=rows,
-            counts=counts if draft.guessed is None else counts + draft.guessed.counts_of(rows),
-            num_started=len(draft.starts),
-            num_skipped=draft.num_skipped,
-            preempted=draft.preempted,
-            examined=draft.examined,
-            num_waiting=len(self.waiting),
-            budget=draft.budget,
-            num_free_blocks=self.pool.num_free,
-        )
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
