@@ -11,11 +11,13 @@ import msgspec
 import zmq
 
 from core.border.accounts import Load, load_of
+from core.border.departure import Departure
 from core.border.inbox import Inbox
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
+from core.border.restorable import Restorable
 from core.border.sessions import Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
@@ -84,6 +86,7 @@ class Reception:
         clock: LeaseClock,
         preparation: Preparation | None = None,
         *,
+        departure: Departure,
         on_connect: Callable[[], None],
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
@@ -97,6 +100,8 @@ class Reception:
         self._inbox = inbox
         self._clock = clock
         self._preparation = preparation  # None: no request has anything to prepare
+        self._restorable = Restorable(self._limits)
+        self._departure = departure
         self._on_connect = on_connect
         self._on_drain = on_drain
         self._on_shutdown = on_shutdown
@@ -146,6 +151,8 @@ class Reception:
         if session is None:
             session = self._open(identity, fd, hello)
             session.resumable = self._sessions.resumable_after(hello.session_token)
+            if not session.resumable:  # the requests of another engine, which may be dead
+                session.num_restorable = self._restorable.grant(hello.num_resumed)
         self._sessions.send(session, self._welcome(session, hello), now)
 
     def _open(self, identity: bytes, fd: int, hello: Hello) -> Session:
@@ -191,13 +198,13 @@ class Reception:
             case Heartbeat():
                 pass
             case _:
-                answer = self._call(session, message)
+                answer = self._call(session, message, now)
                 if answer is not None:
                     self._sessions.send(session, answer, now)
                 if isinstance(message, Shutdown) and session.is_owner:
                     self._on_shutdown()
 
-    def _call(self, session: Session, message: ClientCall) -> ServerMessage | None:
+    def _call(self, session: Session, message: ClientCall, now: float) -> ServerMessage | None:
         """Return the answer to a call, or None if the engine answers it."""
         if CALLS[type(message)].is_owners and not session.is_owner:
             text = "only the owner of this engine, who started it, may ask for this"
@@ -211,9 +218,13 @@ class Reception:
                 return msgspec.structs.replace(self._served.tokenizer, call=call)
             case GetModelInformation(call):
                 return msgspec.structs.replace(self._served.model, call=call)
+            case BeginDrain(call, comes_back=True) if not self._limits.resume_ms:
+                text = "nobody starts this engine again: it has no supervisor, or that has no restarts"
+                return CallFailed(call, ErrorCode.INVALID_ARGUMENT, text)
             case GetMetrics(call):
                 return Metrics(call, False) if self._meter is None else self._meter.metrics(call, len(self._sessions))
             case BeginDrain(call):
+                self._departure.ask(message, now)
                 self._on_drain()
                 return CallDone(call)
             case Shutdown(call):
@@ -251,8 +262,10 @@ class Reception:
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
         load = load_of(message, len(frame.buffer))
-        full = self._what_is_full(session, number, load)
+        is_resumed = number in session.resumable or session.num_restorable > 0
+        full = "" if is_resumed else self._what_is_full(session, load)
         session.resumable.discard(number)
+        session.num_restorable -= session.num_restorable > 0
         if full:
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
         try:
@@ -266,7 +279,7 @@ class Reception:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
         preparation = self._preparation
         if preparation is not None and preparation.needs(message):
-            if preparation.is_full:
+            if preparation.is_full and not is_resumed:
                 text = f"{len(preparation)} requests are being prepared; send again later"
                 return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
             session.requests.add(number, frame.buffer, load)
@@ -276,7 +289,7 @@ class Reception:
         self._inbox.put(session.client, message)
         return None
 
-    def _what_is_full(self, session: Session, number: int, load: Load) -> str:
+    def _what_is_full(self, session: Session, load: Load) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
         limits, account = self._limits, session.requests.account
         if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
@@ -284,8 +297,6 @@ class Reception:
                 f"this client's unfinished requests take {account.num_bytes} bytes of memory, this one takes "
                 f"{load.num_bytes}, and max_client_bytes is {limits.max_client_bytes}"
             )
-        if number in session.resumable:
-            return ""
         queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
         left = limits.max_num_queued_requests - queued
         if left <= 0:
