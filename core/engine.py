@@ -123,6 +123,7 @@ class EngineCore:
             "num_swap_blocks": swap_space.num_slots,
             "num_free_swap_blocks": swap_space.num_free,
             "engine_ns": now_ns,
+            "step_tokens": scheduler.stats.step_tokens.copy(),
         }
         return Statistics(**{**msgspec.structs.asdict(scheduler.stats), **gauges})
 

@@ -194,6 +194,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     async_scheduling: Annotated[
         bool, Option("machine", "schedule a step before the tokens of the one before are known")
     ] = False
+    request_metrics: Annotated[
+        bool,
+        Option("clients", "measure the times of requests, for Prometheus; `serve --metrics` and `--http` set it"),
+    ] = False
     capture: Annotated[
         str | None,
         Option(

@@ -12,6 +12,7 @@ import msgspec
 
 from ipc.call import Call, CallRule
 from ipc.errors import MalformedMessageError
+from ipc.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import (
     SCHEDULING_MINOR,
@@ -25,6 +26,7 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
+#: 3: default sampling. 4: measurements of requests, drafts.
 PROTOCOL_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
@@ -269,6 +271,7 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
     engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
+    step_tokens: list[int] = []  # steps by number of tokens: the buckets of STEP_TOKEN_BOUNDS, then what is above
     num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
     num_draft_tokens: int = 0  # guessed tokens that steps verified
     num_accepted_tokens: int = 0  # of these: became tokens
@@ -314,7 +317,7 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     error: str = ""
 
 
-CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | CallDone | CallFailed
+CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | CallDone | CallFailed
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 
@@ -328,6 +331,7 @@ CALLS: dict[type[Call], CallRule] = {
     Resume: CallRule(CallDone, is_owners=True),
     BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
     Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
+    GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
     Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
     FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
     UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),

@@ -19,6 +19,7 @@ from frontend.engine.process import EngineProcess
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from tools.control import write_owner_file
+from tools.metrics import measuring, served_metrics
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
@@ -38,10 +39,13 @@ def main(arguments: Sequence[str]) -> int:
         "--listen", required=True, metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so"
     )
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
+    )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
-    config = config_from_options(**engine_options(parsed))
+    config = config_from_options(**measuring(parsed.metrics), **engine_options(parsed))
     process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)
@@ -49,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        return _serve(process, stop)
+        with served_metrics(parsed.metrics, lambda: process.address) as url:
+            return _serve(process, stop, url)
     finally:
         process.close()
         if parsed.owner_file is not None:
@@ -87,7 +92,7 @@ class _Stop:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-def _serve(process: EngineProcess, stop: _Stop) -> int:
+def _serve(process: EngineProcess, stop: _Stop, metrics: str) -> int:
     begin = time.monotonic()
     try:
         stop.is_fetching = True
@@ -104,7 +109,8 @@ def _serve(process: EngineProcess, stop: _Stop) -> int:
         raise
     try:
         took_s = time.monotonic() - begin
-        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s)", flush=True)
+        told = f", metrics at {metrics}" if metrics else ""
+        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}", flush=True)
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise

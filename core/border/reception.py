@@ -13,6 +13,7 @@ import zmq
 from core.border.inbox import Inbox, num_tokens
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
+from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
@@ -43,6 +44,7 @@ from ipc.messages import (
     Welcome,
     decode_client_message,
 )
+from ipc.metrics_messages import GetMetrics, Metrics
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
@@ -55,7 +57,7 @@ _LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
 class Served(msgspec.Struct, frozen=True):
     """The engine's answers about itself; call number, session token and protocol minor are filled in for each client.
 
-    owner_token: b"" = there is no owner.
+    owner_token: b"" = there is no owner. meter: None = requests are not measured.
     """
 
     welcome: Welcome
@@ -63,6 +65,7 @@ class Served(msgspec.Struct, frozen=True):
     model: ModelInformation
     owner_token: bytes = b""
     client_weights: dict[str, float] = {}
+    meter: RequestMeter | None = None
 
 
 class Reception:
@@ -88,6 +91,7 @@ class Reception:
         self.num_malformed = 0  # messages that were not of this protocol
         self._served = served
         self._limits = served.welcome.limits
+        self._meter = served.meter
         self._sessions = sessions
         self._inbox = inbox
         self._clock = clock
@@ -175,6 +179,8 @@ class Reception:
         match message:
             case AddRequest():
                 refusal = self._admit(session, message, frame)
+                if self._meter is not None:
+                    self._meter.note_request(session.client, message, refusal, now)
                 if refusal is not None:
                     self._sessions.send(session, refusal, now)
             case Abort():
@@ -204,6 +210,8 @@ class Reception:
                 return msgspec.structs.replace(self._served.tokenizer, call=call)
             case GetModelInformation(call):
                 return msgspec.structs.replace(self._served.model, call=call)
+            case GetMetrics(call):
+                return Metrics(call, False) if self._meter is None else self._meter.metrics(call, len(self._sessions))
             case BeginDrain(call):
                 self._on_drain()
                 return CallDone(call)

@@ -62,7 +62,7 @@ class Sessions:
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
-        self.on_close: Callable[[int], None] | None = None  # called with each client whose session closes
+        self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
@@ -113,8 +113,8 @@ class Sessions:
             return
         del self._by_identity[session.identity]
         self._backlogged.pop(session.client, None)
-        if self.on_close is not None:
-            self.on_close(session.client)
+        for tell in self.on_close:
+            tell(session.client)
         self._inbox.put(session.client, Goodbye())
 
     def lose(self, session: Session) -> None:

@@ -62,7 +62,10 @@ class Border:
         self._preparation: Preparation | None = None
         if preparer is not None:
             self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, on_prepared)
-            self.sessions.on_close = self._preparation.forget
+            self.sessions.on_close.append(self._preparation.forget)
+        if (meter := served.meter) is not None:
+            self.sessions.on_close.append(meter.forget_client)
+        self._meter = meter
         self._reception = Reception(
             served,
             self.sessions,
@@ -139,6 +142,8 @@ class Border:
 
     def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
         """Send what a step produced; what is addressed to ended sessions is dropped."""
+        if self._meter is not None:
+            self._meter.note_messages(messages, now)
         for client, message in messages:
             session = self.sessions.of_client(client)
             if session is not None:

@@ -12,6 +12,7 @@ import zmq
 
 from core import log
 from core.border.io_thread import IOThread
+from core.border.meter import RequestMeter
 from core.border.reception import Served
 from core.border.zap import start_zap
 from core.capture.engine import CapturedEngine, capture_path, start_capture
@@ -101,6 +102,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         _model_information(config, executor.info),
         start.owner_token,
         config.client_weights,
+        RequestMeter(config.max_model_len or 0) if config.request_metrics else None,
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()

@@ -11,6 +11,7 @@ from core.kv.block_pool import BlockPool
 from core.scheduling.decisions import Decision, Verdict
 from ipc.arrays import Ints
 from ipc.messages import Statistics
+from ipc.metrics_messages import STEP_TOKEN_BOUNDS, step_token_bucket
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
     verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST
@@ -46,7 +47,9 @@ class SchedulerStats(Statistics):
     def count_step(self, plan: SchedulerOutput, pool: BlockPool) -> None:
         """Count a step that runs this plan; the pool gives the blocks in use."""
         self.num_steps += 1
-        self.num_scheduled_tokens += plan.num_tokens
+        num_tokens = plan.num_tokens
+        self.num_scheduled_tokens += num_tokens
+        self.step_tokens[step_token_bucket(num_tokens)] += 1
         self.num_scheduled_rows += len(plan.rows)
         self.max_scheduled_rows = max(self.max_scheduled_rows, len(plan.rows))
         self.max_used_blocks = max(self.max_used_blocks, pool.num_blocks - 1 - pool.num_free - pool.num_fenced)
@@ -66,4 +69,4 @@ class SchedulerStats(Statistics):
 def new_stats() -> SchedulerStats:
     """Return counters that are all 0."""
     required: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(SchedulerStats) if field.required}
-    return SchedulerStats(**required)
+    return SchedulerStats(**required, step_tokens=[0] * (len(STEP_TOKEN_BOUNDS) + 1))

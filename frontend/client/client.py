@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import assert_never
 
 import msgspec
 import numpy as np
@@ -40,8 +39,6 @@ from ipc.messages import (
     PROTOCOL_MINOR,
     Abort,
     AddRequest,
-    CallDone,
-    CallFailed,
     CallResult,
     EngineStopping,
     ErrorCode,
@@ -49,19 +46,16 @@ from ipc.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    ModelInformation,
     Outputs,
     Refused,
     RequestFailed,
     ServerMessage,
-    Statistics,
-    TokenizerFiles,
     Welcome,
     decode_server_message,
     encode,
 )
 from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Explanation, FollowKVEvents, KVEvents
+from ipc.scheduling_messages import FollowKVEvents, KVEvents
 
 _MAX_NUMBER = 2**32 - 1
 _LOST = "the connection to the engine was lost and is being made again; try again"
@@ -314,11 +308,6 @@ class EngineClient(TypedCalls):
                 if self._kv_events is not None:
                     self._kv_events.put(message)
                 return False
-            case TokenizerFiles() | Statistics() | ModelInformation() | Explanation() | CallDone() | CallFailed():
-                future = self._calls.pop(message.call, None)
-                if future is not None:
-                    future.set_result(message)
-                return False
             case Welcome():
                 return self._open(message, now)
             case Refused():
@@ -328,8 +317,11 @@ class EngineClient(TypedCalls):
             case EngineStopping():
                 self._end(EngineDeadError(f"the engine stopped{': ' if message.error else ''}{message.error}"))
                 return False
-            case _:
-                assert_never(message)
+            case _:  # the answer to a call
+                answer: CallResult = message
+                if (future := self._calls.pop(answer.call, None)) is not None:
+                    future.set_result(answer)
+                return False
 
     def _open(self, welcome: Welcome, now: float) -> bool:
         if self._is_connected:

@@ -23,6 +23,7 @@ from ipc.messages import (
     Statistics,
     TokenizerFiles,
 )
+from ipc.metrics_messages import GetMetrics, Metrics
 from ipc.scheduling_messages import (
     EVERY_REQUEST,
     OWN_SESSION,
@@ -32,7 +33,7 @@ from ipc.scheduling_messages import (
     UnfollowKVEvents,
 )
 
-_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Explanation, CallDone)
+_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Explanation, Metrics, CallDone)
 
 
 class TypedCalls(Protocol):
@@ -48,6 +49,10 @@ class TypedCalls(Protocol):
     def statistics(self, timeout: float | None = None) -> Statistics:
         """Return the engine's counters and gauges."""
         return self._ask(GetStatistics, Statistics, timeout)
+
+    def metrics(self, timeout: float | None = None) -> Metrics:
+        """Return what the requests of all clients took; no step is waited for."""
+        return self._ask(GetMetrics, Metrics, timeout)
 
     def model_information(self, timeout: float | None = None) -> ModelInformation:
         """Return the model, sizes and options of the engine."""
