@@ -25,7 +25,7 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20

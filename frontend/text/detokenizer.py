@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from frontend.text.prompt_context import CONTEXT_TOKENS, text_behind
-from frontend.text.tokenizer import Tokenizer, TokenTable, is_byte_token
+from frontend.text.tokenizer import Tokenizer, TokenTable
+from ipc.token_bytes import is_byte_token
 from ipc.arrays import Int32s
 
 #: WindowStream decodes unfinished text of up to this many tokens at every push; beyond, at every doubling.

@@ -9,7 +9,7 @@ from frontend.client.journal import Progress
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.completion_state import CompletionState
 from frontend.results.request_state import RequestState
-from frontend.text.gguf_vocabulary import build_gguf_tokenizer
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from frontend.text.prompts import Prompt
 from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer
