@@ -58,7 +58,7 @@ class ErrorCode(IntEnum):
 
 
 class PauseMode(IntEnum):
-    """Which requests a Pause stops."""
+    """The requests that a Pause stops."""
 
     NEW = 0  # no request begins; those that have begun go on
     ALL = 1  # nothing runs; requests keep their rows and blocks

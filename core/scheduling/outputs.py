@@ -43,7 +43,7 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def _places_of_tokens(rows: Rows, counts: Ints) -> Ints:
-        """Where the tokens of these rows are, row after row."""
+        """Places of the tokens of these rows, row after row."""
         lengths: Ints = counts[rows]
         before: Ints = counts.cumsum() - counts
         after: Ints = lengths.cumsum() - lengths

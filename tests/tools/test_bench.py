@@ -161,7 +161,7 @@ def test_startup_parts_and_an_empty_kernel_cache(tmp_path: Path) -> None:
 def run_small(
     which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[dict[str, object]]:
-    """In this process, with a hundredth of the work."""
+    """Run the benchmark in this process, with a hundredth of the work."""
     for name, value in {"_NUM_TOKENS": 20, "_NUM_FIRST_TOKENS": 20, "_WARM_UP": 2}.items():
         monkeypatch.setattr(ipc, name, value)
     for name, value in {"BATCHES": (1, 4), "_NUM_PAIRS": 2, "_STEPS_PER_ROUND": 5, "_TOKENS_PER_ROUND": 5}.items():

@@ -1,4 +1,4 @@
-"""Where a replay first differs from its capture: step, request and position, and what differs."""
+"""The first difference between a replay and its capture: step, request, position, and the two values."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias

@@ -276,7 +276,7 @@ def test_no_message_is_left_lying(harness: Harness) -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 5])
 def test_answers_keep_their_order_whoever_sends_them(harness: Harness, num_clients: int) -> None:
-    """To few clients the engine thread sends itself, unless what it put into the outbox before is still there."""
+    """The engine thread itself sends to few clients, unless its earlier messages are still in the outbox."""
     clients = [RawClient(harness.address) for _ in range(num_clients)]
     everybody = range(1, num_clients + 1)
     for number in range(200):

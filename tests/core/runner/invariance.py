@@ -247,7 +247,7 @@ Between = Callable[[EngineCore, Recorder], list[tuple[int, EngineInput]]]
 def drive(
     engine: EngineCore, recorder: Recorder, inbox: list[tuple[int, EngineInput]], between: Between | None = None
 ) -> Heard:
-    """To the end of the target, if it is in the inbox, else of all requests."""
+    """Run to the end of the target if it is in the inbox, else to the end of all requests."""
     targets = [message for _, message in inbox if isinstance(message, AddRequest) and message.number == TARGET]
     ends = {(TARGET, choice) for message in targets for choice in range(message.params.n)}
     heard = Heard(len(targets[0].prompt_token_ids) // 4 if targets else 0)
@@ -271,7 +271,7 @@ class Run(NamedTuple):
 
     @property
     def num_preemptions(self) -> int:
-        """Of the target's first choice."""
+        """Number of preemptions of the target's first choice."""
         return self.recorder.num_starts - 1
 
 

@@ -65,7 +65,7 @@ class Proxy:
                 one.shutdown(sockets.SHUT_RDWR)
 
     def cut(self) -> None:
-        """In the middle of whatever is on its way."""
+        """Cut the connection in the middle of the bytes in flight."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(sockets.SHUT_RDWR)
