@@ -162,7 +162,7 @@ def read_structural_tag(text: str) -> list[StructuralTag]:
     value = _parse_object("structural_tag", text)
     if "format" in value:
         raise UnsupportedParameterError(
-            "a structural_tag with `format` is not supported by this version: use `structures` and `triggers`, or grammar"
+            "a structural_tag with `format` is not supported by this version: use `structures` and `triggers`"
         )
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_STRUCTURAL_TAGS:

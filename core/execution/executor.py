@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.grammars.grammars import Grammars
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 
@@ -50,6 +51,7 @@ class Executor(Protocol):
     """Runner of plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
 
     info: ModelInfo
+    grammars: Grammars  # of requests with structured_outputs
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of KV blocks of block_size tokens, null block included, that fit memory_bytes."""

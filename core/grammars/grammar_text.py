@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -10,14 +10,15 @@ from core.grammars.schema import close_objects
 from ipc.errors import InvalidRequestError
 from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 #: White space between the parts of JSON where the request names no other pattern. It is bounded because small models
 #: like to write white space without end.
 _WHITESPACE = r"[ \n\t]{0,20}"
 _ANY_OBJECT = {"type": "object"}
 #: The beginning of a GBNF grammar, behind comments. Lark's rules have one colon.
 _GBNF = re.compile(r"(?:\s|#[^\n]*(?:\n|\Z))*+[A-Za-z_][\w-]*\s*::=")
-#: The separators of JSON that is written without white space.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
@@ -53,9 +54,9 @@ def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
         raise InvalidRequestError(f"json is not a JSON schema: {error}") from None
 
 
-def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    if params.disable_any_whitespace:
-        return _COMPACT
+def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
+    if params.disable_any_whitespace:  # the separators of JSON that is written without white space
+        return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
     return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from core.grammars.grammar_text import grammar_text
-from core.grammars.vocabulary import build_vocabulary
+from ipc.config import EngineConfig
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedParameterError
+from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import AddRequest
 from ipc.structured_outputs import StructuredOutputsParams
 
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
 
 #: Compiled grammars that are kept though no request uses them, about 100 KB each.
 MAX_CACHED = 256
-#: Bounds of one grammar, in llguidance's units. They bound a mask to about 5 ms and a compilation to some 100 ms.
-LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 100_000,
-}
 _MAX_ERROR_CHARS = 500
 
 _Key = tuple[object, ...]
@@ -50,6 +43,10 @@ class Grammars:
         self._lock = threading.Lock()  # of both maps
         self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()  # the one used last is the last
         self._held: dict[int, LLMatcher] = {}  # by id() of the params of living requests
+
+    def use_files(self, files: Mapping[str, bytes]) -> None:
+        """Take the model's tokenizer from these files, which have been read already."""
+        self._read_files = lambda: files
 
     def needs(self, message: AddRequest) -> bool:
         """Return whether the request's grammar has to be compiled first."""
@@ -105,7 +102,15 @@ class Grammars:
         tokenizer = self._tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        # They bound a mask to about 5 ms.
+        limits = LLParserLimits(
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=50_000,
+            step_max_items=20_000,
+            max_lexer_states=50_000,
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask builds the lexer's states, which copies share
@@ -117,7 +122,11 @@ class Grammars:
     def _tokenizer(self) -> "LLTokenizer":
         if self._vocabulary is None:
             if not self._eos_token_ids:
-                raise UnsupportedParameterError("structured_outputs need a model with an EOS token, which ends the text")
+                raise UnsupportedParameterError(
+                    "structured_outputs need a model with an EOS token, which ends the text"
+                )
+            from core.grammars.vocabulary import build_vocabulary
+
             try:
                 self._vocabulary = build_vocabulary(self._read_files(), self._vocab_size, self._eos_token_ids)
             except ImportError:
@@ -128,6 +137,11 @@ class Grammars:
             except ModelFileError as error:
                 raise UnsupportedParameterError(f"structured_outputs need the model's tokenizer: {error}") from None
         return self._vocabulary
+
+
+def model_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """Return the grammars of the config's model."""
+    return Grammars(lambda: tokenizer_files_of(config), vocab_size, eos_token_ids)
 
 
 def _key(params: StructuredOutputsParams) -> _Key:

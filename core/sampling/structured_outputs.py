@@ -11,6 +11,7 @@ from core.sampling.edit_group import EditGroup, SampledRows
 from ipc.arrays import Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
+
 class StructuredOutputs(EditGroup):
     """The rows with structured_outputs, each with the matcher of its grammar.
 

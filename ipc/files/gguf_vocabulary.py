@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
+from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 _NORMAL = 1
