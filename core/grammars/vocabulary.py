@@ -39,6 +39,7 @@ def _encoder(files: Mapping[str, bytes]) -> Callable[[str], list[int]]:
         hf.no_padding()
     else:
         hf = build_gguf_tokenizer(parse_gguf_metadata(files[GGUF_HEADER]))
+    hf.encode_special_tokens = True  # their names in a text are text
     return lambda text: hf.encode(text, add_special_tokens=False).ids
 
 

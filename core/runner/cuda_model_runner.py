@@ -124,7 +124,8 @@ class CudaModelRunner(ModelRunner):
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (on
-        CUDA only). grammars: of structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot be allocated.
+        CUDA only). grammars: of structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot
+        be allocated.
         """
         super().__init__(
             model,

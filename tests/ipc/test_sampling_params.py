@@ -59,6 +59,7 @@ def test_every_parameter_is_checked_by_some_rule() -> None:
         *TOKEN_OPTIONS,
         "stop",
         "stop_token_ids",
+        "structured_outputs",
         "output_kind",
     }
     assert checked == set(SamplingParams.__struct_fields__)
