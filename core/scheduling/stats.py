@@ -5,6 +5,7 @@ from core.kv.block_pool import BlockPool
 from core.scheduling.decisions import Decision, Verdict
 from ipc.arrays import Ints, Rows
 from ipc.messages import Statistics
+from ipc.metrics_messages import STEP_TOKEN_BOUNDS, step_token_bucket
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
     verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST
@@ -40,7 +41,9 @@ class SchedulerStats(Statistics):
     def count_step(self, rows: Rows, counts: Ints, pool: BlockPool) -> None:
         """Count a step that runs counts [R] tokens of rows [R]; the pool gives the blocks in use."""
         self.num_steps += 1
-        self.num_scheduled_tokens += int(counts.sum())
+        num_tokens = int(counts.sum())
+        self.num_scheduled_tokens += num_tokens
+        self.step_tokens[step_token_bucket(num_tokens)] += 1
         self.num_scheduled_rows += len(rows)
         self.max_scheduled_rows = max(self.max_scheduled_rows, len(rows))
         self.max_used_blocks = max(self.max_used_blocks, pool.num_blocks - 1 - pool.num_free - pool.num_fenced)
@@ -48,4 +51,5 @@ class SchedulerStats(Statistics):
 
 def new_stats() -> SchedulerStats:
     """Return counters that are all 0."""
-    return SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
+    numbers = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
+    return SchedulerStats(**{**numbers, "step_tokens": [0] * (len(STEP_TOKEN_BOUNDS) + 1)})  # type: ignore[arg-type]

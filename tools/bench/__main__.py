@@ -14,6 +14,7 @@ from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
 from tools.bench.ipc import measure_ipc
+from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
@@ -31,6 +32,7 @@ DEFAULTS = {
     "startup": [],
     "ipc": [],
     "capture": [],
+    "metrics": [],
     "gemm": [],
     "kernels": [],
     "scheduler": [],
@@ -38,6 +40,12 @@ DEFAULTS = {
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
+_OWN_ENGINE = {
+    "ipc": measure_ipc,
+    "capture": measure_capture,
+    "metrics": measure_metrics,
+    "scheduler": measure_scheduler,
+}
 HOST = "host256"  # runs on a separate engine, with the tiny model
 
 
@@ -143,7 +151,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark in ("gemm", "kernels", "step"):
         _run_kernels(parsed, options)
         return
-    measure = {"ipc": measure_ipc, "capture": measure_capture, "scheduler": measure_scheduler}[parsed.benchmark]
+    measure = _OWN_ENGINE[parsed.benchmark]
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
