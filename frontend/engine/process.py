@@ -17,6 +17,7 @@ import msgspec
 
 from frontend.engine.child import Child, engine_defaults, spawn
 from ipc import errors
+from ipc.black_box import BlackBoxFile, BlackBoxReader
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.files.model_files import locate_model
@@ -71,6 +72,7 @@ class EngineProcess:
         self._phase = "start of Python"
         self._address: str | None = None
         self._exit = "has not been started"
+        self._box: BlackBoxFile | None = None  # of all processes, one after the other
         self._exit_code: int | None = None  # of the last process
         self.last_address = ""  # that the present process was told, or the last one had
 
@@ -89,16 +91,18 @@ class EngineProcess:
         private = private_ipc_address() if self._listen is None else None
         try:
             address = self._listen or private or ""
+            self._box = self._box or BlackBoxFile(self.config.max_num_seqs)
             start = Start(
                 self.config,
                 address,
                 self.epoch,
                 self.owner_token,
                 is_private=private is not None,
+                black_box_fd=self._box.fd,
                 resume_ms=self._resume_ms,
             )
             defaults = engine_defaults(self.config)
-            self._child = spawn("core", start, defaults=defaults, private_address=private)
+            self._child = spawn("core", start, pass_fds=[self._box.fd], defaults=defaults, private_address=private)
         except BaseException:
             if private is not None:
                 remove_private_address(private)
@@ -157,6 +161,13 @@ class EngineProcess:
     def exit_code(self) -> int | None:
         """Return the exit code of the last process; None while it lives. Negative: the signal that ended it."""
         return self._exit_code if self._child is None else self._child.process.poll()
+
+    @property
+    def black_box(self) -> BlackBoxReader:
+        """Return the reader of what the present or the last process notes. Errors: EngineStartError."""
+        if self._box is None:
+            raise EngineStartError("an engine that has not been started has no black box")
+        return self._box.reader
 
     @property
     def is_public(self) -> bool:
