@@ -70,7 +70,7 @@ NO_READING = Reading(-1, *(0,) * 11)
 
 
 class Suspect(NamedTuple):
-    """A row of a step that had not ended: its request, and the positions that the step computed."""
+    """A row of a step: its request, and the positions that the step computed."""
 
     digest: bytes
     start: int
@@ -122,8 +122,17 @@ class BlackBoxReader:
 
     def suspects(self) -> list[Suspect]:
         """Return the rows of the steps that have begun and not ended; each request once, with its widest range."""
-        reading, found = self.read(), dict[bytes, Suspect]()
-        for step in range(max(reading.num_ended, reading.num_begun - 2) + 1, reading.num_begun + 1):
+        reading = self.read()
+        return self._rows(range(max(reading.num_ended, reading.num_begun - 2) + 1, reading.num_begun + 1))
+
+    def last_rows(self) -> list[Suspect]:
+        """Return the rows of the last step that has begun."""
+        reading = self.read()
+        return self._rows(range(reading.num_begun, reading.num_begun + min(1, reading.num_begun)))
+
+    def _rows(self, steps: range) -> list[Suspect]:
+        found = dict[bytes, Suspect]()
+        for step in steps:
             slot = step % 2
             size = int(self._page.plan_sizes[slot])
             rows, counts = self._page.rows[slot, :size].tolist(), self._page.counts[slot, :size].tolist()

@@ -21,12 +21,13 @@ from ipc.scheduling_messages import (
     FollowKVEvents,
     KVEvents,
     RequestEvents,
+    StopRequest,
     UnfollowKVEvents,
 )
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines that are started again, measurements of requests.
+#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation.
 PROTOCOL_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
@@ -222,6 +223,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
     events: RequestEvents | None = None
+    drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -278,6 +280,10 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_free_swap_blocks: int = 0
     engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
     step_tokens: list[int] = []  # steps by number of tokens: the buckets of STEP_TOKEN_BOUNDS, then what is above
+    num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
+    num_draft_tokens: int = 0  # guessed tokens that steps verified
+    num_accepted_tokens: int = 0  # of these: became tokens
+    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -335,6 +341,7 @@ CALLS: dict[type[Call], CallRule] = {
     BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
     Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
     GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
+    StopRequest: CallRule(CallDone, is_owners=True, minor=METRICS_MINOR),
     Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
     FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
     UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),

@@ -24,10 +24,11 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.watchdog import DEFAULT_HANG_S
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
+from ipc.log_lines import log_line
 from tools.control import write_owner_file
 from tools.metrics import measuring, served_metrics
 from tools.options import ArgumentParser, add_engine_options, engine_options
-from tools.start import print_phase
+from tools.start import phase_printer
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         config,
         listen=parsed.listen,
         start_timeout=parsed.start_timeout,
-        on_phase=print_phase,
+        on_phase=phase_printer(config.log_format),
         resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
     )
     if parsed.owner_file is not None:
@@ -151,7 +152,8 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str) -> int:
     try:
         took_s = time.monotonic() - begin
         told = f", metrics at {metrics}" if metrics else ""
-        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}", flush=True)
+        text = f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}"
+        print(log_line(process.config.log_format, text, {}), flush=True)
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise

@@ -127,6 +127,7 @@ class WatchedExecutor:
         self.cache_memory_bytes = executor.cache_memory_bytes
         self.initialize_cache = executor.initialize_cache
         self.measure_costs = executor.measure_costs
+        self.measure_steps = executor.measure_steps
         self.prepare_ahead = executor.prepare_ahead
         self.close = executor.close
 

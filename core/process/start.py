@@ -97,7 +97,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
-    config = resolve_costs(config, executor.measure_costs)
+    config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
     watched = WatchedExecutor(executor, box)
     served = Served(
@@ -106,7 +106,8 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         _model_information(config, executor.info),
         start.owner_token,
         config.client_weights,
-        RequestMeter(config.max_model_len or 0) if config.request_metrics else None,
+        _meter(config),
+        start.isolate,
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
@@ -145,6 +146,12 @@ def total_memory_bytes() -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _meter(config: EngineConfig) -> RequestMeter | None:
+    if not config.request_metrics and not config.log_requests:
+        return None
+    return RequestMeter(config.max_model_len or 0, log.say if config.log_requests else None)
 
 
 def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:

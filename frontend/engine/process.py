@@ -23,7 +23,7 @@ from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.files.model_files import locate_model
 from ipc.pipes import FrameReader, decode_start_report, write_frame
 from ipc.sockets import check_address, private_ipc_address, remove_private_address
-from ipc.start_messages import Drain, Ready, Start, StartFailed, StartPhase
+from ipc.start_messages import Drain, Isolate, Ready, Start, StartFailed, StartPhase
 
 OnPhase = Callable[[str, float], None]
 
@@ -72,6 +72,7 @@ class EngineProcess:
         self._phase = "start of Python"
         self._address: str | None = None
         self._exit = "has not been started"
+        self._isolate = Isolate()
         self._box: BlackBoxFile | None = None  # of all processes, one after the other
         self._exit_code: int | None = None  # of the last process
         self.last_address = ""  # that the present process was told, or the last one had
@@ -98,6 +99,7 @@ class EngineProcess:
                 self.epoch,
                 self.owner_token,
                 is_private=private is not None,
+                isolate=self._isolate,
                 black_box_fd=self._box.fd,
                 resume_ms=self._resume_ms,
             )
@@ -179,6 +181,13 @@ class EngineProcess:
         if self._child is None:
             return f"the engine process {self._exit}"
         return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
+
+    def isolate(self, which: Isolate) -> None:
+        """Keep these requests from running, in this process and in those that are started later."""
+        self._isolate, child = which, self._child
+        if child is not None and child.lease_fd >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                write_frame(child.lease_fd, which)
 
     def drain(self) -> None:
         """Let the engine take no more requests, finish the running ones and exit. This does not wait.

@@ -13,6 +13,7 @@ from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervisor import State, Supervisor
 from frontend.engine.watchdog import DEFAULT_HANG_S, Watchdog
+from ipc.black_box import Suspect
 from ipc.errors import EngineCoreError
 
 _TICK_S = 0.5  # between two looks at a running engine
@@ -125,9 +126,16 @@ class SupervisedEngine:
             self._bury()
         elif self._watchdog.look(self.process.black_box.read(), time.monotonic()):
             self._kill_hung()
+        elif (hunt := self.supervisor.hunt).is_searching and hunt.on_step(self._rows(), time.monotonic()):
+            self.process.isolate(hunt.isolate(time.monotonic()))
         elif self.supervisor.take_drain(time.monotonic()):
             for _ in range(self._num_drains):
                 self.process.drain()
+
+    def _rows(self) -> list[Suspect]:
+        """Return what the present process runs; nothing of the one before it."""
+        box = self.process.black_box
+        return box.last_rows() if box.read().epoch == self.process.epoch else []
 
     def _kill_hung(self) -> None:
         """End a process that hangs. First it is asked for its stacks; one that is stopped cannot answer."""
@@ -182,7 +190,11 @@ class SupervisedEngine:
 
     def _mourn(self, death: Death) -> None:
         self.last_cause = death.cause
-        self.supervisor.on_death(death, time.monotonic())
+        now = time.monotonic()
+        box = self.process.black_box
+        is_its_own = box.read().epoch == self.process.epoch  # not that of a process before it
+        self.supervisor.on_death(death, now, box.suspects() if is_its_own else [])
+        self.process.isolate(self.supervisor.hunt.isolate(now))
         if self._is_closing:
             return
         if self.supervisor.state is State.WAITING:

@@ -56,6 +56,7 @@ from ipc.scheduling_messages import (
     RequestEvents,
     RequestExplanation,
     SchedulingState,
+    StopRequest,
     UnfollowKVEvents,
 )
 from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
@@ -102,6 +103,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     FollowKVEvents(11),
     UnfollowKVEvents(12),
     GetMetrics(13),
+    StopRequest(14, 7, 2**32 - 1),
 ]
 EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
@@ -122,7 +124,8 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     EngineStopping(),
     EngineStopping("why"),
     EngineStopping("", True),
-    Statistics(1, *range(32)),
+    Statistics(1, *range(32), [1, 2], 33, 34, 35, [3, 2]),
+    Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", finish=b"\1", drafts=bytes(16)),
     Outputs(0, 1, b"", b"", b"", b"", events=RequestEvents(b"n", b"c", b"k", b"u", b"a", b"t")),
     KVEvents(0, 5, 3, [KVBlocksCleared(), KVBlocksStored(b"c", b"p", b"t", 16), KVBlocksRemoved(b"c")], True),
     Explanation(1, 2, 3, 4, "fcfs", *range(16), [EXPLAINED], 9),
@@ -338,7 +341,8 @@ def test_hostile_frames_raise_only_malformed_message_error(count: int) -> None:
             except MalformedMessageError as error:
                 outcomes[str(error).partition(":")[0]] += 1
             else:
-                assert decode(encode(message)) == message
+                again = encode(message)
+                assert encode(decode(again)) == again  # as bytes: a bound of a histogram may be nan
                 outcomes[name] += 1
     assert sum(outcomes.values()) == 2 * count
     assert min(outcomes.values()) > 500, outcomes  # the mutations reach behind the first byte
