@@ -22,6 +22,7 @@ from frontend.engine.death import Cause
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervised_engine import SupervisedEngine
+from frontend.engine.watchdog import DEFAULT_HANG_S
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from ipc.log_lines import log_line
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
-    engine = SupervisedEngine(process, RestartRules(most=max(0, parsed.restarts)), on_news=_tell)
+    rules = RestartRules(most=max(0, parsed.restarts))
+    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, on_news=_tell)
     stop = _Stop(engine)
     for number in stop.signals:
         signal.signal(number, lambda *_: stop.tell())
@@ -84,6 +86,14 @@ def _add_restart_options(parser: ArgumentParser) -> None:
         default=RestartRules().most,
         metavar="N",
         help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=DEFAULT_HANG_S,
+        metavar="S",
+        help="seconds after which a step that takes 20 times as long as any of its size counts as hung, and the engine "
+        "is killed and started again; 0 = never; default: %(default)g",
     )
     parser.add_argument(
         "--resume-timeout",

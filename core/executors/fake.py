@@ -228,5 +228,9 @@ class FakeExecutor:
 
 
 def create(config: EngineConfig) -> FakeExecutor:
-    """Create the executor for this config."""
-    return FakeExecutor(config)
+    """Create the executor for this config. Errors: ConfigError for a bad fake_poison."""
+    if not config.fake_poison:
+        return FakeExecutor(config)
+    from core.executors.poisoned import PoisonedExecutor
+
+    return PoisonedExecutor(config)
