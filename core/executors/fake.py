@@ -111,7 +111,6 @@ class FakeExecutor:
         rows = plan.rows[samples]
         if len(plan.num_draft_tokens):
             token_ids, counts = self._verify(plan, samples)
-            table.accept(plan, counts)
         elif self._most > 1:
             token_ids, counts = self._sample_several(plan.rows, samples)
         else:
@@ -119,6 +118,8 @@ class FakeExecutor:
             token_ids[samples] = sampled = self._sample(rows)
             table.append_tokens(rows, sampled)
         logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
+        if counts is not None:
+            table.accept(plan, counts)
         return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts))
 
     def _sample(self, rows: Rows) -> Int32s:
@@ -159,9 +160,12 @@ class FakeExecutor:
     def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
         """Return the logprobs of all rows, row by row. The sampled tokens are already in the table."""
         table, parts = self._table, []
+        known = plan.num_scheduled_tokens.copy()
+        if len(plan.num_draft_tokens):
+            known -= plan.num_draft_tokens
         for index, row in enumerate(plan.rows.tolist()):
             end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
-            positions = np.arange(end - int(plan.num_scheduled_tokens[index]), end) + 1  # of the tokens that follow
+            positions = np.arange(end - int(known[index]), end) + 1  # of the tokens that follow
             output = np.arange(end, int(table.num_tokens[row]) if samples[index] else end)  # what the row has yielded
             for wanted, at in zip(
                 self._num_logprobs[row].tolist(), (output, positions[positions < num_prompt]), strict=True
