@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ipc.errors import ConfigError
+from ipc.log_lines import LogFormat
 from ipc.neutral_options import check_neutral, is_neutral
 from ipc.option import DeclaredOption, Option, declared_options
 from ipc.speculation import SpeculativeConfig, parse_speculative_config
@@ -198,6 +199,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         bool,
         Option("clients", "measure the times of requests, for Prometheus; `serve --metrics` and `--http` set it"),
     ] = False
+    log_requests: Annotated[
+        bool, Option("log", "a line for each request at its end; never what was asked or answered")
+    ] = False
+    log_format: Annotated[
+        LogFormat, Option("log", "format of the log on standard error: for people or for programs")
+    ] = "text"
     capture: Annotated[
         str | None,
         Option(

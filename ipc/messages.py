@@ -21,13 +21,16 @@ from ipc.scheduling_messages import (
     FollowKVEvents,
     KVEvents,
     RequestEvents,
+    StopRequest,
     UnfollowKVEvents,
 )
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: measurements of requests, drafts.
+#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation, structured outputs.
 PROTOCOL_MINOR = 4
+#: The first minor of engines that take structured_outputs.
+STRUCTURED_OUTPUTS_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -57,6 +60,8 @@ class ErrorCode(IntEnum):
     DEADLINE_EXCEEDED = 6
     INTERNAL = 7
     PERMISSION_DENIED = 8  # only the engine's owner may ask for this
+    QUARANTINED = 9  # the engine died several times while it ran this request; sending it again does not help
+    NUMERIC = 10  # the request's logits were not finite
 
 
 class PauseMode(IntEnum):
@@ -77,6 +82,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     client_name: str
     session_token: bytes = b""  # of the client's lost session, which ends at once with its requests
     owner_token: bytes = b""  # the token of Start; it gives the owner's rights
+    num_resumed: int = 0  # unfinished requests of the lost session; sent again first, no bound refuses them
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -136,6 +142,9 @@ class Resume(Call, frozen=True, array_like=True, tag=21):
 class BeginDrain(Call, frozen=True, array_like=True, tag=22):
     """Owner only. Refuse new requests and end the engine after the last one. Answered by CallDone at once."""
 
+    move_after_ms: int = -1  # then clients are told to go on elsewhere with what has not finished; -1 = never
+    comes_back: bool = False  # the next engine answers at this address: the supervisor starts it
+
 
 class Shutdown(Call, frozen=True, array_like=True, tag=23):
     """Owner only. End the engine at once. Answered by CallDone, then EngineStopping."""
@@ -156,6 +165,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
     lease_ms: int = 0  # a session without a message for so long ends; 0 = never
     max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported
+    resume_ms: int = 0  # if this engine dies, another answers at its address within so long; 0 = none does
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
@@ -315,6 +325,7 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     """Last message of a session that the engine ends; `error` is empty for an orderly stop."""
 
     error: str = ""
+    comes_back: bool = False  # unfinished requests may be sent to the next engine, as after a lost connection
 
 
 CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | CallDone | CallFailed
@@ -332,6 +343,7 @@ CALLS: dict[type[Call], CallRule] = {
     BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
     Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
     GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
+    StopRequest: CallRule(CallDone, is_owners=True, minor=METRICS_MINOR),
     Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
     FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
     UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),

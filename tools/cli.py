@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
+    "top": ("tools.top.__main__", "show a running engine live"),
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),

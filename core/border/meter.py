@@ -6,7 +6,7 @@ client sees, without the network and the client's own work. Names and buckets ar
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -31,6 +31,14 @@ _REQUEST_S = (
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _NS = 1e-9
 _CHOICE_BITS = 16
+
+
+class Log(Protocol):
+    """Takes a log line and its fields."""
+
+    def __call__(self, text: str, **fields: object) -> None: ...
+
+
 _NO_KEYS: Ints = np.empty(0, np.int64)
 
 
@@ -57,8 +65,14 @@ class _Group(msgspec.Struct, eq=False):
     request: AddRequest
     arrival: float
     num_open: int
+    client: int
     num_prompt_tokens: int
     longest: int = 0  # output tokens
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    first: float = 0.0
+    scheduled: float = 0.0
+    num_preemptions: int = 0
 
 
 class _Choice(msgspec.Struct, eq=False):
@@ -86,10 +100,13 @@ class _Client(msgspec.Struct, eq=False):
 class RequestMeter:
     """The measurements of all requests, for the thread that holds the socket's lock. Times: monotonic seconds.
 
+    log: called with each request's end; None = it is not logged.
+
     A step in which each client's requests are those of its step before costs one look at a histogram for each client.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, log: Log | None = None) -> None:
+        self._log = log
         tokens = decades(max_model_len)
         bounds = dict.fromkeys(_Ended._fields, _REQUEST_S) | {
             "request_time_per_output_token_seconds": _TOKEN_S,
@@ -118,11 +135,13 @@ class RequestMeter:
         if refusal is not None:
             name = refusal.code.name
             self._num_refused[name] = self._num_refused.get(name, 0) + 1
+            if self._log is not None:
+                self._log("request refused", client=client, number=request.number, reason=name)
             return
         own = self._clients.setdefault(client, _Client())
         first = request.number << _CHOICE_BITS
         if first not in own.choices:
-            group = _Group(request, now, request.params.n, len(request.prompt_token_ids) // 4)
+            group = _Group(request, now, request.params.n, client, len(request.prompt_token_ids) // 4)
             for choice in range(request.params.n):
                 own.choices[first + choice] = _Choice(group)
 
@@ -135,18 +154,21 @@ class RequestMeter:
             if isinstance(message, Outputs):
                 if message.events is not None:
                     self._note_events(own, message.events)
+                if message.started and self._log is not None:
+                    self._note_cached(own, message.started)
                 if message.numbers:
                     self._note_outputs(own, message, now)
             elif isinstance(message, RequestFailed):
                 first = message.number << _CHOICE_BITS
                 failed = own.choices.get(first)
                 for choice in range(0 if failed is None else failed.group.request.params.n):
-                    self._forget(own, first + choice, "error")
+                    self._forget(own, first + choice, "error", now)
 
     def forget_client(self, client: int) -> None:
         """Count what a client leaves behind as aborted."""
         own = self._clients.pop(client, _Client())
-        self._num_finished["abort"] += len(own.choices)
+        for key in list(own.choices):
+            self._forget(own, key, "abort", None)
 
     # --- one client's messages ---
 
@@ -198,6 +220,7 @@ class RequestMeter:
             choice = own.choices.get(key)
             if choice is not None:
                 choice.first = now
+                choice.group.first = choice.group.first or now
                 self._first_token.add((now - choice.group.arrival,))
         own.keys, own.time, own.frame = keys, now, (b"", b"")
 
@@ -209,16 +232,27 @@ class RequestMeter:
             choice = own.choices.get(key)
             if choice is not None and kind == EventKind.SCHEDULED:
                 choice.scheduled = time_ns * _NS
+                choice.group.scheduled = choice.group.scheduled or choice.scheduled
             elif choice is not None and kind == EventKind.PREEMPTED:
                 choice.num_preemptions += 1
+                choice.group.num_preemptions += 1
+
+    @staticmethod
+    def _note_cached(own: _Client, started: bytes) -> None:
+        for number, num_cached in np.frombuffer(started, "<u4").reshape(-1, 2).tolist():
+            choice = own.choices.get(number << _CHOICE_BITS)
+            if choice is not None:
+                choice.group.num_cached_tokens = num_cached
 
     def _end(self, own: _Client, key: int, reason: FinishReason, num_tokens: int, now: float) -> None:
         last = own.strays.get(key, own.time)  # of a choice without a token: not used
-        choice = self._forget(own, key, reason.name.lower())
+        choice = own.choices.get(key)
         if choice is None:
             return
         group, nan = choice.group, math.nan
         group.longest = max(group.longest, num_tokens)
+        group.num_output_tokens += num_tokens
+        self._forget(own, key, reason.name.lower(), now)
         begun, answered = choice.scheduled, choice.first
         is_whole = group.num_open == 0  # the request has ended
         self._ended.add(
@@ -240,10 +274,35 @@ class RequestMeter:
             )
         )
 
-    def _forget(self, own: _Client, key: int, reason: str) -> _Choice | None:
+    def _forget(self, own: _Client, key: int, reason: str, now: float | None) -> None:
+        """End a choice; log its request with its last one. now: None = its client has gone."""
         choice = own.choices.pop(key, None)
         own.strays.pop(key, None)
-        if choice is not None:
-            choice.group.num_open -= 1
-            self._num_finished[reason] += 1
-        return choice
+        if choice is None:
+            return
+        group = choice.group
+        group.num_open -= 1
+        self._num_finished[reason] += 1
+        if group.num_open == 0 and self._log is not None:
+            self._log("request ended", **_described(group, reason if now is not None else "client gone", now))
+
+
+def _described(group: _Group, reason: str, now: float | None) -> dict[str, object]:
+    """Return what the log says of a request that has ended. Times: milliseconds; None = not known."""
+
+    def ms(end: float | None) -> float | None:
+        return round((end - group.arrival) * 1000, 1) if end else None
+
+    return {
+        "client": group.client,
+        "number": group.request.number,
+        "reason": reason,
+        "prompt_tokens": group.num_prompt_tokens,
+        "cached_tokens": group.num_cached_tokens,
+        "output_tokens": group.num_output_tokens,
+        "choices": group.request.params.n,
+        "queue_ms": ms(group.scheduled),
+        "first_token_ms": ms(group.first),
+        "total_ms": ms(now),
+        "preemptions": group.num_preemptions,
+    }

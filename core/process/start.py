@@ -24,7 +24,8 @@ from core.model_files.default_sampling import read_default_sampling
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
-from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.files.model_files import tokenizer_hash
+from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
@@ -85,6 +86,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         import_executor(config)
     report("load model")
     executor = load_executor(config)
+    executor.grammars.use_files(tokenizer.files)
     report("kv cache")
     config = resolve(
         config,
@@ -97,16 +99,16 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
     served = Served(
-        _welcome(config, executor.info, start.epoch, tokenizer, default_sampling),
+        _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,
         _model_information(config, executor.info),
         start.owner_token,
         config.client_weights,
-        RequestMeter(config.max_model_len or 0) if config.request_metrics else None,
+        _meter(config),
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
-    io = IOThread(context, router, served)
+    io = IOThread(context, router, served, executor.grammars)
     if capture is None:
         return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
     writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
@@ -139,19 +141,21 @@ def total_memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def _meter(config: EngineConfig) -> RequestMeter | None:
+    if not config.request_metrics and not config.log_requests:
+        return None
+    return RequestMeter(config.max_model_len or 0, log.say if config.log_requests else None)
+
+
 def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
-    if config.executor == "fake" and config.model is None:
-        return TokenizerFiles(0, "", {})
-    files = read_tokenizer_files(resolve_model(config.model), optional=config.load_format == "dummy")
-    if not files:
-        return TokenizerFiles(0, "", {})
-    return TokenizerFiles(0, tokenizer_hash(files), files)
+    files = tokenizer_files_of(config)
+    return TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
 
 
 def _welcome(
     config: EngineConfig,
     info: ModelInfo,
-    epoch: int,
+    start: Start,
     tokenizer: TokenizerFiles,
     default_sampling: dict[str, float | int],
 ) -> Welcome:
@@ -161,7 +165,7 @@ def _welcome(
         minor=PROTOCOL_MINOR,
         server_version=VERSION,
         engine_id=secrets.token_hex(8),
-        epoch=epoch,
+        epoch=start.epoch,
         session_token=b"",
         model_name=info.name,
         model_fingerprint=info.fingerprint,
@@ -178,6 +182,7 @@ def _welcome(
             heartbeat_ms=config.client_lease_ms // 3,
             lease_ms=config.client_lease_ms,
             max_logprobs=config.max_logprobs,
+            resume_ms=start.resume_ms,
         ),
         default_sampling=default_sampling,
     )

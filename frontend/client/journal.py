@@ -24,6 +24,7 @@ _PAGE_SIZE = 64  # tokens
 _SIBLINGS_PAGE = 4  # rows
 _FIRST_ROWS = 64
 _NO_STOP_TOKEN = -1
+_MANY = 2**62  # tokens
 
 
 class Progress(NamedTuple):
@@ -256,6 +257,17 @@ class Journal(Columns):
     def unfinished(self) -> Ints:
         """Return the numbers of unfinished requests, ascending: those to resubmit to a new engine."""
         return np.unique(self._number[(self._number >= 0) & (self._finish == 0)])
+
+    def unfinished_in_order(self) -> Ints:
+        """Return the numbers of unfinished requests: those with tokens first, the shortest first, then by number."""
+        numbers = self.unfinished()
+        lengths = np.array([self._length_if_begun(number) for number in numbers.tolist()], np.int64)
+        return numbers[np.lexsort((numbers, lengths))]
+
+    def _length_if_begun(self, number: int) -> int:
+        """Return the number of a request's tokens, the prompt's included; a large number where it has no output."""
+        num_output = int(self._num_delivered[self._rows_of_request(number)].sum())
+        return len(self.request(number).prompt_token_ids) // 4 + num_output if num_output else _MANY
 
     def apply(self, outputs: Outputs, now: float) -> Ints:
         """Apply the outputs of one step; return the rows [N] with news.

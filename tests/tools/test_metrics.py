@@ -1,10 +1,13 @@
 """`serve --metrics`: the page that Prometheus scrapes, of a real engine process, and what a scrape may meet."""
 
+import json
 import socket
+import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -18,7 +21,7 @@ from frontend.metrics.server import MetricsServer
 from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError
 from ipc.sampling_params import SamplingParams
-from tests.tools.test_cli import serving
+from tests.tools.test_cli import command, environment, serving
 from tools.metrics import measuring, served_metrics
 
 NUM_REQUESTS, NUM_TOKENS = 5, 12
@@ -146,3 +149,31 @@ def test_a_port_in_use_is_said(server: MetricsServer) -> None:
 def test_an_address_is_host_and_port(address: str) -> None:
     with pytest.raises(AddressError, match="HOST:PORT or PORT"):
         MetricsServer(address, registry_of(One()))
+
+
+# --- the log ------------------------------------------------------------------------------------------------------
+
+
+def test_a_json_log_has_one_object_a_line_and_one_line_a_request(tmp_path: Path) -> None:
+    address, options = f"ipc://{tmp_path}/e", ("--log-format", "json", "--log-requests")
+    with subprocess.Popen(
+        command("serve", "--executor", "fake", "--listen", address, *options),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        ready = json.loads(server.stdout.readline())
+        assert ready["message"].startswith(f"ready at {address} (fake, numerics L2")
+        ask(address)
+        server.terminate()
+        _, errors = server.communicate(timeout=20)
+    *others, draining = errors.splitlines()
+    lines = [json.loads(line) for line in others]
+    assert draining == "engine-core: draining"  # written by a signal handler
+    ended = [line for line in lines if line["message"] == "request ended"]
+    assert [line["number"] for line in ended] == list(range(NUM_REQUESTS))
+    assert {line["output_tokens"] for line in ended} == {NUM_TOKENS}
+    assert all(0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"] for line in ended)
+    assert next(line["phase"] for line in lines if line["message"] == "starting") == "listen"

@@ -189,6 +189,35 @@ def test_many_values_are_counted_before_anybody_asks() -> None:
     assert sum(meter.metrics(1, 1).histograms["e2e_request_latency_seconds"].counts) == 3000
 
 
+def test_each_request_is_logged_once_at_its_end() -> None:
+    lines: list[tuple[str, dict[str, object]]] = []
+    meter = RequestMeter(1000, lambda text, **fields: lines.append((text, fields)))
+    meter.note_request(CLIENT, request(1, 40, n=2), None, 10.0)
+    meter.note_request(CLIENT, request(2), RequestFailed(2, ErrorCode.UNAVAILABLE, ""), 10.0)
+    meter.note_request(CLIENT, request(3), None, 10.0)
+    started = outputs([(1, 0, 0, 1, 0), (1, 1, 0, 1, 0)], event(1, 0, EventKind.SCHEDULED, 10.25))
+    meter.note_messages([(CLIENT, msgspec.structs.replace(started, started=struct.pack("<2I", 1, 32)))], 10.5)
+    meter.note_messages([(CLIENT, outputs([(1, 0, 1, 1, 1)]))], 11.0)
+    meter.note_messages([(CLIENT, outputs([(1, 1, 1, 1, 2)]))], 12.0)
+    meter.forget_client(CLIENT)
+    assert [text for text, _ in lines] == ["request refused", "request ended", "request ended"]
+    assert lines[0][1] == {"client": CLIENT, "number": 2, "reason": "UNAVAILABLE"}
+    assert lines[1][1] == {
+        "client": CLIENT,
+        "number": 1,
+        "reason": "length",
+        "prompt_tokens": 40,
+        "cached_tokens": 32,
+        "output_tokens": 4,
+        "choices": 2,
+        "queue_ms": 250.0,
+        "first_token_ms": 500.0,
+        "total_ms": 2000.0,
+        "preemptions": 0,
+    }
+    assert (lines[2][1]["number"], lines[2][1]["reason"], lines[2][1]["total_ms"]) == (3, "client gone", None)
+
+
 def test_buckets_of_tokens_go_to_the_longest_request() -> None:
     bounds = RequestMeter(4096).metrics(1, 1).histograms["request_prompt_tokens"].bounds
     assert bounds == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
