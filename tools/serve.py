@@ -1,13 +1,15 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-SIGTERM or SIGINT drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies
-the clients and stops it at once, exit status 143.
+An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM or SIGINT
+drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients and
+stops it at once, exit status 143. Where the engine dies too often, the exit status is 1.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 
@@ -15,7 +17,10 @@ import uvloop
 
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
+from frontend.engine.death import Cause
 from frontend.engine.process import EngineProcess
+from frontend.engine.restart_policy import RestartRules
+from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from ipc.log_lines import log_line
@@ -44,25 +49,48 @@ def main(arguments: Sequence[str]) -> int:
         "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
     )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
+    _add_restart_options(parser)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
     config = config_from_options(**measuring(parsed.metrics), **engine_options(parsed))
     process = EngineProcess(
-        config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=phase_printer(config.log_format)
+        config,
+        listen=parsed.listen,
+        start_timeout=parsed.start_timeout,
+        on_phase=phase_printer(config.log_format),
+        resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
     )
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)
-    stop = _Stop(process)
+    engine = SupervisedEngine(process, RestartRules(most=max(0, parsed.restarts)), on_news=_tell)
+    stop = _Stop(engine)
     for number in _SIGNALS:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        with served_metrics(parsed.metrics, lambda: process.address) as url:
-            return _serve(process, stop, url)
+        with served_metrics(parsed.metrics, lambda: process.last_address) as url:
+            return _serve(engine, stop, url)
     finally:
-        process.close()
+        engine.close()
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)
+
+
+def _add_restart_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RestartRules().most,
+        metavar="N",
+        help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+    )
+    parser.add_argument(
+        "--resume-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
+    )
 
 
 class _Stopped(BaseException):
@@ -75,8 +103,8 @@ class _Stopped(BaseException):
 class _Stop:
     """The signals received so far. Handlers are installed before the engine starts and stay until it has ended."""
 
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
+    def __init__(self, engine: SupervisedEngine) -> None:
+        self._engine = engine
         self.count = 0
         self.is_fetching = False  # there is no engine process yet
 
@@ -88,22 +116,23 @@ class _Stop:
         if self.count == 1:
             os.write(2, b"engine-core: draining\n")  # sys.stderr may be in the middle of a line that this interrupts
         if self.count <= 2:
-            self._process.drain()
+            self._engine.drain()
 
     @property
     def status(self) -> int:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-def _serve(process: EngineProcess, stop: _Stop, metrics: str) -> int:
+def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str) -> int:
+    process = engine.process
     begin = time.monotonic()
     try:
         stop.is_fetching = True
-        process.start()
+        engine.start()
         stop.is_fetching = False
         if stop.count:
-            process.drain()  # the signal may have come before the process existed
-        process.wait_ready()
+            engine.drain()  # the signal may have come before the process existed
+        engine.wait_ready()
     except _Stopped:
         return stop.status
     except EngineStartError:
@@ -118,7 +147,7 @@ def _serve(process: EngineProcess, stop: _Stop, metrics: str) -> int:
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
-    return uvloop.run(_watch(process, stop))
+    return uvloop.run(_watch(engine, stop))
 
 
 def _describe(process: EngineProcess) -> str:
@@ -131,8 +160,12 @@ def _describe(process: EngineProcess) -> str:
         client.close()
 
 
-async def _watch(process: EngineProcess, stop: _Stop) -> int:
-    """Wait until the engine process has ended; return the exit status. Errors: EngineDeadError if it crashed."""
+def _tell(text: str) -> None:
+    print(f"engine-core: {text}", file=sys.stderr, flush=True)
+
+
+async def _watch(engine: SupervisedEngine, stop: _Stop) -> int:
+    """Wait until the engine has ended for good; return the exit status. Errors: EngineDeadError if it crashed."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -147,10 +180,10 @@ async def _watch(process: EngineProcess, stop: _Stop) -> int:
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     limit()  # for signals before
-    loop.add_reader(process.pidfd, ended.set)
+    loop.add_reader(engine.ended_fd, ended.set)
     await ended.wait()
-    loop.remove_reader(process.pidfd)
-    process.stop(0)
-    if not stop.count and process.exit_code != 0:  # 0: its owner drained it or shut it down
-        raise EngineDeadError(process.describe_exit())
+    loop.remove_reader(engine.ended_fd)
+    engine.close(0)
+    if not stop.count and engine.last_cause is not Cause.ENDED:  # ended: its owner drained it or shut it down
+        raise EngineDeadError(engine.describe_end())
     return stop.status

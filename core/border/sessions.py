@@ -50,6 +50,7 @@ class Session(msgspec.Struct, eq=False):
     num_tokenizers: int = 0  # times the tokenizer was sent
     num_calls: int = 0  # calls that the engine has not answered yet
     resumable: set[int] = msgspec.field(default_factory=set)  # numbers of its lost session: never refused
+    num_restorable: int = 0  # requests that come first, which another engine had accepted: never refused
     held_since: float | None = None  # monotonic; its requests wait
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from core.border.departure import Departure
 from core.border.inbox import Inbox
 from core.border.lease_clock import LeaseClock
 from core.border.preparation import Preparation, Preparer
@@ -53,6 +54,7 @@ class Border:
         self.outbox: SimpleQueue[Sequence[AddressedMessage]] = SimpleQueue()  # results of steps, to be sent by round()
         self.sessions = Sessions(socket, self.inbox, served.client_weights)
         self.drain_asked = False  # set by any thread: the next round begins the drain
+        self.departure = Departure()
         self.shutdown_asked = False  # nothing is received any more
         self._socket = socket
         self._monitor = monitor
@@ -72,6 +74,7 @@ class Border:
             self.inbox,
             self._clock,
             self._preparation,
+            departure=self.departure,
             on_connect=self._close_disconnected,
             on_drain=on_drain,
             on_shutdown=self._shut_down,

@@ -95,9 +95,9 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
-    config = resolve_costs(config, executor.measure_costs)
+    config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
     served = Served(
-        _welcome(config, executor.info, start.epoch, tokenizer, default_sampling),
+        _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,
         _model_information(config, executor.info),
         start.owner_token,
@@ -157,7 +157,7 @@ def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
 def _welcome(
     config: EngineConfig,
     info: ModelInfo,
-    epoch: int,
+    start: Start,
     tokenizer: TokenizerFiles,
     default_sampling: dict[str, float | int],
 ) -> Welcome:
@@ -167,7 +167,7 @@ def _welcome(
         minor=PROTOCOL_MINOR,
         server_version=VERSION,
         engine_id=secrets.token_hex(8),
-        epoch=epoch,
+        epoch=start.epoch,
         session_token=b"",
         model_name=info.name,
         model_fingerprint=info.fingerprint,
@@ -184,6 +184,7 @@ def _welcome(
             heartbeat_ms=config.client_lease_ms // 3,
             lease_ms=config.client_lease_ms,
             max_logprobs=config.max_logprobs,
+            resume_ms=start.resume_ms,
         ),
         default_sampling=default_sampling,
     )

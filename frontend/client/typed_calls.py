@@ -105,9 +105,21 @@ class TypedCalls(Protocol):
         """Abort a request of any session; do nothing where it is not live."""
         self._ask(lambda call: StopRequest(call, session, number), CallDone, timeout, "StopRequest")
 
-    def drain(self, timeout: float | None = None) -> None:
-        """Refuse new requests and end the engine after the last one. Does not wait for the end."""
-        self._ask(BeginDrain, CallDone, timeout)
+    def drain(self, timeout: float | None = None, *, move_after: float | None = None) -> None:
+        """Refuse new requests and end the engine after the last one. Does not wait for the end.
+
+        move_after: seconds after which the engine ends in any case; what has not finished goes on at the next engine
+        that its client finds, at this address or where the client's `locate` says.
+        """
+        move_ms = -1 if move_after is None else int(move_after * 1000)
+        self._ask(lambda call: BeginDrain(call, move_ms), CallDone, timeout, "BeginDrain")
+
+    def upgrade(self, timeout: float | None = None) -> None:
+        """End the engine at once, for the next one that its supervisor starts; all requests go on there.
+
+        CallFailedError where nobody would start it.
+        """
+        self._ask(lambda call: BeginDrain(call, 0, True), CallDone, timeout, "BeginDrain")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once."""

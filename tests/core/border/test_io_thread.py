@@ -61,7 +61,7 @@ class Harness:
         self.io.start()
 
     def close(self) -> None:
-        self.io.finish("", PATIENCE_S)
+        self.io.finish(EngineStopping(), PATIENCE_S)
         assert not self.io._thread.is_alive()
         remove_private_address(self.address)
 
@@ -336,7 +336,7 @@ def test_an_overfull_inbox_lets_the_io_thread_sleep(harness: Harness, monkeypatc
 
 def test_an_engine_thread_that_comes_back_to_a_closed_socket_waits_for_the_end(harness: Harness) -> None:
     """The process ends with the code of who ends it, not with the engine thread's error."""
-    harness.io.finish("", PATIENCE_S)
+    harness.io.finish(EngineStopping(), PATIENCE_S)
 
     def wait() -> None:
         with contextlib.suppress(OSError):  # once the lock is released, which no product does

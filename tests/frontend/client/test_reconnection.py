@@ -250,7 +250,7 @@ def test_what_is_submitted_again(played_engine: PlayedEngine) -> None:
     assert client.read(begun).token_ids.tolist() == [8, 9, 7]
     played_engine.received.clear()
     played_engine.cut()
-    assert played_engine.received[0] == msgspec.structs.replace(hello, session_token=b"n" * 16)
+    assert played_engine.received[0] == msgspec.structs.replace(hello, session_token=b"n" * 16, num_resumed=1)
     client.close()
 
 

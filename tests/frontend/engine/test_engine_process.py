@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.engine.child import spawn_engine
+from frontend.engine.child import spawn
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileError, OutOfMemoryError
@@ -331,7 +331,7 @@ with EngineProcess(EngineConfig(executor="fake")) as engine:
 def test_start_that_no_pipe_can_hold_is_refused_at_once() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(EngineStartError, match="too long for a pipe: shorten them"):
-        spawn_engine(Start(FAKE, "ipc:///" + "a" * 100_000), None)
+        spawn("core", Start(FAKE, "ipc:///" + "a" * 100_000))
     assert os.listdir("/proc/self/fd") == before
 
 
