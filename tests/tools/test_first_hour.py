@@ -1,0 +1,117 @@
+"""What a new user tries: defaults of serve, words of other engines, abbreviations that are none."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ipc.errors import AddressError
+from tests.tools.test_cli import command, environment
+from tools import address
+from tools.cli import COMMANDS
+from tools.cli import main as cli
+from tools.hints import COMMANDS as OTHER_COMMANDS
+from tools.hints import FLAGS
+
+
+@pytest.fixture(name="home", autouse=True)
+def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+# --- serve without an address ---------------------------------------------------------------------------------------
+
+
+def test_serve_listens_where_the_other_commands_look(home: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command(*words), env=environment(), capture_output=True, text=True, check=False)
+
+    assert "start one with `engine-core serve`" in run("top", "--once").stderr
+    with subprocess.Popen(
+        command("serve", "--executor", "fake"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        assert f"ready at ipc://{home}/engine-core/engine.sock" in server.stdout.readline()
+        assert "running 0/32" in run("top", "--once", "--interval", "0.1").stdout
+        assert "0 of 32 rows run" in run("explain").stdout
+        assert "is served at" in run("serve", "--executor", "fake").stderr
+        assert run("control", "pause").returncode == 0  # as the owner: the owner file is beside the socket
+        assert run("control", "drain").returncode == 0
+        assert server.wait(20) == 0
+        server.communicate()
+    assert not (home / "engine-core" / "engine.owner").exists()
+
+
+def test_an_owner_file_of_an_engine_that_was_killed_is_no_obstacle(home: Path) -> None:
+    stale = Path(address.default_owner_file())
+    stale.write_text("00\n")
+    assert address.fresh_owner_file() == str(stale)
+    assert not stale.exists()
+    assert address.owner_file_to_read(None, None) is None
+    assert address.owner_file_to_read(None, "ipc:///x") is None
+    assert address.owner_file_to_read("mine", None) == "mine"
+
+
+def test_a_folder_that_others_can_write_is_refused(home: Path) -> None:
+    (home / "engine-core").mkdir()
+    os.chmod(home / "engine-core", 0o777)
+    with pytest.raises(AddressError, match="not a folder of this user alone"):
+        address.default_address()
+    (home / "engine-core").rmdir()
+    (home / "engine-core").symlink_to("/tmp")
+    with pytest.raises(AddressError, match="not a folder of this user alone"):
+        address.default_address()
+
+
+# --- words of other engines -----------------------------------------------------------------------------------------
+
+
+def test_abbreviations_are_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """-n is llama.cpp's number of tokens, and argparse took it for -np, the number of requests at once."""
+    assert "the number of tokens is --max-tokens" in refused(capsys, "generate", "-n", "3", "hello")
+    assert "unknown argument --max-num-se" in refused(capsys, "generate", "--max-num-se", "3", "hello")
+    assert "threads must be" in refused_value(capsys, "generate", "-t0", "hello")
+
+
+def refused_value(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli(words) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--enable-lora", "--tensor-parallel-size", "-ngl", "--host", "--n-predict"])
+def test_a_flag_of_another_engine_gets_its_hint(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert FLAGS[flag] in refused(capsys, "serve", flag, "8")
+
+
+@pytest.mark.parametrize("word", ["ps", "llama-server"])
+def test_a_command_of_another_engine_gets_its_hint(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert OTHER_COMMANDS[word] in refused(capsys, word)
+
+
+def test_hints_are_for_what_does_not_exist() -> None:
+    assert not set(OTHER_COMMANDS) & set(COMMANDS)
+    done = subprocess.run(command("serve", "--help"), env=environment(), capture_output=True, text=True, check=True)
+    ours = set(done.stdout.replace(",", " ").split())
+    assert set(FLAGS) & ours == set()
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["help"]) == 0
+    assert "commands:" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli(["help", "top"])
+    assert ended.value.code == 0
+    assert "engine-core top" in capsys.readouterr().out
