@@ -24,8 +24,9 @@ from frontend.text.chat_template import render_chat
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.config import EngineConfig, config_from_options
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.messages import STRUCTURED_OUTPUTS_MINOR
 from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
 Message: TypeAlias = dict[str, Any]
@@ -291,6 +292,11 @@ class EngineHandle:
             if one.stop_strings and self.tokenizer is None:
                 raise InvalidRequestError(
                     "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
+                )
+            if one.structured_outputs is not None and self.client.welcome.minor < STRUCTURED_OUTPUTS_MINOR:
+                raise UnsupportedParameterError(
+                    f"this engine speaks protocol 1.{self.client.welcome.minor}, and structured_outputs came with "
+                    f"1.{STRUCTURED_OUTPUTS_MINOR}: update the engine"
                 )
             if one.bad_words and self.tokenizer is None:
                 raise InvalidRequestError(

@@ -27,8 +27,10 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation.
+#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation, structured outputs.
 PROTOCOL_MINOR = 4
+#: The first minor of engines that take structured_outputs.
+STRUCTURED_OUTPUTS_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20

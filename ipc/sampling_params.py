@@ -9,6 +9,7 @@ import msgspec
 
 from ipc.errors import InvalidRequestError
 from ipc.refused_parameters import refuse_parameters
+from ipc.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -63,7 +64,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: None = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: None = None
     truncate_prompt_tokens: int | None = None  # keep this many tokens at the prompt's end; -1 = what the model takes
     flat_logprobs: bool = False
@@ -128,12 +129,20 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         self.allowed_token_ids = _allowed_token_ids(self.allowed_token_ids)
         self.bad_words = _bad_words(self.bad_words)
         self.bad_words_token_ids = _bad_words_token_ids(self.bad_words_token_ids)
+        self._check_structured_outputs()
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
             raise InvalidRequestError(
                 f"output_kind must be one of {[kind.name for kind in RequestOutputKind]}, got {self.output_kind!r}"
             ) from None
+
+    def _check_structured_outputs(self) -> None:
+        given = self.structured_outputs
+        if given is not None and not isinstance(given, StructuredOutputsParams):
+            raise InvalidRequestError(f"structured_outputs must be StructuredOutputsParams, got {given!r:.80}")
+        if given is not None and self.ignore_eos:
+            raise InvalidRequestError("ignore_eos and structured_outputs contradict each other: EOS ends the grammar")
 
     @staticmethod
     def from_optional(**options: Any) -> "SamplingParams":

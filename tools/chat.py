@@ -6,6 +6,7 @@ With a prompt, or with text on standard input, the answer is written once, as it
 import asyncio
 import contextlib
 import importlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -41,12 +42,15 @@ def main(arguments: Sequence[str]) -> int:
     add_sampling_options(parser, max_tokens=_MAX_TOKENS)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
+    words = list(parsed.prompt)
     options = engine_options(parsed)
-    if parsed.model_name is not None:
+    if parsed.model_name is not None and _is_question(parsed.model_name):
+        words.insert(0, parsed.model_name)
+    elif parsed.model_name is not None:
         options["model"] = parsed.model_name
     check_connect(parsed.connect, options)
     sampling_params(parsed, {}, {})  # a bad value is refused before an engine is started
-    question = " ".join(parsed.prompt)
+    question = " ".join(words)
     if not sys.stdin.isatty():
         question = "\n\n".join(filter(None, (question, sys.stdin.read().strip())))
         if not question:
@@ -62,6 +66,11 @@ def main(arguments: Sequence[str]) -> int:
                 return _converse(chat, is_quiet=parsed.quiet)
         except EngineDeadError as error:
             raise EngineDeadError((process.describe_exit() if process is not None else "") or str(error)) from error
+
+
+def _is_question(text: str) -> bool:
+    """Return whether the first word on the command line is a prompt, and no model was named."""
+    return any(character.isspace() for character in text) and not os.path.exists(text)
 
 
 class Conversation:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ipc.sampling_params import SamplingParams
+from tools.structured_outputs import add_structured_outputs_options, read_structured_outputs
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *_PENALTIES)
@@ -23,6 +24,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
     group.add_argument("--ignore-eos", action="store_true", help="go on until --max-tokens")
+    add_structured_outputs_options(parser)
 
 
 def sampling_params(
@@ -35,4 +37,5 @@ def sampling_params(
     known = {name: value for name, value in defaults.items() if name in _SAMPLING}
     given = {name: getattr(parsed, name) for name in _SAMPLING if getattr(parsed, name) is not None}
     chosen: dict[str, Any] = {"temperature": 0.0, **known, **demo, **given}
+    chosen["structured_outputs"] = read_structured_outputs(parsed)
     return SamplingParams(max_tokens=parsed.max_tokens, ignore_eos=parsed.ignore_eos, **chosen)

@@ -60,6 +60,7 @@ from ipc.scheduling_messages import (
     UnfollowKVEvents,
 )
 from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
+from ipc.structured_outputs import StructuredOutputsParams
 from tests.columns import pack_numbers
 
 PARAMS = SamplingParams(
@@ -80,10 +81,12 @@ PARAMS = SamplingParams(
     bad_words=["bad"],
     bad_words_token_ids=[[3], [5, 6]],
 )
+CONSTRAINT = StructuredOutputsParams(json='{"type":"object"}', disable_any_whitespace=True)
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     Hello(1, 0, "näme"),
     AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"]),
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
+    AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=CONSTRAINT), 0),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
     Abort(pack_numbers([7]), b"\1\0"),
     Goodbye(),

@@ -123,6 +123,7 @@ def test_a_pipe_gets_the_answer_once_and_nothing_else(engine: EngineProcess) -> 
     assert len(done.stdout) > 8
     assert "tokens" not in done.stdout
     assert run(engine, stdin="").returncode == 2
+    assert run(engine, "hello you").stdout == run(engine, stdin="hello you").stdout != done.stdout
 
 
 def test_options_beside_connect_are_refused(engine: EngineProcess) -> None:

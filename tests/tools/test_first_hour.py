@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ipc.errors import AddressError
+from ipc.errors import AddressError, ConfigError
 from tests.tools.test_cli import command, environment
 from tools import address
 from tools.cli import COMMANDS
 from tools.cli import main as cli
 from tools.hints import COMMANDS as OTHER_COMMANDS
 from tools.hints import FLAGS
+from tools.options import ArgumentParser, add_engine_options, engine_options
 
 
 @pytest.fixture(name="home", autouse=True)
@@ -115,3 +116,53 @@ def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli(["help", "top"])
     assert ended.value.code == 0
     assert "engine-core top" in capsys.readouterr().out
+
+
+# --- options from the environment and from a file -------------------------------------------------------------------
+
+
+def options(*words: str) -> dict[str, object]:
+    parser = ArgumentParser()
+    parser.add_argument("--connect")
+    add_engine_options(parser)
+    return engine_options(parser.parse_args(words))
+
+
+def test_the_nearest_source_of_an_option_wins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_CORE_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("ENGINE_CORE_ENABLE_PREFIX_CACHING", "no")
+    monkeypatch.setenv("ENGINE_CORE_SOMETHING_ELSE", "1")
+    assert options() == {"max_num_seqs": 8, "enable_prefix_caching": False}
+    file = home / "engine.toml"
+    file.write_text(
+        'max-num-seqs = 16\nscheduling_policy = "fair"\nreserve_full_length = true\nkv_cache_memory_bytes = "512M"\n'
+        "[client_weights]\nonline = 4.0\nbatch = 0.5\n"
+    )
+    expected = {
+        "max_num_seqs": 16,
+        "enable_prefix_caching": False,
+        "scheduling_policy": "fair",
+        "reserve_full_length": True,
+        "kv_cache_memory_bytes": 512 << 20,
+        "client_weights": {"online": 4.0, "batch": 0.5},
+    }
+    assert options("--config", str(file)) == expected
+    assert options(f"--config={file}", "--max-num-seqs", "32") == expected | {"max_num_seqs": 32}
+    assert options("--connect", "ipc:///x") == {}  # an engine that runs has its options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seqs = ", "is no TOML"),
+        ("max_num_rows = 3", "unknown option 'max_num_rows'"),
+        ("enforce_eager = 3", "must be yes or no; got '3'"),
+    ],
+)
+def test_a_bad_file_is_named(text: str, message: str, home: Path) -> None:
+    file = home / "engine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"{file}.*{message}"):
+        options("--config", str(file))
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        options("--config", str(home / "none.toml"))
