@@ -289,27 +289,11 @@ class Reception:
         if self._isolation.is_quarantined(message):
             return RequestFailed(number, ErrorCode.QUARANTINED, QUARANTINED_TEXT)
         preparation = self._preparation
-<<<<<<< HEAD
-        if preparation is not None and preparation.needs(message):
-            if preparation.is_full and not is_resumed:
-                text = f"{len(preparation)} requests are being prepared; send again later"
-                return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-            session.requests.add(number, frame.buffer, load, *self._tenants_of(message))
-            preparation.begin(session.client, message)
-            return None
-        session.requests.add(number, frame.buffer, load, *self._tenants_of(message))
-        self._inbox.put(session.client, message)
-        return None
-
-    def _tenants_of(self, message: AddRequest) -> tuple[Account, ...]:
-        return (self._sessions.tenant(message.tenant),) if message.tenant else ()
-
-    def _what_is_full(self, session: Session, tenant: str, load: Load) -> str:
-=======
         if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
             text = f"{len(preparation)} requests are being prepared; send again later"
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-        session.requests.add(number, frame.buffer, load)
+        tenants = (self._sessions.tenant(message.tenant),) if message.tenant else ()
+        session.requests.add(number, frame.buffer, load, *tenants)
         if self._isolation.is_parked(message):
             self._isolation.park(session.client, message, now)
         else:
@@ -323,8 +307,7 @@ class Reception:
         else:
             self._inbox.put(client, message)
 
-    def _what_is_full(self, session: Session, load: Load) -> str:
->>>>>>> main
+    def _what_is_full(self, session: Session, tenant: str, load: Load) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
         limits, account = self._limits, session.requests.account
         if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
