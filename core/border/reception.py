@@ -19,7 +19,7 @@ from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
 from core.border.restorable import Restorable
-from core.border.sessions import Session, Sessions
+from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.messages import (
@@ -149,7 +149,7 @@ class Reception:
         for lost in self._sessions.of_token(hello.session_token):
             if lost is not session:
                 self._sessions.lose(lost)  # its connection was cut, which only the client has noticed so far
-        if session is None and len(self._sessions) >= self._sessions.max_sessions:
+        if session is None and len(self._sessions) >= MAX_SESSIONS:
             text = f"the engine has {len(self._sessions)} clients, which is its limit; try again later"
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
             return

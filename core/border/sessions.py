@@ -72,7 +72,6 @@ class Sessions:
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
         self.is_draining = False
-        self.max_sessions = MAX_SESSIONS
         self.has_read_all = has_read_all  # of a connection's file descriptor
         self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
         self._tenants: dict[str, Account] = {}  # of those with live requests

@@ -18,7 +18,7 @@ from core.border.isolation import Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.preparation import Preparation, Preparer
 from core.border.reception import Reception, Served
-from core.border.sessions import MAX_SESSIONS, Sessions
+from core.border.sessions import Sessions
 from core.inputs import EndPause
 from ipc.messages import CallResult, ErrorCode, ServerMessage
 from ipc.sockets import Socket, pending_events
@@ -63,9 +63,7 @@ class Border:
         self.drain_asked = False  # set by any thread: the next round begins the drain
         self.departure = Departure()
         self.shutdown_asked = False  # nothing is received any more
-        self._socket = socket
-        self._monitor = monitor
-        self._doorway = doorway
+        self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_shutdown = on_shutdown
@@ -76,8 +74,6 @@ class Border:
         if (meter := served.meter) is not None:
             self.sessions.on_close.append(meter.forget_client)
         self._meter = meter
-        if doorway is not None:
-            self.sessions.max_sessions = min(MAX_SESSIONS, doorway.max_connections)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self.sessions.on_close.append(self._isolation.forget)
         self.isolate: Isolate | None = None  # set by any thread: the next round takes it in

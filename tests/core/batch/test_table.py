@@ -26,6 +26,7 @@ def start(first: int) -> RequestStart:
         seed=0,
         priority=0,
         root=0,
+        party=first + 16,
         choice=first + 7,
         rank=first + 8,
         level=first + 9,
@@ -55,6 +56,7 @@ def test_each_entry_of_a_start_is_in_the_column_of_its_name() -> None:
         assert {name: int(getattr(table, name)[row]) for name in BatchTable.__annotations__} == {
             "tenancy": tenancy,
             "client": first + 1,
+            "party": first + 16,
             "number": first + 2,
             "choice": first + 7,
             "num_tokens": first + 3,
@@ -73,6 +75,9 @@ def test_each_entry_of_a_start_is_in_the_column_of_its_name() -> None:
             "level": first + 9,
             "ignore_eos": 1,
             "has_stop_ids": 1,
+            "num_in_draft": 0,
+            "num_drafted": 0,
+            "num_accepted": 0,
         }
         assert len(table.token_ids(row)) == first + 3
         assert len(table.block_ids(row)) == first + 14
