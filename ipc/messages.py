@@ -27,7 +27,7 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines that are started again, measurements of requests, structured outputs.
+#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation, structured outputs.
 PROTOCOL_MINOR = 4
 #: The first minor of engines that take structured_outputs.
 STRUCTURED_OUTPUTS_MINOR = 4
@@ -225,6 +225,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
     events: RequestEvents | None = None
+    drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -281,6 +282,10 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_free_swap_blocks: int = 0
     engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
     step_tokens: list[int] = []  # steps by number of tokens: the buckets of STEP_TOKEN_BOUNDS, then what is above
+    num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
+    num_draft_tokens: int = 0  # guessed tokens that steps verified
+    num_accepted_tokens: int = 0  # of these: became tokens
+    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):

@@ -19,7 +19,7 @@ from core.execution.plan import (
 from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import model_grammars
 from core.grammars.matchers import RowMatchers
-from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.arrays import NO_INT32S, AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 from ipc.config import EngineConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -105,6 +105,10 @@ class FakeExecutor:
         """Return made-up costs: copying a block of 16 tokens is five times as fast as computing it."""
         return Costs(recompute_ns_per_token=10_000, swap_ns_per_block=32_000)
 
+    def measure_steps(self) -> tuple[int, ...]:
+        """Return made-up durations: a millisecond, and twice as much for each doubling above 16 tokens."""
+        return tuple(1_000_000 * max(1, size // 16) for size in (1, 2, 4, 8, 16, 32, 64, 128))
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
         table = self._table
@@ -121,7 +125,10 @@ class FakeExecutor:
             self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
         samples = table.advance(plan)
         rows = plan.rows[samples]
-        if self._most > 1:
+        if len(plan.num_draft_tokens):
+            token_ids, counts = self._verify(plan, samples)
+            table.accept(plan, counts)
+        elif self._most > 1:
             token_ids, counts = self._sample_several(plan.rows, samples)
         else:
             token_ids, counts = np.full(len(plan.rows), NO_TOKEN, np.int32), None
@@ -130,7 +137,8 @@ class FakeExecutor:
         owners = plan.rows if counts is None else plan.rows.repeat(counts)
         failures = self._failures(plan.rows, owners[token_ids == FAILED_TOKEN]) if len(self._matchers) else []
         logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures))
+        drafts = self._matchers.drafts(plan.rows) if self._matchers else (None, NO_INT32S)
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts))
 
     def _sample(self, rows: Rows) -> Int32s:
         """The next token of each; it counts in the checksum, and is not in the table yet.
@@ -180,6 +188,24 @@ class FakeExecutor:
                 going, sampled = going[sampled >= 0], sampled[sampled >= 0]
             self._table.append_tokens(rows[going], np.maximum(sampled, 0))
         return token_ids[np.arange(self._most) < counts[:, None]], counts
+
+    def _verify(self, plan: SchedulerOutput, samples: Bools) -> tuple[Int32s, Int32s]:
+        """Return (token_ids, counts [R]) of the plan's rows: samples up to the first that is not the row's draft."""
+        rows, drafts = plan.rows, plan.num_draft_tokens
+        firsts = drafts.cumsum() - drafts
+        counts, going = np.zeros(len(rows), np.int32), samples.copy()
+        sampled = np.full((len(rows), int(drafts.max()) + 1), NO_TOKEN, np.int32)
+        while going.any():
+            index = np.flatnonzero(going)
+            sampled[index, counts[index]] = tokens = self._sample(rows[index])
+            failed = counts[index[tokens < 0]] > 0  # it stands alone: the row's next step meets it again
+            going[index[tokens < 0][failed]] = False
+            index, tokens = index[going[index]], tokens[going[index]]
+            self._table.append_tokens(rows[index], np.maximum(tokens, 0))
+            places = np.minimum(firsts[index] + counts[index], len(plan.draft_token_ids) - 1)
+            going[index] = (counts[index] < drafts[index]) & (plan.draft_token_ids[places] == tokens)
+            counts[index] += 1
+        return sampled[np.arange(sampled.shape[1]) < counts[:, None]], counts
 
     def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
         """Return the logprobs of all rows, row by row. The sampled tokens are already in the table."""

@@ -97,7 +97,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
-    config = resolve_costs(config, executor.measure_costs)
+    config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
     served = Served(
         _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,

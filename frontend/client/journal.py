@@ -41,6 +41,8 @@ class Progress(NamedTuple):
     error: EngineCoreError | None  # the engine refused or failed the request with it
     logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
+    num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
+    num_accepted_tokens: int = 0  # of these: became tokens
 
 
 class Journal(Columns):
@@ -51,6 +53,8 @@ class Journal(Columns):
     _number: Ints = column(-1)
     _num_delivered: Ints = column()
     _num_cached_tokens: Ints = column()
+    _num_draft_tokens: Ints = column()
+    _num_accepted_tokens: Ints = column()
     _finish: UInt8s = column()  # FinishReason
     _stop_token: Ints = column(_NO_STOP_TOKEN)
     _aborted: Bools = column()  # the engine was asked to abort it
@@ -187,6 +191,8 @@ class Journal(Columns):
             error=self._errors.get(row),
             logprobs=self._logprobs.get(row),
             events=tuple(self._events.get(int(self._first[row]), ())),
+            num_draft_tokens=int(self._num_draft_tokens[row]),
+            num_accepted_tokens=int(self._num_accepted_tokens[row]),
         )
 
     def row(self, number: int, choice: int = 0) -> int:
@@ -330,6 +336,12 @@ class Journal(Columns):
             pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
             rows = self.rows_of(pairs[:, 0])
             self._num_cached_tokens[rows[rows >= 0]] = pairs[rows >= 0, 1]
+        if outputs.drafts:
+            entries = np.frombuffer(outputs.drafts, "<u4").reshape(-1, 4).astype(np.int64)
+            rows = self.rows_of(entries[:, 0], entries[:, 1])
+            known = rows >= 0
+            self._num_draft_tokens[rows[known]] = entries[known, 2]
+            self._num_accepted_tokens[rows[known]] = entries[known, 3]
         if outputs.events is not None:
             for number, event in read_events(outputs.events):
                 if (row := self.row(number)) >= 0:
