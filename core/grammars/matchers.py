@@ -43,6 +43,7 @@ class RowMatchers:
     def __init__(self, grammars: Grammars, num_rows: int) -> None:
         self._grammars = grammars
         self._rows: dict[int, _Row] = {}
+        self.offers_drafts = True  # False: for measurements
         self.is_constrained: Bools = np.zeros(num_rows, np.bool_)
         self._masks: UInt32s = np.zeros((0, 0), np.uint32)
 
@@ -105,7 +106,7 @@ class RowMatchers:
         tokenizer's, and a model may sample another.
         """
         counts, tokens = np.zeros(len(rows), np.int32), list[int]()
-        for index in np.flatnonzero(self.is_constrained[rows]).tolist():
+        for index in np.flatnonzero(self.is_constrained[rows]).tolist() if self.offers_drafts else ():
             forced = self._forced(self._rows[int(rows[index])])
             counts[index] = len(forced)
             tokens += forced
