@@ -1,8 +1,8 @@
 """Preparation: work for a request before the engine thread receives it, done by a thread of its own.
 
 A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
-holds only prepared requests. One client's requests without preparation keep their order, and so do those with it. There
-is no order between the two kinds.
+holds only prepared requests. Clients take turns. One client's requests without preparation keep their order, and so do
+those with it. There is no order between the two kinds.
 """
 
 import threading
@@ -16,6 +16,7 @@ import numpy as np
 
 from core import log
 from core.border.inbox import Inbox
+from core.border.turns import Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
@@ -70,7 +71,7 @@ class Preparation:
         self._epoch = epoch
         self._wake = wake
         self._jobs: dict[tuple[int, int], _Job] = {}  # by client and request number
-        self._waiting: SimpleQueue[_Job | None] = SimpleQueue()
+        self._waiting: Turns[_Job] = Turns()
         self._done: SimpleQueue[_Job] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
         self._thread.start()
@@ -88,7 +89,7 @@ class Preparation:
         """Start to prepare a request; take_done() puts it into the inbox."""
         job = self._jobs[client, message.number] = _Job(client, message)
         self._inbox.begin_preparation(message)
-        self._waiting.put(job)
+        self._waiting.put(client, job)
 
     def abort(self, client: int, abort: Abort) -> tuple[Abort | None, Outputs | None]:
         """Abort requests that are in preparation.
@@ -140,7 +141,7 @@ class Preparation:
         """Drop all requests and end the thread, after the preparation that is running."""
         for job in list(self._jobs.values()):
             self._drop(job)
-        self._waiting.put(None)
+        self._waiting.close()
         self._thread.join(_JOIN_S)
 
     def _drop(self, job: _Job) -> None:
@@ -171,7 +172,7 @@ class Preparation:
     # --- the preparation thread ---
 
     def _run(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (job := self._waiting.take()) is not None:
             if job.is_dropped:
                 continue
             try:
