@@ -39,6 +39,7 @@ DEFAULTS = {
     "scheduler": [],
     "step": [],
     "speculation": [],
+    "structured": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -155,7 +156,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
-    if parsed.benchmark in ("gemm", "kernels", "step"):
+    if parsed.benchmark in ("gemm", "kernels", "step", "structured"):
         _run_kernels(parsed, options)
         return
     measure = _OWN_ENGINE[parsed.benchmark]
@@ -188,6 +189,10 @@ def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
 
 def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     # Imported here: they need torch, which takes seconds.
+    if parsed.benchmark == "structured":
+        from tools.bench.structured import measure_structured
+
+        return measure_structured(config, rep)
     if parsed.benchmark == "gemm":
         from tools.bench.gemm import measure_gemm
 
