@@ -16,6 +16,7 @@ from tools.options import ArgumentParser, print_error
 COMMANDS = {
     "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
+    "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),

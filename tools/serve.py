@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Sequence
 
@@ -16,9 +18,13 @@ import uvloop
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
+from frontend.http.listen import bind_http, url_of
+from frontend.http.options import HttpOptions
+from frontend.http.worker import HttpWorker
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from tools.control import write_owner_file
+from tools.http import add_http_options, check_installed, read_http_options
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import print_phase
 
@@ -31,17 +37,27 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
     parser = ArgumentParser(
         prog="engine-core serve",
-        usage="engine-core serve --listen ADDR [--model PATH] [OPTION ...]",
-        description="Run an engine that clients connect to.",
+        usage="engine-core serve [MODEL] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
+        description="Run an engine that clients connect to, over HTTP, ZeroMQ or both.",
     )
-    parser.add_argument(
-        "--listen", required=True, metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so"
-    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
+    parser.add_argument("--listen", metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so")
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
+    add_http_options(parser)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
-    config = config_from_options(**engine_options(parsed))
+    if parsed.listen is None and parsed.http is None:
+        parser.error("nothing to serve on: give --http HOST:PORT, --listen ADDR or both")
+    options = engine_options(parsed)
+    if parsed.model_name is not None:
+        options["model"] = parsed.model_name
+    config = config_from_options(**options)
+    front = None
+    if parsed.http is not None:
+        check_installed()
+        front = _Front(bind_http(parsed.http), read_http_options(parsed))
     process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)
@@ -49,9 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        return _serve(process, stop)
+        return _serve(process, stop, front)
     finally:
         process.close()
+        if front is not None:
+            front.close()
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)
@@ -87,7 +105,44 @@ class _Stop:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-def _serve(process: EngineProcess, stop: _Stop) -> int:
+class _Front:
+    """The HTTP side of this server: a bound socket, and from the engine's start on a worker that serves it."""
+
+    def __init__(self, bound: socket.socket, options: HttpOptions) -> None:
+        self.bound = bound
+        self._options = options
+        self._worker: HttpWorker | None = None
+        self.is_closing = False
+
+    def start(self, address: str) -> None:
+        """Start the worker, for the engine at this address. Errors: EngineStartError."""
+        self._worker = HttpWorker(address, [self.bound], self._options)
+        self._worker.start()
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the worker again when it dies; the socket stays open meanwhile."""
+        worker = self._worker
+        assert worker is not None
+
+        def again() -> None:
+            loop.remove_reader(worker.pidfd)
+            worker.stop()
+            if not self.is_closing:
+                print("engine-core: the HTTP server died and is started again", file=sys.stderr, flush=True)
+                worker.start()
+                loop.add_reader(worker.pidfd, again)
+
+        loop.add_reader(worker.pidfd, again)
+
+    def close(self) -> None:
+        """End the worker and close the socket."""
+        self.is_closing = True
+        if self._worker is not None:
+            self._worker.stop()
+        self.bound.close()
+
+
+def _serve(process: EngineProcess, stop: _Stop, front: _Front | None) -> int:
     begin = time.monotonic()
     try:
         stop.is_fetching = True
@@ -105,10 +160,13 @@ def _serve(process: EngineProcess, stop: _Stop) -> int:
     try:
         took_s = time.monotonic() - begin
         print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s)", flush=True)
+        if front is not None:
+            front.start(process.address)
+            print(f"engine-core: HTTP at {url_of(front.bound)}", flush=True)
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
-    return uvloop.run(_watch(process, stop))
+    return uvloop.run(_watch(process, stop, front))
 
 
 def _describe(process: EngineProcess) -> str:
@@ -121,7 +179,7 @@ def _describe(process: EngineProcess) -> str:
         client.close()
 
 
-async def _watch(process: EngineProcess, stop: _Stop) -> int:
+async def _watch(process: EngineProcess, stop: _Stop, front: _Front | None) -> int:
     """Wait until the engine process has ended; return the exit status. Errors: EngineDeadError if it crashed."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -137,6 +195,8 @@ async def _watch(process: EngineProcess, stop: _Stop) -> int:
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
     limit()  # for signals before
+    if front is not None:
+        front.watch(loop)
     loop.add_reader(process.pidfd, ended.set)
     await ended.wait()
     loop.remove_reader(process.pidfd)
