@@ -206,6 +206,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_tokens_per_step: Annotated[
         int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
     ] = 1
+    fake_step_us: Annotated[
+        int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
+    ] = 0
     generation_config: Annotated[
         str,
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),

@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 
 from core.execution.executor import Executor, check_triton
+from core.executors.paced import PacedExecutor
 from ipc.config import EngineConfig
 
 
@@ -16,6 +17,8 @@ def import_executor(config: EngineConfig) -> ModuleType:
 
 
 def load_executor(config: EngineConfig) -> Executor:
-    """Create the executor that the config names."""
+    """Create the executor that the config names; the fake one with its pace, if any."""
     executor: Executor = import_executor(config).create(config)
+    if config.executor == "fake" and config.fake_step_us:
+        return PacedExecutor(executor, config.fake_step_us)
     return executor

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from frontend.http.errors import HttpError
 
@@ -39,6 +39,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self.on_writable: Callable[[], None] | None = None
         self._head_bytes = 0  # of the head that is being read
+        self._answering: RequestResponseCycle | None = None  # self.cycle is the last of a pipeline
+        self._field_bytes = 0  # of target and fields in it
         self._in_head = True
         self._body_bytes = 0
         self._error: HttpError | None = None  # of the refusal that closes the connection
@@ -68,12 +70,18 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin a request; the scope has the connection for the reply."""
         super().on_message_begin()
         self.scope["extensions"] = {"engine_core.connection": self}  # type: ignore[dict-item]
-        self._in_head = True
+        self._in_head, self._field_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the target."""
+        self._count_head(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a field, up to MAX_FIELDS."""
-        if len(self.headers) >= MAX_FIELDS or len(name) + len(value) > MAX_HEAD_BYTES:
-            raise self._broken(431, f"the request has more than {MAX_FIELDS} header fields, or too long ones")
+        self._count_head(len(name) + len(value))
+        if len(self.headers) >= MAX_FIELDS:
+            raise self._broken(431, f"the request has more than {MAX_FIELDS} header fields")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -104,8 +112,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._error or HttpError(400, "this is not a valid HTTP/1.1 request"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wake the reply that waits for the peer, if any."""
+        """Tell the request that is being answered, which uvicorn does for the last of a pipeline only."""
         super().connection_lost(exc)
+        self.pipeline.clear()
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         self._wake()
 
     # --- the peer reads -----------------------------------------------------------------------------------------
@@ -131,8 +143,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._error is not None or self.transport.is_closing():
             return
         age = now - self._began
-        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
-            return  # its answer is being made
+        if self._answering is not None and not self._answering.response_complete and not self._answering.more_body:
+            return
         if not self._in_head:
             if age > _BODY_GRACE_S and self._body_bytes < (age - _BODY_GRACE_S) * _MIN_BODY_RATE:
                 self._refuse(HttpError(408, f"the body came at less than {_MIN_BODY_RATE} bytes/s"))
@@ -141,6 +153,15 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(HttpError(408, f"the request's head was not complete within {_HEAD_S:g} s"))
         elif self.cycle is None and age > IDLE_S:  # after an answer, uvicorn's own timer does this
             self.transport.close()
+
+    def _count_head(self, size: int) -> None:
+        self._field_bytes += size
+        if self._field_bytes > MAX_HEAD_BYTES:
+            raise self._broken(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _broken(self, status: int, message: str) -> HttpError:
         """Return the error of a broken bound, to be raised in a callback of the parser, which raises one of its own."""
@@ -157,7 +178,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._error = error
         if self.transport.is_closing():
             return
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        answering = self._answering
+        if answering is None or not answering.response_started or answering.response_complete:
             body = error.body()
             fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
             lines = [b"%b: %b\r\n" % field for field in (*fields, (b"connection", b"close"))]

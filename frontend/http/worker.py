@@ -45,6 +45,12 @@ class HttpWorker:
             self.stop()
             raise EngineStartError(f"the HTTP server did not start: {said.removeprefix('failed ') or 'it ended'}")
 
+    @property
+    def pid(self) -> int:
+        """Return the process id of the running worker."""
+        assert self._process is not None, "the worker does not run"
+        return self._process.pid
+
     def drain(self) -> None:
         """Let the worker take no more requests and end after the last answer. Does not wait."""
         if self._process is not None and self._process.stdin is not None:

@@ -21,6 +21,7 @@ from tools.bench.scheduler_cost import measure_scheduler
 from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import write_tiny_model
+from tools.http import check_installed
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
@@ -30,6 +31,7 @@ DEFAULTS = {
     "throughput": ["batch8", "batch32", "prefix"],
     "startup": [],
     "ipc": [],
+    "http": [],
     "capture": [],
     "gemm": [],
     "kernels": [],
@@ -143,7 +145,12 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark in ("gemm", "kernels", "step"):
         _run_kernels(parsed, options)
         return
-    measure = {"ipc": measure_ipc, "capture": measure_capture, "scheduler": measure_scheduler}[parsed.benchmark]
+    measure = {
+        "ipc": measure_ipc,
+        "http": _measure_http,
+        "capture": measure_capture,
+        "scheduler": measure_scheduler,
+    }[parsed.benchmark]
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
@@ -169,6 +176,13 @@ def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
         wait_until_quiet(parsed.quiet_seconds)
         for record in _kernel_records(parsed, config, rep):
             print_record(record)
+
+
+def _measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
+    check_installed()
+    from tools.bench.http import measure_http  # needs the extra
+
+    return measure_http(config, rep=rep)
 
 
 def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
