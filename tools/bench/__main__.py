@@ -21,8 +21,8 @@ from tools.bench.scheduler_cost import measure_scheduler
 from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import write_tiny_model
-from tools.http import check_installed
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
+from tools.http import check_installed
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
 #: Workloads of each benchmark without --only and --workload; benchmarks without any start their own engine.

@@ -1,7 +1,7 @@
 """The cost of HTTP: CPU per event, tokens/s, requests/s, time to first token, memory, ends; with the fake executor.
 
-The clients are raw sockets in this process, which count events and parse nothing. CPU times are the HTTP process's, from
-/proc: they are comparable also where this machine has no core for each of the three processes.
+The clients are raw sockets in this process, which count events and parse nothing. CPU times are those of
+the HTTP process, from /proc: they are comparable also where the three processes have no core each.
 """
 
 import asyncio
