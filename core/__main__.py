@@ -100,6 +100,7 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
 
     try:
         lease = Lease(lease_fd)
+        log.use_format(lease.start.config.log_format)
         begin("listen")
         check_packages()
         with lease.making_files:

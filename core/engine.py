@@ -27,7 +27,7 @@ from ipc.messages import (
     unpack_choices,
     unpack_numbers,
 )
-from ipc.scheduling_messages import Explain, FollowKVEvents, UnfollowKVEvents
+from ipc.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
 
 NS_PER_MS = 1_000_000
 
@@ -123,6 +123,7 @@ class EngineCore:
             "num_swap_blocks": swap_space.num_slots,
             "num_free_swap_blocks": swap_space.num_free,
             "engine_ns": now_ns,
+            "step_tokens": scheduler.stats.step_tokens.copy(),
         }
         return Statistics(**{**msgspec.structs.asdict(scheduler.stats), **gauges})
 
@@ -138,4 +139,7 @@ HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | N
     ),
     FollowKVEvents: lambda engine, client, message, now_ns: engine.kv_feed.follow(client),
     UnfollowKVEvents: lambda engine, client, message, now_ns: engine.kv_feed.unfollow(client),
+    StopRequest: lambda engine, client, message, now_ns: engine.scheduler.finish_requests(
+        message.session, [message.number]
+    ),
 }

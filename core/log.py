@@ -8,19 +8,29 @@ import os
 import threading
 from collections import deque
 
+from ipc.log_lines import LogFormat, log_line
+
 MAX_LINES = 1000  # that wait to be written; older ones are dropped
 
 _lines: deque[str] = deque(maxlen=MAX_LINES)
 _changed = threading.Condition()
 _writer: threading.Thread | None = None
 _is_writing = False
+_format: LogFormat = "text"
 
 
-def say(text: str) -> None:
-    """Write one or more lines soon, from a thread; return at once."""
+def use_format(form: LogFormat) -> None:
+    """Write lines as text or as JSON from now on."""
+    global _format
+    _format = form
+
+
+def say(text: str, **fields: object) -> None:
+    """Write one or more lines soon, from a thread; return at once. fields: what they are about, by name."""
     global _writer
+    line = log_line(_format, text, fields)
     with _changed:
-        _lines.append(text)
+        _lines.append(line)
         if _writer is None:
             _writer = threading.Thread(target=_write, name="log", daemon=True)
             _writer.start()

@@ -41,6 +41,7 @@ class AsyncLLM:
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
         connect_timeout: float = 10.0,
+        restart_engine: bool = True,
         client_name: str = "",
         **options: Any,
     ) -> None:
@@ -52,6 +53,7 @@ class AsyncLLM:
             skip_tokenizer=skip_tokenizer_init,
             start_timeout=start_timeout,
             connect_timeout=connect_timeout,
+            restart=restart_engine,
             client_name=client_name,
             options=options,
         )

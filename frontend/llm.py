@@ -32,8 +32,9 @@ class LLM:
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
     running engine, instead of a model. seed: seed of requests without one of their own; None = 0. tokenizer: path of
     the tokenizer files, instead of the model's; skip_tokenizer_init: use token ids only. start_timeout: seconds in
-    which the engine must start; connect_timeout: seconds in which it must answer. client_name: this client's name in
-    the engine (for client_weights). options: those of EngineConfig. The session ends with close(), at the end of a
+    which the engine must start; connect_timeout: seconds in which it must answer. restart_engine: whether an engine
+    that dies is started again; its requests then go on, exactly (docs/operations.md). client_name: this client's name
+    in the engine (for client_weights). options: those of EngineConfig. The session ends with close(), at the end of a
     `with` block, or when the object is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
@@ -48,6 +49,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
         connect_timeout: float = 10.0,
+        restart_engine: bool = True,
         client_name: str = "",
         **options: Any,
     ) -> None:
@@ -59,6 +61,7 @@ class LLM:
             skip_tokenizer=skip_tokenizer_init,
             start_timeout=start_timeout,
             connect_timeout=connect_timeout,
+            restart=restart_engine,
             client_name=client_name,
             options=options,
         )

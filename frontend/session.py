@@ -15,6 +15,7 @@ from frontend.call_arguments import read_deadline, read_priorities, read_templat
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
+from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.results.completion_state import needs_every_token
 from frontend.results.outputs import RequestOutput
 from frontend.results.request_state import RequestState
@@ -29,6 +30,7 @@ from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_log
 
 Message: TypeAlias = dict[str, Any]
 
+_RESUME_S = 60.0  # that an engine of ours may be away; the client asks the supervisor, and waits as long as it says so
 _MAX_TIMEOUT_S = 1e6  # poll() counts milliseconds in 31 bits
 
 
@@ -47,7 +49,8 @@ class EngineHandle:
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
     address of a running engine, instead of a model. seed: seed of requests without one of their own; None = 0.
     tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer: use token ids only. start_timeout,
-    connect_timeout: seconds. client_name: this client's name in the engine. options: those of EngineConfig. Errors:
+    connect_timeout: seconds. restart: whether an engine that dies is started again and its requests go on. client_name:
+    this client's name in the engine. options: those of EngineConfig. Errors:
     ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -61,6 +64,7 @@ class EngineHandle:
         skip_tokenizer: bool,
         start_timeout: float,
         connect_timeout: float,
+        restart: bool,
         client_name: str,
         options: Mapping[str, Any],
     ) -> None:
@@ -71,6 +75,7 @@ class EngineHandle:
             raise ConfigError(f"client_name must be a str, got {client_name!r:.80}")
         self._client_name = client_name
         self._process: EngineProcess | None = None
+        self._supervised: SupervisedEngine | None = None
         self._owner = os.getpid()
         _check_timeout("start_timeout", start_timeout)
         _check_timeout("connect_timeout", connect_timeout)
@@ -79,7 +84,7 @@ class EngineHandle:
         self.tokenizer: Tokenizer | None = None
         if connect is None:
             config = config_from_options(model=_read_path("model", model), **options)
-            self._start(config, start_timeout, connect_timeout)
+            self._start(config, start_timeout, connect_timeout, restart)
         else:
             if model is not None or options:
                 given = ["model"] if model is not None else []
@@ -202,17 +207,23 @@ class EngineHandle:
         """End the session, and the engine if this handle started it, within `timeout` seconds."""
         self.client.close()
         if self._process is not None and self._owner == os.getpid():
-            self._process.stop(timeout)
-            self._process.close()
-            self._process = None
+            _end(self._process, self._supervised, timeout)
+            self._process = self._supervised = None
 
-    def _start(self, config: EngineConfig, start_timeout: float, connect_timeout: float) -> None:
-        process = EngineProcess(config, start_timeout=start_timeout)
+    def _start(self, config: EngineConfig, start_timeout: float, connect_timeout: float, restart: bool) -> None:
+        process = EngineProcess(config, start_timeout=start_timeout, resume_s=_RESUME_S if restart else 0.0)
+        supervised = SupervisedEngine(process) if restart else None
+        started = supervised or process
         try:
-            process.start()
+            started.start()
             files = self._read_own_files(process.config)  # while the engine starts
-            process.wait_ready()
-            transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
+            started.wait_ready()
+            if supervised is None:
+                transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
+            else:
+                address, describe = process.address, supervised.describe_end
+                locate = supervised.locate
+                transport = ZmqTransport(address, locate=locate, describe_exit=describe, grace=_MAX_TIMEOUT_S)
             self.client = EngineClient(
                 transport,
                 name=self._client_name,
@@ -220,9 +231,9 @@ class EngineHandle:
                 hello_timeout=connect_timeout,
             )
         except BaseException:
-            process.stop(0.0)
-            process.close()
+            _end(process, supervised, 0.0)
             raise
+        self._supervised = supervised
         self._process = process
         if (numerics := self.client.welcome.numerics) < config.numerics:
             logging.getLogger("engine_core").warning(
@@ -302,6 +313,15 @@ class EngineHandle:
         if not words or self.tokenizer is None:
             return msgspec.structs.replace(params)
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words_token_ids(words, self.tokenizer))
+
+
+def _end(process: EngineProcess, supervised: SupervisedEngine | None, timeout: float) -> None:
+    """End an engine of ours within `timeout` seconds."""
+    if supervised is not None:
+        supervised.close(timeout)
+    else:
+        process.stop(timeout)
+        process.close()
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

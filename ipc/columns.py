@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 from ipc.arrays import Rows
 
+# Unused entries behind each column. Tables grow by doubling, and columns a power of two of bytes apart share the same
+# few sets of the cache: at 4,096 rows a step of the scheduler that reads several columns took 5 % longer.
+_COLUMN_GAP = 8
+
 
 class _Column(msgspec.Struct, frozen=True):
     """Declaration of a column."""
@@ -47,8 +51,10 @@ class Columns:
     def grow_columns(self, num_rows: int) -> None:
         """Add empty rows up to num_rows. Columns become new arrays; existing rows keep their values."""
         for dtype, block in self._blocks.items():
-            more = np.repeat(self._empty[dtype], num_rows - block.shape[1], axis=1)
-            self._blocks[dtype] = np.concatenate([block, more], axis=1)
+            wide = np.empty((len(block), num_rows + _COLUMN_GAP), dtype)[:, :num_rows]
+            wide[:, : block.shape[1]] = block
+            wide[:, block.shape[1] :] = self._empty[dtype]
+            self._blocks[dtype] = wide
             for name, values in zip(self._names[dtype], self._blocks[dtype], strict=True):
                 setattr(self, name, values)
 

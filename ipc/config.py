@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ipc.errors import ConfigError
+from ipc.log_lines import LogFormat
 from ipc.neutral_options import check_neutral, is_neutral
 from ipc.option import DeclaredOption, Option, declared_options
+from ipc.speculation import SpeculativeConfig, parse_speculative_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -25,8 +27,9 @@ CpuKernels = Literal["auto", "c", "torch"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start.
 
-    A resolved config (core/process/resolve.py) has None only in `model` and `capture`. Errors: ConfigError that names
-    the option and what is allowed.
+    A resolved config (core/process/resolve.py) has None only in `model`, `capture` and `speculative_config`.
+
+    Errors: ConfigError that names the option and what is allowed.
     """
 
     model: Annotated[
@@ -192,6 +195,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     async_scheduling: Annotated[
         bool, Option("machine", "schedule a step before the tokens of the one before are known")
     ] = False
+    request_metrics: Annotated[
+        bool,
+        Option("clients", "measure the times of requests, for Prometheus; `serve --metrics` and `--http` set it"),
+    ] = False
+    log_requests: Annotated[
+        bool, Option("log", "a line for each request at its end; never what was asked or answered")
+    ] = False
+    log_format: Annotated[
+        LogFormat, Option("log", "format of the log on standard error: for people or for programs")
+    ] = "text"
     capture: Annotated[
         str | None,
         Option(
@@ -237,6 +250,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)
     ] = 0.9
     enforce_eager: Annotated[bool, Option("machine", "no CUDA graphs on a GPU")] = False
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            "speculation",
+            'guess tokens ahead, as a JSON object: {"method": "ngram", "num_speculative_tokens": 7}; no token changes',
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
@@ -257,6 +277,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ConfigError(
                 "async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not, device=cuda does"
             )
+        if self.speculative_config is not None and self.executor == "local" and self.device == "cuda":
+            raise ConfigError("speculative_config is not supported with device=cuda yet; leave one of them out")
 
 
 #: Every option by name, in the order of the fields.
@@ -293,6 +315,8 @@ def config_from_options(**options: Any) -> EngineConfig:
     if (gibibytes := accepted.pop(_SWAP_SPACE.name, None)) is not None:
         _SWAP_SPACE.check(gibibytes)
         accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))
+    if "speculative_config" in accepted:
+        accepted["speculative_config"] = parse_speculative_config(accepted["speculative_config"])
     for name, value in accepted.items():
         if isinstance(value, str):
             accepted[name] = OPTIONS[name].option.spellings.get(value, value)

@@ -12,6 +12,7 @@ import msgspec
 
 from ipc.call import Call, CallRule
 from ipc.errors import MalformedMessageError
+from ipc.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import (
     SCHEDULING_MINOR,
@@ -20,12 +21,14 @@ from ipc.scheduling_messages import (
     FollowKVEvents,
     KVEvents,
     RequestEvents,
+    StopRequest,
     UnfollowKVEvents,
 )
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-PROTOCOL_MINOR = 3
+#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation.
+PROTOCOL_MINOR = 4
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -55,10 +58,12 @@ class ErrorCode(IntEnum):
     DEADLINE_EXCEEDED = 6
     INTERNAL = 7
     PERMISSION_DENIED = 8  # only the engine's owner may ask for this
+    QUARANTINED = 9  # the engine died several times while it ran this request; sending it again does not help
+    NUMERIC = 10  # the request's logits were not finite
 
 
 class PauseMode(IntEnum):
-    """Which requests a Pause stops."""
+    """The requests that a Pause stops."""
 
     NEW = 0  # no request begins; those that have begun go on
     ALL = 1  # nothing runs; requests keep their rows and blocks
@@ -75,6 +80,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     client_name: str
     session_token: bytes = b""  # of the client's lost session, which ends at once with its requests
     owner_token: bytes = b""  # the token of Start; it gives the owner's rights
+    num_resumed: int = 0  # unfinished requests of the lost session; sent again first, no bound refuses them
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -134,6 +140,9 @@ class Resume(Call, frozen=True, array_like=True, tag=21):
 class BeginDrain(Call, frozen=True, array_like=True, tag=22):
     """Owner only. Refuse new requests and end the engine after the last one. Answered by CallDone at once."""
 
+    move_after_ms: int = -1  # then clients are told to go on elsewhere with what has not finished; -1 = never
+    comes_back: bool = False  # the next engine answers at this address: the supervisor starts it
+
 
 class Shutdown(Call, frozen=True, array_like=True, tag=23):
     """Owner only. End the engine at once. Answered by CallDone, then EngineStopping."""
@@ -154,6 +163,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
     lease_ms: int = 0  # a session without a message for so long ends; 0 = never
     max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported
+    resume_ms: int = 0  # if this engine dies, another answers at its address within so long; 0 = none does
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
@@ -213,6 +223,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
     events: RequestEvents | None = None
+    drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -268,6 +279,11 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
     engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
+    step_tokens: list[int] = []  # steps by number of tokens: the buckets of STEP_TOKEN_BOUNDS, then what is above
+    num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
+    num_draft_tokens: int = 0  # guessed tokens that steps verified
+    num_accepted_tokens: int = 0  # of these: became tokens
+    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -307,9 +323,10 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     """Last message of a session that the engine ends; `error` is empty for an orderly stop."""
 
     error: str = ""
+    comes_back: bool = False  # unfinished requests may be sent to the next engine, as after a lost connection
 
 
-CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | CallDone | CallFailed
+CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | CallDone | CallFailed
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 
@@ -323,6 +340,8 @@ CALLS: dict[type[Call], CallRule] = {
     Resume: CallRule(CallDone, is_owners=True),
     BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
     Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
+    GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
+    StopRequest: CallRule(CallDone, is_owners=True, minor=METRICS_MINOR),
     Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
     FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
     UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),

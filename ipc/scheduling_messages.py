@@ -111,6 +111,16 @@ class Explain(Call, frozen=True, array_like=True, tag=24):
     limit: int = 100  # requests in the answer, at most
 
 
+class StopRequest(Call, frozen=True, array_like=True, tag=33):
+    """Owner only. Abort a request of any session; its client gets last rows with ABORT. Answered by CallDone.
+
+    A request that is not live is ignored.
+    """
+
+    session: int
+    number: int
+
+
 class FollowKVEvents(Call, frozen=True, array_like=True, tag=25):
     """Send this session the contents of the prefix cache, and every change from then on.
 

@@ -9,6 +9,9 @@ import msgspec
 
 from ipc.config import EngineConfig
 
+#: Exit code of an engine that was told to make room for the next one, which its owner starts.
+EXIT_RESTART = 75
+
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     """The first frame: what to run and where to listen."""
@@ -18,6 +21,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     epoch: int = 0  # counts the engine's restarts under one owner
     owner_token: bytes = b""  # a client that sends it in Hello is the owner; empty = no client is
     is_private: bool = False  # the address was made for this engine alone: its directory is removed with it
+    resume_ms: int = 0  # if this engine dies, another answers in its place within so long; 0 = none does
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ipc.config import OPTIONS
 from ipc.option import DeclaredOption
+from ipc.speculation import SpeculativeConfig
 from tools.options import aliases_of, flag_of, help_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
@@ -36,6 +37,8 @@ def _values(declared: DeclaredOption) -> str:
         return "yes, no"
     if declared.plain in (int, float):
         return f"{'integer' if declared.plain is int else 'number'} {declared.bounds}"
+    if declared.plain is SpeculativeConfig:
+        return "JSON object"
     return "text" if declared.plain is str else "name and weight"
 
 

@@ -1,4 +1,4 @@
-"""Where the tests of Triton's kernels run: under its interpreter, or on a GPU (`make gpu` sets TRITON_INTERPRET=0)."""
+"""The device of the Triton kernels' tests: the interpreter, or a GPU (`make gpu` sets TRITON_INTERPRET=0)."""
 
 import pytest
 import torch

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("tools.serve", "run an engine that clients connect to"),
     "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
+    "top": ("tools.top.__main__", "show a running engine live"),
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),

@@ -1,5 +1,6 @@
-"""`engine-core control`: pause, resume, drain or shut down a running engine, as its owner."""
+"""`engine-core control`: pause, resume, drain, upgrade or shut down a running engine, as its owner."""
 
+import argparse
 import os
 from collections.abc import Callable, Sequence
 
@@ -9,10 +10,11 @@ from ipc.errors import ConfigError
 from ipc.messages import PauseMode
 from tools.options import ArgumentParser
 
-_ACTIONS: dict[str, Callable[[EngineClient, PauseMode], None]] = {
-    "pause": lambda client, mode: client.pause(mode),
+_ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
+    "pause": lambda client, options: client.pause(PauseMode[options.mode.upper()]),
     "resume": lambda client, _: client.resume(),
-    "drain": lambda client, _: client.drain(),
+    "drain": lambda client, options: client.drain(move_after=options.move_after),
+    "upgrade": lambda client, _: client.upgrade(),
     "shutdown": lambda client, _: client.shutdown(),
     "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
 }
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     """Do one action on a running engine and return the exit status. Errors: ConfigError; those of the client."""
     parser = ArgumentParser(
         prog="engine-core control",
-        usage="engine-core control {pause,resume,drain,shutdown,reset-prefix-cache} --connect ADDR [--owner-file FILE]",
+        usage=f"engine-core control {{{','.join(_ACTIONS)}}} --connect ADDR [--owner-file FILE]",
         description="Steer a running engine. All but reset-prefix-cache are owner only: see serve --owner-file.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
@@ -31,11 +33,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--mode", choices=("new", "all"), default="new", help="of pause: no request begins, or none runs; default: new"
     )
+    parser.add_argument(
+        "--move-after",
+        type=float,
+        metavar="S",
+        help="of drain: end after so many seconds; what has not finished goes on at the next engine",
+    )
     parsed = parser.parse_args(arguments)
     token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
     client = EngineClient(ZmqTransport(parsed.connect), name="control", owner_token=token)
     try:
-        _ACTIONS[parsed.action](client, PauseMode[parsed.mode.upper()])
+        _ACTIONS[parsed.action](client, parsed)
     finally:
         client.close()
     return 0

@@ -9,6 +9,7 @@ import msgspec
 
 from ipc.config import OPTIONS
 from ipc.option import DeclaredOption
+from ipc.speculation import SpeculativeConfig
 
 _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -82,6 +83,8 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
         return {"choices": declared.choices}
     if declared.name == "client_weights":
         return {"action": _Weights, "metavar": "NAME=W"}
+    if declared.plain is SpeculativeConfig:
+        return {"type": str, "metavar": "JSON"}
     if declared.plain is bool:
         return {"action": argparse.BooleanOptionalAction}
     if declared.name.endswith("_bytes"):

@@ -1,14 +1,14 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-SIGTERM or SIGINT drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies
-the clients and stops it at once, exit status 143.
+An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM or SIGINT
+drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients and
+stops it at once, exit status 143. Where the engine dies too often, the exit status is 1.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,16 +17,19 @@ import uvloop
 
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
+from frontend.engine.death import Cause
 from frontend.engine.process import EngineProcess
-from frontend.http.listen import bind_http, url_of
-from frontend.http.options import HttpOptions
-from frontend.http.worker import HttpWorker
+from frontend.engine.restart_policy import RestartRules
+from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.config import config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
+from ipc.log_lines import log_line
+from ipc.sockets import private_ipc_address, remove_private_address
 from tools.control import write_owner_file
-from tools.http import add_http_options, check_installed, read_http_options
+from tools.http import HttpFront, add_http_options
+from tools.metrics import measuring, served_metrics
 from tools.options import ArgumentParser, add_engine_options, engine_options
-from tools.start import print_phase
+from tools.start import phase_printer
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -44,7 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
     parser.add_argument("--listen", metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so")
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
+    )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
+    _add_restart_options(parser)
     add_http_options(parser)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
@@ -53,26 +60,50 @@ def main(arguments: Sequence[str]) -> int:
     options = engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
-    config = config_from_options(**options)
-    front = None
-    if parsed.http is not None:
-        check_installed()
-        front = _Front(bind_http(parsed.http), read_http_options(parsed))
-    process = EngineProcess(config, listen=parsed.listen, start_timeout=parsed.start_timeout, on_phase=print_phase)
+    config = config_from_options(**measuring(parsed.metrics), **options)
+    private = private_ipc_address() if parsed.listen is None else None  # one for all engines that follow each other
+    process = EngineProcess(
+        config,
+        listen=parsed.listen or private,
+        start_timeout=parsed.start_timeout,
+        on_phase=phase_printer(config.log_format),
+        resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
+    )
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)
-    stop = _Stop(process)
+    engine = SupervisedEngine(process, RestartRules(most=max(0, parsed.restarts)), on_news=_tell)
+    stop = _Stop(engine)
     for number in _SIGNALS:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        return _serve(process, stop, front)
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(served_metrics(parsed.metrics, lambda: process.last_address))
+            front = None if parsed.http is None else stack.enter_context(HttpFront(parsed))
+            return _serve(engine, stop, url, front)
     finally:
-        process.close()
-        if front is not None:
-            front.close()
+        engine.close()
+        if private is not None:
+            remove_private_address(private)
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)
+
+
+def _add_restart_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RestartRules().most,
+        metavar="N",
+        help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+    )
+    parser.add_argument(
+        "--resume-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
+    )
 
 
 class _Stopped(BaseException):
@@ -85,8 +116,8 @@ class _Stopped(BaseException):
 class _Stop:
     """The signals received so far. Handlers are installed before the engine starts and stay until it has ended."""
 
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
+    def __init__(self, engine: SupervisedEngine) -> None:
+        self._engine = engine
         self.count = 0
         self.is_fetching = False  # there is no engine process yet
 
@@ -98,59 +129,23 @@ class _Stop:
         if self.count == 1:
             os.write(2, b"engine-core: draining\n")  # sys.stderr may be in the middle of a line that this interrupts
         if self.count <= 2:
-            self._process.drain()
+            self._engine.drain()
 
     @property
     def status(self) -> int:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-class _Front:
-    """The HTTP side of this server: a bound socket, and from the engine's start on a worker that serves it."""
-
-    def __init__(self, bound: socket.socket, options: HttpOptions) -> None:
-        self.bound = bound
-        self._options = options
-        self._worker: HttpWorker | None = None
-        self.is_closing = False
-
-    def start(self, address: str) -> None:
-        """Start the worker, for the engine at this address. Errors: EngineStartError."""
-        self._worker = HttpWorker(address, [self.bound], self._options)
-        self._worker.start()
-
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the worker again when it dies; the socket stays open meanwhile."""
-        worker = self._worker
-        assert worker is not None
-
-        def again() -> None:
-            loop.remove_reader(worker.pidfd)
-            worker.stop()
-            if not self.is_closing:
-                print("engine-core: the HTTP server died and is started again", file=sys.stderr, flush=True)
-                worker.start()
-                loop.add_reader(worker.pidfd, again)
-
-        loop.add_reader(worker.pidfd, again)
-
-    def close(self) -> None:
-        """End the worker and close the socket."""
-        self.is_closing = True
-        if self._worker is not None:
-            self._worker.stop()
-        self.bound.close()
-
-
-def _serve(process: EngineProcess, stop: _Stop, front: _Front | None) -> int:
+def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront | None) -> int:
+    process = engine.process
     begin = time.monotonic()
     try:
         stop.is_fetching = True
-        process.start()
+        engine.start()
         stop.is_fetching = False
         if stop.count:
-            process.drain()  # the signal may have come before the process existed
-        process.wait_ready()
+            engine.drain()  # the signal may have come before the process existed
+        engine.wait_ready()
     except _Stopped:
         return stop.status
     except EngineStartError:
@@ -159,14 +154,16 @@ def _serve(process: EngineProcess, stop: _Stop, front: _Front | None) -> int:
         raise
     try:
         took_s = time.monotonic() - begin
-        print(f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s)", flush=True)
+        told = f", metrics at {metrics}" if metrics else ""
+        text = f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}"
+        print(log_line(process.config.log_format, text, {}), flush=True)
         if front is not None:
             front.start(process.address)
-            print(f"engine-core: HTTP at {url_of(front.bound)}", flush=True)
+            print(log_line(process.config.log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
-    return uvloop.run(_watch(process, stop, front))
+    return uvloop.run(_watch(engine, stop, front))
 
 
 def _describe(process: EngineProcess) -> str:
@@ -179,8 +176,12 @@ def _describe(process: EngineProcess) -> str:
         client.close()
 
 
-async def _watch(process: EngineProcess, stop: _Stop, front: _Front | None) -> int:
-    """Wait until the engine process has ended; return the exit status. Errors: EngineDeadError if it crashed."""
+def _tell(text: str) -> None:
+    print(f"engine-core: {text}", file=sys.stderr, flush=True)
+
+
+async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None) -> int:
+    """Wait until the engine has ended for good; return the exit status. Errors: EngineDeadError if it crashed."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -197,10 +198,10 @@ async def _watch(process: EngineProcess, stop: _Stop, front: _Front | None) -> i
     limit()  # for signals before
     if front is not None:
         front.watch(loop)
-    loop.add_reader(process.pidfd, ended.set)
+    loop.add_reader(engine.ended_fd, ended.set)
     await ended.wait()
-    loop.remove_reader(process.pidfd)
-    process.stop(0)
-    if not stop.count and process.exit_code != 0:  # 0: its owner drained it or shut it down
-        raise EngineDeadError(process.describe_exit())
+    loop.remove_reader(engine.ended_fd)
+    engine.close(0)
+    if not stop.count and engine.last_cause is not Cause.ENDED:  # ended: its owner drained it or shut it down
+        raise EngineDeadError(engine.describe_end())
     return stop.status

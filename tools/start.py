@@ -9,6 +9,7 @@ from rich.console import Console
 
 from frontend.engine.process import EngineProcess, OnPhase
 from ipc.config import EngineConfig
+from ipc.log_lines import LogFormat, log_line
 
 
 @contextlib.contextmanager
@@ -43,3 +44,12 @@ def shown_phases() -> Iterator[OnPhase]:
 def print_phase(name: str, seconds: float) -> None:
     """Print one phase on standard error. seconds: since the engine process began."""
     print(f"engine-core: {seconds:6.2f} s  {name}", file=sys.stderr, flush=True)
+
+
+def phase_printer(form: LogFormat) -> OnPhase:
+    """Return a function that prints a phase on standard error in this format."""
+    if form == "text":
+        return print_phase
+    return lambda name, seconds: print(
+        log_line(form, "starting", {"phase": name, "seconds": round(seconds, 3)}), file=sys.stderr, flush=True
+    )

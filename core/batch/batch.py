@@ -94,9 +94,12 @@ class Batch:
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that resumes later, and return the request with its tokens."""
-        token_ids, computed = self.table.token_ids(row), int(self.table.num_computed_tokens[row])
+        table = self.table
+        token_ids, computed = table.token_ids(row), int(table.num_computed_tokens[row])
+        drafts = int(table.num_drafted[row]), int(table.num_accepted[row])
         (request,) = self.release(np.array([row]))
         request.token_ids = token_ids
+        request.num_drafted, request.num_accepted = drafts
         request.num_computed_before = max(request.num_computed_before, computed)
         self.prefix_cache.prepare(request)
         return request

@@ -49,6 +49,8 @@ class Request(msgspec.Struct, eq=False):
     num_preemptions: int = 0  # caused by requests that ran already
     num_overtaken: int = 0  # requests that started while this one was first and did not fit
     num_computed_before: int = 0  # most tokens computed when it was preempted: computing them again is waste
+    num_drafted: int = 0  # drafts verified until its last preemption
+    num_accepted: int = 0
     has_started: bool = False
     is_finished: bool = False
 

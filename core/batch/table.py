@@ -47,6 +47,7 @@ class BatchTable(Columns):
     choice: Ints = column()
     num_tokens: Ints = column()  # prompt and known output tokens
     #: Tokens that steps in flight will sample, one a step: num_computed_tokens + 1 - num_tokens where that is positive.
+    #: A step with drafts of the row counts none, so the row gets no tokens until its result is known.
     num_placeholders: Ints = column()
     num_prompt_tokens: Ints = column()
     num_computed_tokens: Ints = column()  # advanced by schedule(), before the step runs
@@ -62,6 +63,9 @@ class BatchTable(Columns):
     level: Ints = column()
     ignore_eos: Ints = column()  # 0 or 1
     has_stop_ids: Ints = column()  # 0 or 1
+    num_in_draft: Ints = column()  # drafts in the step in flight that has any
+    num_drafted: Ints = column()  # drafts of the request that steps have verified, and those that became tokens
+    num_accepted: Ints = column()
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -147,7 +151,8 @@ class BatchTable(Columns):
         self.tokens.ensure(rows, longer)
         self.tokens.set_runs(rows, lengths, counts, token_ids)
         self.num_tokens[rows] = longer
-        self.num_placeholders[rows] = np.maximum(self.num_computed_tokens[rows] + 1 - longer, 0)
+        uncounted = (self.num_in_draft[rows] > 0).astype(np.int64)
+        self.num_placeholders[rows] = np.maximum(self.num_computed_tokens[rows] + 1 - longer - uncounted, 0)
         return longer
 
     def check_integrity(self, running: Ints) -> None:
@@ -162,7 +167,8 @@ class BatchTable(Columns):
             assert request.row == row, f"the request of row {row} says row {request.row}"
         known = self.num_tokens[used] + self.num_placeholders[used]
         assert (self.num_computed_tokens[used] <= known).all(), f"computed {self.num_computed_tokens[used]} of {known}"
-        expected = np.maximum(self.num_computed_tokens[used] + 1 - self.num_tokens[used], 0)
+        uncounted = self.num_in_draft[used] > 0
+        expected = np.maximum(self.num_computed_tokens[used] + 1 - self.num_tokens[used] - uncounted, 0)
         assert (self.num_placeholders[used] == expected).all(), f"{self.num_placeholders[used]} are not {expected}"
         assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
         assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
@@ -194,4 +200,7 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
         request.level,
         params.ignore_eos,
         1 if params.stop_token_ids else 0,
+        0,
+        request.num_drafted,
+        request.num_accepted,
     )

@@ -18,7 +18,7 @@ from ipc.scheduling_messages import RequestEvents
 #: Bytes of columns that are merged into one message. No row in it comes near the 65,535 tokens that a count can hold.
 MAX_MERGED_BYTES = 64 << 10
 _ROW_COLUMNS = frozenset(
-    ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events")
+    ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events", "drafts")
 )
 #: The other fields of Outputs and their defaults: Outputs that set one of these are sent unmerged.
 _OTHER_FIELDS = tuple(
@@ -76,9 +76,10 @@ class Backlog:
 def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
     """Merge messages of one client, in order, into one in which each choice of a request has one row."""
     started = b"".join(part.started for part in parts)
+    drafts = b"".join(part.drafts for part in parts)
     events = _join_events([part.events for part in parts if part.events is not None])
     if len(parts) == 1 or not any(part.numbers for part in parts):
-        return msgspec.structs.replace(parts[-1], started=started, events=events)
+        return msgspec.structs.replace(parts[-1], started=started, events=events, drafts=drafts)
     numbers = np.frombuffer(b"".join(part.numbers for part in parts), "<u4").astype(np.int64)
     positions = np.frombuffer(b"".join(part.positions for part in parts), "<u4").astype(np.int64)
     counts = np.frombuffer(b"".join(part.counts for part in parts), "<u2").astype(np.int64)
@@ -106,6 +107,7 @@ def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
         stop_tokens=_stop_tokens(parts, row_of),
         started=started,
         events=events,
+        drafts=drafts,
     )
 
 
@@ -132,7 +134,14 @@ def _is_mergeable(message: Outputs) -> bool:
 
 def _num_bytes(message: Outputs) -> int:
     events = 0 if message.events is None else 5 * len(message.events.numbers)
-    return 2 * len(message.numbers) + len(message.counts) + len(message.tokens) + len(message.started) + events
+    return (
+        2 * len(message.numbers)
+        + len(message.counts)
+        + len(message.tokens)
+        + len(message.started)
+        + events
+        + len(message.drafts)
+    )
 
 
 def _join_events(parts: list[RequestEvents]) -> RequestEvents | None:

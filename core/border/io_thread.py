@@ -22,6 +22,7 @@ from typing import NoReturn
 import zmq
 
 from core import log
+from core.border.departure import Departure
 from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import AddressedMessage, Border
@@ -51,6 +52,7 @@ class IOThread:
         self._engine_is_asleep = False  # it has to be woken for what is put into the inbox
         self._wake_engine = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_engine)  # the engine thread may outlive this one
+        self.will_be_replaced = served.welcome.limits.resume_ms > 0  # after its death, by another engine
         self._context = context
         self._router = router
         self._socket = router.socket
@@ -105,9 +107,14 @@ class IOThread:
         self._border.drain_asked = True
         self._wake_up()
 
-    def finish(self, error: str, timeout: float) -> None:
-        """Send what is in the outbox, then EngineStopping(error) to every session, and end. May be called again."""
-        self._stopping = self._stopping or EngineStopping(error)
+    @property
+    def departure(self) -> Departure:
+        """Return what the owner asked of the drain."""
+        return self._border.departure
+
+    def finish(self, last: EngineStopping, timeout: float) -> None:
+        """Send what is in the outbox, then `last` to every session, and end. May be called again."""
+        self._stopping = self._stopping or last
         self._wake_up()
         self._thread.join(timeout)
 
@@ -163,8 +170,11 @@ class IOThread:
         except BaseException:
             self._fail()
         if self._border.shutdown_asked:
-            log.flush(_LOG_S)
-            os._exit(0)
+            self._exit(0)
+
+    def _exit(self, code: int) -> NoReturn:
+        log.flush(_LOG_S)
+        os._exit(code)
 
     def _fail(self) -> NoReturn:
         self._router.remove_files()
@@ -183,6 +193,11 @@ class IOThread:
             if self._stopping is not None and self._outbox.empty():
                 self._stop(self._stopping)
                 return
+            move_s = self._border.departure.due_s(time.monotonic())
+            if move_s == 0:
+                self._stop(self._border.departure.last_message)
+                self._exit(self._border.departure.exit_code)
+            due_s = move_s if due_s is None or (move_s is not None and move_s < due_s) else due_s
             self._sleep_s = due_s  # before the lock is released: the engine thread compares
             self._using.release()
             if self._engine_is_asleep and not self.inbox.is_empty:

@@ -10,10 +10,13 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from core.border.departure import Departure
 from core.border.inbox import Inbox, num_tokens
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
+from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
+from core.border.restorable import Restorable
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
@@ -43,6 +46,7 @@ from ipc.messages import (
     Welcome,
     decode_client_message,
 )
+from ipc.metrics_messages import GetMetrics, Metrics
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
@@ -55,7 +59,7 @@ _LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
 class Served(msgspec.Struct, frozen=True):
     """The engine's answers about itself; call number, session token and protocol minor are filled in for each client.
 
-    owner_token: b"" = there is no owner.
+    owner_token: b"" = there is no owner. meter: None = requests are not measured.
     """
 
     welcome: Welcome
@@ -63,6 +67,7 @@ class Served(msgspec.Struct, frozen=True):
     model: ModelInformation
     owner_token: bytes = b""
     client_weights: dict[str, float] = {}
+    meter: RequestMeter | None = None
 
 
 class Reception:
@@ -80,6 +85,7 @@ class Reception:
         clock: LeaseClock,
         preparation: Preparation | None = None,
         *,
+        departure: Departure,
         on_connect: Callable[[], None],
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
@@ -88,10 +94,13 @@ class Reception:
         self.num_malformed = 0  # messages that were not of this protocol
         self._served = served
         self._limits = served.welcome.limits
+        self._meter = served.meter
         self._sessions = sessions
         self._inbox = inbox
         self._clock = clock
         self._preparation = preparation  # None: no request has anything to prepare
+        self._restorable = Restorable(self._limits)
+        self._departure = departure
         self._on_connect = on_connect
         self._on_drain = on_drain
         self._on_shutdown = on_shutdown
@@ -141,6 +150,8 @@ class Reception:
         if session is None:
             session = self._open(identity, fd, hello)
             session.resumable = self._sessions.resumable_after(hello.session_token)
+            if not session.resumable:  # the requests of another engine, which may be dead
+                session.num_restorable = self._restorable.grant(hello.num_resumed)
         self._sessions.send(session, self._welcome(session, hello), now)
 
     def _open(self, identity: bytes, fd: int, hello: Hello) -> Session:
@@ -175,6 +186,8 @@ class Reception:
         match message:
             case AddRequest():
                 refusal = self._admit(session, message, frame)
+                if self._meter is not None:
+                    self._meter.note_request(session.client, message, refusal, now)
                 if refusal is not None:
                     self._sessions.send(session, refusal, now)
             case Abort():
@@ -184,13 +197,13 @@ class Reception:
             case Heartbeat():
                 pass
             case _:
-                answer = self._call(session, message)
+                answer = self._call(session, message, now)
                 if answer is not None:
                     self._sessions.send(session, answer, now)
                 if isinstance(message, Shutdown) and session.is_owner:
                     self._on_shutdown()
 
-    def _call(self, session: Session, message: ClientCall) -> ServerMessage | None:
+    def _call(self, session: Session, message: ClientCall, now: float) -> ServerMessage | None:
         """Return the answer to a call, or None if the engine answers it."""
         if CALLS[type(message)].is_owners and not session.is_owner:
             text = "only the owner of this engine, who started it, may ask for this"
@@ -204,7 +217,13 @@ class Reception:
                 return msgspec.structs.replace(self._served.tokenizer, call=call)
             case GetModelInformation(call):
                 return msgspec.structs.replace(self._served.model, call=call)
+            case BeginDrain(call, comes_back=True) if not self._limits.resume_ms:
+                text = "nobody starts this engine again: it has no supervisor, or that has no restarts"
+                return CallFailed(call, ErrorCode.INVALID_ARGUMENT, text)
+            case GetMetrics(call):
+                return Metrics(call, False) if self._meter is None else self._meter.metrics(call, len(self._sessions))
             case BeginDrain(call):
+                self._departure.ask(message, now)
                 self._on_drain()
                 return CallDone(call)
             case Shutdown(call):
@@ -241,8 +260,10 @@ class Reception:
             return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
-        full = self._what_is_full(session, message, len(frame.buffer))
+        is_resumed = number in session.resumable or session.num_restorable > 0
+        full = "" if is_resumed else self._what_is_full(session, message, len(frame.buffer))
         session.resumable.discard(number)
+        session.num_restorable -= session.num_restorable > 0
         if full:
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
         try:
@@ -256,7 +277,7 @@ class Reception:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
         preparation = self._preparation
         if preparation is not None and preparation.needs(message):
-            if preparation.is_full:
+            if preparation.is_full and not is_resumed:
                 text = f"{len(preparation)} requests are being prepared; send again later"
                 return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
             session.requests.add(number, frame.buffer, message.params.n)
@@ -268,11 +289,11 @@ class Reception:
 
     def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
-        inbox, limits, is_resumed = self._inbox, self._limits, message.number in session.resumable
-        if not is_resumed and inbox.num_queued_requests >= limits.max_num_queued_requests:
+        inbox, limits = self._inbox, self._limits
+        if inbox.num_queued_requests >= limits.max_num_queued_requests:
             return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
         tokens = inbox.num_queued_tokens
-        if not is_resumed and tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
+        if tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
             return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
         held = session.requests.num_bytes
         if held > 0 and held + num_bytes > limits.max_client_bytes:

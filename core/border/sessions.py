@@ -50,6 +50,7 @@ class Session(msgspec.Struct, eq=False):
     num_tokenizers: int = 0  # times the tokenizer was sent
     num_calls: int = 0  # calls that the engine has not answered yet
     resumable: set[int] = msgspec.field(default_factory=set)  # numbers of its lost session: never refused
+    num_restorable: int = 0  # requests that come first, which another engine had accepted: never refused
     held_since: float | None = None  # monotonic; its requests wait
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
 
@@ -62,7 +63,7 @@ class Sessions:
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
-        self.on_close: Callable[[int], None] | None = None  # called with each client whose session closes
+        self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
@@ -113,8 +114,8 @@ class Sessions:
             return
         del self._by_identity[session.identity]
         self._backlogged.pop(session.client, None)
-        if self.on_close is not None:
-            self.on_close(session.client)
+        for tell in self.on_close:
+            tell(session.client)
         self._inbox.put(session.client, Goodbye())
 
     def lose(self, session: Session) -> None:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from core.border.departure import Departure
 from core.border.inbox import Inbox
 from core.border.lease_clock import LeaseClock
 from core.border.preparation import Preparation, Preparer
@@ -53,6 +54,7 @@ class Border:
         self.outbox: SimpleQueue[Sequence[AddressedMessage]] = SimpleQueue()  # results of steps, to be sent by round()
         self.sessions = Sessions(socket, self.inbox, served.client_weights)
         self.drain_asked = False  # set by any thread: the next round begins the drain
+        self.departure = Departure()
         self.shutdown_asked = False  # nothing is received any more
         self._socket = socket
         self._monitor = monitor
@@ -62,13 +64,17 @@ class Border:
         self._preparation: Preparation | None = None
         if preparer is not None:
             self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, on_prepared)
-            self.sessions.on_close = self._preparation.forget
+            self.sessions.on_close.append(self._preparation.forget)
+        if (meter := served.meter) is not None:
+            self.sessions.on_close.append(meter.forget_client)
+        self._meter = meter
         self._reception = Reception(
             served,
             self.sessions,
             self.inbox,
             self._clock,
             self._preparation,
+            departure=self.departure,
             on_connect=self._close_disconnected,
             on_drain=on_drain,
             on_shutdown=self._shut_down,
@@ -139,6 +145,8 @@ class Border:
 
     def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
         """Send what a step produced; what is addressed to ended sessions is dropped."""
+        if self._meter is not None:
+            self._meter.note_messages(messages, now)
         for client, message in messages:
             session = self.sessions.of_client(client)
             if session is not None:

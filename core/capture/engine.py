@@ -110,6 +110,8 @@ class CapturedEngine:
             tokens=b"" if result is None else _column(result.token_ids),
             error=error,
             token_counts=b"" if result is None or result.counts is None else _column(result.counts),
+            draft_counts=b"" if result is None or result.draft_counts is None else _column(result.draft_counts),
+            draft_tokens=b"" if result is None else _column(result.draft_token_ids),
         )
 
 
@@ -127,6 +129,7 @@ class _Tap:
         self.cache_memory_bytes = executor.cache_memory_bytes
         self.initialize_cache = executor.initialize_cache
         self.measure_costs = executor.measure_costs
+        self.measure_steps = executor.measure_steps
         self.prepare_ahead = executor.prepare_ahead
         self.close = executor.close
         self._execute = executor.execute

@@ -41,6 +41,10 @@ class RecordedExecutor:
         """Return 1 and 1: the capture's config has the costs; one from before these options needs none."""
         return Costs(1, 1)
 
+    def measure_steps(self) -> tuple[int, ...]:
+        """Return nothing: the capture's config has the durations."""
+        return ()
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Return a handle that reads the plan's tokens from the capture when they are taken."""
         return _Recorded(self, plan)
@@ -49,12 +53,15 @@ class RecordedExecutor:
         """Return the plan's output, from the step that was fed last. Errors: NotRecordedError."""
         step, num_rows = self._step, len(plan.rows)
         if step is not None and step.result_step == plan.step:
-            if not step.token_counts and len(step.tokens) == 4 * num_rows:
-                return ModelRunnerOutput(plan.step, _int32s(step.tokens))
-            if len(step.token_counts) == 4 * num_rows:
-                counts = _int32s(step.token_counts)
-                if counts.min() >= 0 and len(step.tokens) == 4 * int(counts.sum()):
-                    return ModelRunnerOutput(plan.step, _int32s(step.tokens), counts=counts)
+            counts, draft_counts = _int32s(step.token_counts), _int32s(step.draft_counts)
+            if _fits(step.tokens, counts, num_rows) and _fits(step.draft_tokens, draft_counts, num_rows, none=0):
+                return ModelRunnerOutput(
+                    plan.step,
+                    _int32s(step.tokens),
+                    counts=counts if len(counts) else None,
+                    draft_counts=draft_counts if len(draft_counts) else None,
+                    draft_token_ids=_int32s(step.draft_tokens),
+                )
         raise NotRecordedError(f"the capture has no tokens for the {num_rows} rows of plan {plan.step}")
 
     def prepare_ahead(self) -> bool:
@@ -67,6 +74,13 @@ class RecordedExecutor:
 
 def _int32s(column: bytes) -> Int32s:
     return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
+
+
+def _fits(values: bytes, counts: Int32s, num_rows: int, none: int = 1) -> bool:
+    """Return whether the values are counts [num_rows] of each row; or, without counts, `none` of each."""
+    if not len(counts):
+        return len(values) == 4 * none * num_rows
+    return len(counts) == num_rows and int(counts.min()) >= 0 and len(values) == 4 * int(counts.sum())
 
 
 class _Recorded(NamedTuple):

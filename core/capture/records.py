@@ -16,7 +16,7 @@ from ipc.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 #: In Step.result_step: no plan's result arrived in this step.
 NO_RESULT = -1
 
@@ -67,6 +67,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes  # int32: aligned with that plan's rows, as in ModelRunnerOutput
     error: str = ""  # the exception that ended the step, and the engine with it
     token_counts: bytes = b""  # int32[rows of that plan] of `tokens`, row after row; empty: one each
+    #: int32[rows of that plan]: drafts that the executor proposed with the tokens; empty: none. Drafts that the
+    #: scheduler's own proposers make are worked out again.
+    draft_counts: bytes = b""
+    draft_tokens: bytes = b""  # int32, row after row
 
 
 class Gap(msgspec.Struct, frozen=True, array_like=True):

@@ -66,6 +66,12 @@ class Executor(Protocol):
     def measure_costs(self) -> Costs:
         """Measure the costs of restoring requests: once, before the first step, because it writes into free blocks."""
 
+    def measure_steps(self) -> tuple[int, ...]:
+        """Measure steps of 1, 2, 4, 8, ... tokens with logits each, in ns; at the same time as measure_costs().
+
+        The number of sizes is the executor's choice. Only speculation needs it.
+        """
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Begin a step and return its handle. The plan is not empty."""
 

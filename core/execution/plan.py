@@ -51,11 +51,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_rows: Int32s  # [n] known rows; each entry appends one block, in table order
     block_ids: Int32s  # [n]
     rows: Int32s  # [R] the batch, in scheduling order
-    num_scheduled_tokens: Int32s  # [R] > 0
+    num_scheduled_tokens: Int32s  # [R] > 0, drafts included
     swapped_out_blocks: Int32s = NO_INT32S  # [n] blocks of the cache, copied to
     swapped_out_slots: Int32s = NO_INT32S  # [n] blocks of the host pool
     swapped_in_slots: Int32s = NO_INT32S  # [m] blocks of the host pool, copied to
     swapped_in_blocks: Int32s = NO_INT32S  # [m] blocks of the cache
+    num_draft_tokens: Int32s = NO_INT32S  # [R] drafts, which follow the row's known tokens; empty: no row has any
+    draft_token_ids: Int32s = NO_INT32S  # [sum(num_draft_tokens)] row after row
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +102,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     compute K and V of those that this step did not compute, as for the tokens of a prompt. An executor that yields
     several tokens must know them when it begins the row's next step, which may be planned already (Pipeline, depth 2).
     If that step leaves known tokens of the row uncomputed, the row yields none in it.
+
+    Of a row with drafts, the accepted ones and the token after them are yielded (core/runner/accepted.py), and the K
+    and V of the accepted ones are computed.
     """
 
     step: int
@@ -107,6 +112,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: LogprobColumns | None = None
     counts: Int32s | None = None  # [R] tokens of each row; 0 = NO_TOKEN, FAILED_TOKEN stands alone. None: one each
     failures: list[tuple[int, str]] = []  # (index in the plan's rows, text) of FAILED_TOKENs with own text
+    #: Drafts that the executor proposes for the rows' next steps: [R] of each row, and [sum] row after row. None: none.
+    draft_counts: Int32s | None = None
+    draft_token_ids: Int32s = NO_INT32S
 
 
 def _encode_array(value: Any) -> bytes:
@@ -116,5 +124,9 @@ def _encode_array(value: Any) -> bytes:
 
 
 def encode_plan(plan: SchedulerOutput) -> bytes:
-    """Return the plan as msgpack; equal plans give equal bytes."""
-    return msgspec.msgpack.encode(plan, enc_hook=_encode_array)
+    """Return the plan as msgpack; equal plans give equal bytes.
+
+    A plan without drafts has the bytes that it had before there were drafts, so that older captures replay equal.
+    """
+    fields = msgspec.structs.astuple(plan)
+    return msgspec.msgpack.encode(fields if len(plan.num_draft_tokens) else fields[:-2], enc_hook=_encode_array)

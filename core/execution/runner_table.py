@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.execution.plan import NewRow, SchedulerOutput
-from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds
 from ipc.columns import Columns, column
 from ipc.paged_rows import PagedRows
 
@@ -63,13 +63,15 @@ class RunnerTable(Columns):
     def advance(self, plan: SchedulerOutput) -> Bools:
         """Count the batch's tokens as computed, and return which rows sample in this step, bool [R].
 
-        A row samples when all its known tokens are computed.
+        A row samples when all its known tokens are computed. Drafts are not counted; see accept().
         """
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
         known, capacity = self.num_tokens[rows], self.num_blocks[rows] * self.block_size
-        assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
         assert not np.count_nonzero(ends > capacity), f"scheduled up to {ends} tokens on blocks for {capacity}"
+        if len(plan.num_draft_tokens):
+            ends -= plan.num_draft_tokens
+        assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
         self.num_computed_tokens[rows] = ends
         samples: Bools = ends == known
         return samples
@@ -84,6 +86,11 @@ class RunnerTable(Columns):
         lengths = self.num_tokens[rows]
         self.tokens.ensure(rows, lengths + counts)
         self.tokens.set_runs(rows, lengths, counts, token_ids)
+
+    def accept(self, plan: SchedulerOutput, counts: AnyInts) -> None:
+        """Count the accepted drafts of a step's rows as computed. counts [R]: tokens that each row yields."""
+        if len(plan.num_draft_tokens):
+            self.num_computed_tokens[plan.rows] += np.where(plan.num_draft_tokens > 0, np.maximum(counts - 1, 0), 0)
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
         """Append one sampled token to each of these rows; or counts[i] tokens, given row after row."""

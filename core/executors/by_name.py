@@ -4,7 +4,6 @@ import importlib
 from types import ModuleType
 
 from core.execution.executor import Executor, check_triton
-from core.executors.paced import PacedExecutor
 from ipc.config import EngineConfig
 
 
@@ -13,12 +12,11 @@ def import_executor(config: EngineConfig) -> ModuleType:
     on_gpu = config.executor == "local" and config.device == "cuda"
     if on_gpu:
         check_triton()
-    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else config.executor}")
+    is_paced = config.executor == "fake" and config.fake_step_us > 0
+    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else 'paced' if is_paced else config.executor}")
 
 
 def load_executor(config: EngineConfig) -> Executor:
-    """Create the executor that the config names; the fake one with its pace, if any."""
+    """Create the executor that the config names."""
     executor: Executor = import_executor(config).create(config)
-    if config.executor == "fake" and config.fake_step_us:
-        return PacedExecutor(executor, config.fake_step_us)
     return executor

@@ -56,6 +56,10 @@ class CudaExecutor:
         """Return the measured costs of restoring a preempted request."""
         return self.runner.measure_costs()
 
+    def measure_steps(self) -> tuple[int, ...]:
+        """Return nothing: there is no speculation on a GPU yet."""
+        return ()
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Launch one step and return its handle."""
         return self.runner.begin(plan)

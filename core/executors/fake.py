@@ -94,6 +94,10 @@ class FakeExecutor:
         """Return made-up costs: copying a block of 16 tokens is five times as fast as computing it."""
         return Costs(recompute_ns_per_token=10_000, swap_ns_per_block=32_000)
 
+    def measure_steps(self) -> tuple[int, ...]:
+        """Return made-up durations: a millisecond, and twice as much for each doubling above 16 tokens."""
+        return tuple(1_000_000 * max(1, size // 16) for size in (1, 2, 4, 8, 16, 32, 64, 128))
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
         table = self._table
@@ -105,7 +109,10 @@ class FakeExecutor:
             self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
         samples = table.advance(plan)
         rows = plan.rows[samples]
-        if self._most > 1:
+        if len(plan.num_draft_tokens):
+            token_ids, counts = self._verify(plan, samples)
+            table.accept(plan, counts)
+        elif self._most > 1:
             token_ids, counts = self._sample_several(plan.rows, samples)
         else:
             token_ids, counts = np.full(len(plan.rows), NO_TOKEN, np.int32), None
@@ -133,6 +140,21 @@ class FakeExecutor:
             token_ids[firsts[going] + offset] = sampled = self._sample(rows[going])
             self._table.append_tokens(rows[going], sampled)
         return token_ids, counts
+
+    def _verify(self, plan: SchedulerOutput, samples: Bools) -> tuple[Int32s, Int32s]:
+        """Return (token_ids, counts [R]) of the plan's rows: samples up to the first that is not the row's draft."""
+        rows, drafts = plan.rows, plan.num_draft_tokens
+        firsts = drafts.cumsum() - drafts
+        counts, going = np.zeros(len(rows), np.int32), samples.copy()
+        sampled = np.full((len(rows), int(drafts.max()) + 1), NO_TOKEN, np.int32)
+        while going.any():
+            index = np.flatnonzero(going)
+            sampled[index, counts[index]] = tokens = self._sample(rows[index])
+            self._table.append_tokens(rows[index], tokens)
+            places = np.minimum(firsts[index] + counts[index], len(plan.draft_token_ids) - 1)
+            going[index] = (counts[index] < drafts[index]) & (plan.draft_token_ids[places] == tokens)
+            counts[index] += 1
+        return sampled[np.arange(sampled.shape[1]) < counts[:, None]], counts
 
     def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
         """Return the logprobs of all rows, row by row. The sampled tokens are already in the table."""

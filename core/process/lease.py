@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from core import log
 from core.border.io_thread import IOThread
+from ipc.messages import EngineStopping
 from ipc.pipes import FrameReader, decode_owner_message
 from ipc.sockets import remove_private_address
 from ipc.start_messages import Drain, Start
@@ -100,7 +101,7 @@ class Lease:
             self._drain()
             return
         if self._io is not None:
-            self._io.finish("the engine was told to stop at once", _STOP_S)
+            self._io.finish(EngineStopping("the engine was told to stop at once"), _STOP_S)
         self._exit(EXIT_STOPPED)
 
     def _drain(self) -> None:

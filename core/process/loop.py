@@ -8,8 +8,8 @@ from typing import Protocol
 from core import log
 from core.border.io_thread import IOThread
 from core.inputs import EngineInput, EngineReply
+from ipc.messages import EngineStopping
 
-EXIT_OK = 0
 EXIT_FAILED = 1
 _FINISH_S = 2.0  # to report to the clients how the engine ended
 _LOG_S = 0.5  # for the last lines on standard error
@@ -47,11 +47,11 @@ def run(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> int:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.say(traceback.format_exc())
         log.say(f"engine-core: a step failed, the engine ends: {text}")
-        io.finish(text, _FINISH_S)
+        io.finish(EngineStopping(text, io.will_be_replaced), _FINISH_S)
         log.flush(_LOG_S)
         return EXIT_FAILED
-    io.finish("", _FINISH_S)
-    return EXIT_OK
+    io.finish(io.departure.last_message, _FINISH_S)
+    return io.departure.exit_code
 
 
 def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> None:

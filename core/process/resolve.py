@@ -64,11 +64,15 @@ def resolve(
     )
 
 
-def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineConfig:
-    """Return the config with the costs of preemption set.
+def resolve_costs(
+    config: EngineConfig, measure: Callable[[], Costs], measure_steps: Callable[[], tuple[int, ...]] = tuple
+) -> EngineConfig:
+    """Return the config with the costs of preemption set, and with speculation those of steps.
 
     They are measured only where they decide something and are not given.
     """
+    if (speculative := config.speculative_config) is not None and not speculative.step_ns:
+        speculative = msgspec.structs.replace(speculative, step_ns=measure_steps())
     costs = Costs(1, 1)
     if config.preemption_mode == "auto" and None in (config.recompute_ns_per_token, config.swap_ns_per_block):
         costs = measure()
@@ -76,6 +80,7 @@ def resolve_costs(config: EngineConfig, measure: Callable[[], Costs]) -> EngineC
         config,
         recompute_ns_per_token=config.recompute_ns_per_token or costs.recompute_ns_per_token,
         swap_ns_per_block=config.swap_ns_per_block or costs.swap_ns_per_block,
+        speculative_config=speculative,
     )
 
 

@@ -12,6 +12,7 @@ import zmq
 
 from core import log
 from core.border.io_thread import IOThread
+from core.border.meter import RequestMeter
 from core.border.reception import Served
 from core.border.zap import start_zap
 from core.capture.engine import CapturedEngine, capture_path, start_capture
@@ -94,13 +95,14 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
-    config = resolve_costs(config, executor.measure_costs)
+    config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
     served = Served(
-        _welcome(config, executor.info, start.epoch, tokenizer, default_sampling),
+        _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,
         _model_information(config, executor.info),
         start.owner_token,
         config.client_weights,
+        _meter(config),
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
@@ -137,6 +139,12 @@ def total_memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def _meter(config: EngineConfig) -> RequestMeter | None:
+    if not config.request_metrics and not config.log_requests:
+        return None
+    return RequestMeter(config.max_model_len or 0, log.say if config.log_requests else None)
+
+
 def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
     if config.executor == "fake" and config.model is None:
         return TokenizerFiles(0, "", {})
@@ -149,7 +157,7 @@ def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
 def _welcome(
     config: EngineConfig,
     info: ModelInfo,
-    epoch: int,
+    start: Start,
     tokenizer: TokenizerFiles,
     default_sampling: dict[str, float | int],
 ) -> Welcome:
@@ -159,7 +167,7 @@ def _welcome(
         minor=PROTOCOL_MINOR,
         server_version=VERSION,
         engine_id=secrets.token_hex(8),
-        epoch=epoch,
+        epoch=start.epoch,
         session_token=b"",
         model_name=info.name,
         model_fingerprint=info.fingerprint,
@@ -176,6 +184,7 @@ def _welcome(
             heartbeat_ms=config.client_lease_ms // 3,
             lease_ms=config.client_lease_ms,
             max_logprobs=config.max_logprobs,
+            resume_ms=start.resume_ms,
         ),
         default_sampling=default_sampling,
     )

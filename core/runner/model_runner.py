@@ -17,6 +17,7 @@ from core.models.interface import Model
 from core.models.step import ModelInputs, StepResult
 from core.runner.accepted import accepted
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.runner.step_durations import measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.columns import SamplingColumns
 from core.sampling.logprobs import gather_logprobs
@@ -69,7 +70,8 @@ class ModelRunner:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, result)
         if inputs.sample_rows is not None and inputs.sample_offsets is not None:
             samples = inputs.sample_rows, inputs.sample_offsets
-            token_ids, counts = self._append_several(inputs, *samples, result.logits, logprobs)
+            token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
+            self.table.accept(plan, counts)
             return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
@@ -109,7 +111,7 @@ class ModelRunner:
         inputs: StepInputs,
         in_plan: Ints,
         offsets: Ints,
-        logits: torch.Tensor,
+        result: StepResult,
         logprobs: list[LogprobColumns],
     ) -> tuple[Int32s, Int32s]:
         """Return (token_ids, counts [R]) of a step in which rows have several samples.
@@ -118,14 +120,13 @@ class ModelRunner:
         in_plan, offsets [S]: sample_rows and sample_offsets of StepInputs. The log probabilities of samples that are
         not accepted are reported too; the scheduler drops them.
         """
-        rows, table = inputs.rows[in_plan], self.table
+        rows, table, logits = inputs.rows[in_plan], self.table, result.logits
         reporting = self.sampling.reporting(rows)
         reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
-        columns = self.sampling.inputs(rows, table, offsets)
-        sampled = sample(logits, columns, self.model.sampler)
+        sampled = self.sample(rows, result, offsets)
         if len(reporting):
             if self._tells_processed:
-                reported = processed_logits(logits, reporting, columns)
+                reported = processed_logits(logits, reporting, self.sampling.inputs(rows, table, offsets))
             positions = (table.num_tokens[rows] + offsets)[reporting]
             entries = np.maximum(sampled[reporting], 0), self.sampling.num_logprobs[rows[reporting]], in_plan[reporting]
             logprobs.append(gather_logprobs(reported, *entries, positions, normalized=not self._tells_logits))
@@ -144,26 +145,46 @@ class ModelRunner:
 
         It must run before the first step, because it writes into free blocks. No block is read before it is written.
         """
-        size = self.block_size
-        count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
-        positions = np.arange(count)
-        inputs = StepInputs(
-            rows=np.zeros(1, np.int64),
-            token_ids=torch.from_numpy(positions % self.model.vocab_size),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(positions + size),  # from block 1 on
-            num_tokens=np.array([count]),
-            context_lens=np.array([count]),
-            block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
-            samples=np.zeros(1, np.bool_),
-            num_samples=0,
-            logits_rows=torch.zeros(0, dtype=torch.int64),
-        )
+        count = min(NUM_TOKENS, self._most_tokens)
+        inputs = self._trial_inputs(count, 0)
 
         def compute() -> None:
             self.forward(inputs)
 
         return measure_costs(compute, count, self.cache, self.swap_cache)
+
+    def measure_steps(self) -> tuple[int, ...]:
+        """Return the measured durations of steps of 1, 2, 4, ... tokens whose next tokens are drawn, in ns.
+
+        As measure_costs(), it must run before the first step.
+        """
+
+        def step(num_tokens: int) -> None:
+            result = self.forward(self._trial_inputs(num_tokens, num_tokens))
+            sample(result.logits, trial_sampling(num_tokens), self.model.sampler, result.largest)
+
+        return measure_steps(step, self._most_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens that a trial step can have: the cache holds them, and the model's positions go as far."""
+        return min((self.cache.num_blocks - 1) * self.block_size, self.model.max_model_len)
+
+    def _trial_inputs(self, count: int, num_samples: int) -> StepInputs:
+        """Return inputs for `count` tokens of one row, from block 1 on; the last num_samples get logits."""
+        size, positions = self.block_size, np.arange(count)
+        return StepInputs(
+            rows=np.zeros(1, np.int64),
+            token_ids=torch.from_numpy(positions % self.model.vocab_size),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(positions + size),
+            num_tokens=np.array([count]),
+            context_lens=np.array([count]),
+            block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
+            samples=np.zeros(1, np.bool_),
+            num_samples=num_samples,
+            logits_rows=torch.arange(count - num_samples, count),
+        )
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.table.apply(plan)
@@ -230,16 +251,18 @@ class ModelRunner:
         positions = self.table.num_tokens[rows[reporting]]
         return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
 
-    def sample(self, rows: Rows, result: StepResult) -> Int32s:
+    def sample(self, rows: Rows, result: StepResult, offsets: Ints | None = None) -> Int32s:
         """Return the next token [S] of each of these rows [S]; negative where the row's logits are not finite.
 
-        result: has the logits of these rows, in their order.
+        result: has the logits of these rows, in their order. offsets [S]: of samples behind drafts, see
+        SamplingColumns.inputs().
         """
         if self.sampling.is_greedy:
             if result.largest is not None:
                 return result.largest.copy()  # the model's next step overwrites it
             return sample_greedily(result.logits, self.model.sampler)
-        return sample(result.logits, self.sampling.inputs(rows, self.table), self.model.sampler, result.largest)
+        inputs = self.sampling.inputs(rows, self.table, offsets)
+        return sample(result.logits, inputs, self.model.sampler, result.largest)
 
 
 def _no_tokens(plan: SchedulerOutput) -> Int32s:

@@ -107,6 +107,10 @@ class InputMaker:
         samples = table.advance(plan)
         num_samples = int(np.count_nonzero(samples))
         ends = table.num_computed_tokens[rows]
+        if len(plan.num_draft_tokens):
+            drafted = np.flatnonzero(plan.num_draft_tokens)
+            table.write_drafts(rows[drafted], plan.draft_token_ids, plan.num_draft_tokens[drafted].astype(np.int64))
+            ends = ends + plan.num_draft_tokens
         last: Ints = np.arange(len(rows))  # index of each row's last token
         token_rows, positions = rows, ends - 1
         if is_mixed := bool(counts.max() > 1):  # in most steps every row decodes
@@ -136,6 +140,8 @@ class InputMaker:
             generation=next(_generations),
         )
         self._decoding = None
+        if len(plan.num_draft_tokens):
+            return _with_drafts(inputs, plan.num_draft_tokens, last)
         if not is_mixed and num_samples == len(rows):
             num_steps = _steps_to_end(positions, self._mask), _steps_to_end(positions, _PAGE_MASK)
             self._decoding = _Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
@@ -183,6 +189,25 @@ class InputMaker:
         assert not np.count_nonzero(places >= num_blocks), f"rows enter blocks {places} of {num_blocks}"
         block_tables[entering, places] = table.blocks.get(rows, places)
         return True
+
+
+def _with_drafts(inputs: StepInputs, num_drafts: Int32s, last: Ints) -> StepInputs:
+    """Return the inputs with a sample after the known tokens of each sampling row, and after each of its drafts.
+
+    num_drafts, last [R]: drafts of each row, and the index of its last token.
+    """
+    assert not np.count_nonzero(num_drafts[~inputs.samples]), "a row with drafts has tokens before them to compute"
+    in_plan = np.flatnonzero(inputs.samples)
+    counts = num_drafts[in_plan].astype(np.int64) + 1
+    sample_rows = in_plan.repeat(counts)
+    offsets: Ints = np.arange(len(sample_rows)) - (counts.cumsum() - counts).repeat(counts)
+    logits_rows = (last - num_drafts)[sample_rows] + offsets
+    return inputs._replace(
+        num_samples=len(sample_rows),
+        logits_rows=torch.from_numpy(logits_rows),
+        sample_rows=sample_rows,
+        sample_offsets=offsets,
+    )
 
 
 def _steps_to_end(positions: Positions, mask: int) -> int:

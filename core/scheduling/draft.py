@@ -1,12 +1,28 @@
 """Draft: the plan of a step while it is made, with the findings for the decision record."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from core.batch.carried import Carried
 from core.batch.table import RequestStart
 from core.execution.plan import NewRow, SchedulerOutput
-from core.scheduling.decisions import Examined, Preempted
+from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
+
+
+class DraftTokens(NamedTuple):
+    """Guessed tokens (drafts) of some rows: counts[i] > 0 of rows[i], row after row."""
+
+    rows: Ints
+    counts: Ints
+    token_ids: Int32s
+
+    def counts_of(self, rows: Rows) -> Ints:
+        """Return the number of drafts of each of these rows of a plan, which include all that have drafts."""
+        counts = np.zeros(len(rows), np.int64)
+        counts[np.isin(rows, self.rows)] = self.counts
+        return counts
 
 
 class Draft:
@@ -29,6 +45,7 @@ class Draft:
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
         self.num_skipped = 0  # rows that wanted tokens and get none
+        self.guessed: DraftTokens | None = None  # not in `counts`; its rows are in the order of `rows`
 
     def drop(self, row: int) -> None:
         """Remove a preempted row from the plan, and return its tokens to the budget."""
@@ -52,13 +69,50 @@ class Draft:
         self.num_skipped += int(np.count_nonzero((cuts == counts) & (counts > 0)))
         self.budget += int(cuts.sum())
 
+    def add_rows(self, rows: Rows) -> None:
+        """Tell the executor of the requests that start, in these rows."""
+        for row, start in zip(rows.tolist(), self.starts, strict=True):
+            request = start.request
+            self.added.append(
+                NewRow(
+                    row,
+                    request.token_ids,
+                    request.num_prompt_tokens,
+                    start.num_computed_tokens,
+                    start.block_ids,
+                    request.params,
+                    request.seed,
+                    request.choice,
+                )
+            )
+
+    def decision(self, rows: Rows, counts: Ints, num_waiting: int, num_free_blocks: int) -> Decision:
+        """Return the record of the step, which runs counts [R] known tokens of rows [R] and the drafts."""
+        return Decision(
+            step=self.step,
+            now_ns=self.now_ns,
+            rows=rows,
+            counts=counts if self.guessed is None else counts + self.guessed.counts_of(rows),
+            num_started=len(self.starts),
+            num_skipped=self.num_skipped,
+            preempted=self.preempted,
+            examined=self.examined,
+            num_waiting=num_waiting,
+            budget=self.budget,
+            num_free_blocks=num_free_blocks,
+        )
+
 
 def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
-    """Return the finished plan: counts [R] tokens for rows [R], with the changes carried since the last plan."""
+    """Return the finished plan: counts [R] known tokens for rows [R], with the changes carried since the last plan."""
 
     def column(values: AnyInts | list[int]) -> Int32s:
         return np.asarray(values, np.int32) if len(values) else NO_INT32S
 
+    num_drafts, draft_ids = NO_INTS, NO_INT32S
+    if draft.guessed is not None:
+        num_drafts, draft_ids = draft.guessed.counts_of(rows), draft.guessed.token_ids
+        counts = counts + num_drafts
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()
     return SchedulerOutput(
@@ -73,4 +127,6 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         swapped_out_slots=swap_slots,
         swapped_in_slots=swapped_in,
         swapped_in_blocks=swap_blocks,
+        num_draft_tokens=column(num_drafts),
+        draft_token_ids=draft_ids,
     )

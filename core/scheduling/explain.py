@@ -121,7 +121,8 @@ class _Explainer:
         if self._scheduler.pause_mode is PauseMode.ALL:
             return Reason.PAUSED, 0, 0
         known = int(table.num_tokens[row] + table.num_placeholders[row])
-        if decision is None or (table.num_placeholders[row] and known >= table.max_total_tokens[row]):
+        is_drafting = table.num_in_draft[row] > 0
+        if decision is None or is_drafting or (table.num_placeholders[row] and known >= table.max_total_tokens[row]):
             return Reason.IN_FLIGHT, 0, 0
         if self._scheduler.starts_alone and decision.num_started:
             return Reason.PROMPTS_FIRST, 0, 0

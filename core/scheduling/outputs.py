@@ -43,7 +43,7 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def _places_of_tokens(rows: Rows, counts: Ints) -> Ints:
-        """Where the tokens of these rows are, row after row."""
+        """Places of the tokens of these rows, row after row."""
         lengths: Ints = counts[rows]
         before: Ints = counts.cumsum() - counts
         after: Ints = lengths.cumsum() - lengths
@@ -80,6 +80,7 @@ class OutputCollector:
         self._epoch = epoch
         self._rows: list[_Rows] = []
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
+        self._drafts: dict[int, list[int]] = {}  # number, choice, verified and accepted drafts; number, ...
         self._logprobs: dict[int, Logprobs] = {}
         self._failed: list[ClientOutput] = []
 
@@ -136,6 +137,10 @@ class OutputCollector:
                 started = self._started.setdefault(request.client, [])
                 started += (request.number, start.num_computed_tokens)
 
+    def add_drafts(self, client: int, entry: tuple[int, int, int, int]) -> None:
+        """Add (number, choice, verified drafts, accepted drafts) of a row that ends in this step."""
+        self._drafts.setdefault(client, []).extend(entry)
+
     def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
         """Add the failure of a request."""
         self._failed.append((client, RequestFailed(number, code, message)))
@@ -181,6 +186,7 @@ class OutputCollector:
             started=_packed(self._started.pop(client, [])) if self._started else b"",
             logprobs=self._logprobs.pop(client, None) if self._logprobs else None,
             events=self.events.take(client) if self.events else None,
+            drafts=_packed(self._drafts.pop(client, [])) if self._drafts else b"",
         )
 
     def _without_rows(self, step: int, client: int) -> Outputs:

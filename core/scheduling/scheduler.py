@@ -15,7 +15,7 @@ from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
-from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, NewRow, SchedulerOutput
+from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.admission import Admission
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
@@ -23,9 +23,10 @@ from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
+from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt8s
+from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
 
@@ -55,6 +56,8 @@ class Scheduler:
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
+        reserve = self.admission.num_watermark_blocks
+        self.speculation = Speculation(config, self.batch, self.waiting, self.policy, self.stats, reserve)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
@@ -197,6 +200,7 @@ class Scheduler:
         self._fail_overdue(now_ns)
         draft = Draft(self._step, now_ns, self._token_budget)
         self._fill(draft)
+        self.speculation.fill(draft)
         return self._commit(draft)
 
     def _running_first(self, draft: Draft) -> None:
@@ -222,6 +226,7 @@ class Scheduler:
         live = table.tenancy[rows] == tenancies  # the others were aborted or preempted after the plan
         tokens = output.token_ids
         if output.counts is not None:
+            self.speculation.end(plan, rows, live, output.counts)
             rows, tokens, counts, finish, by_stop_token = self._take_runs(rows, tenancies, output, output.counts)
             firsts = table.num_tokens[rows] - counts
         else:
@@ -241,7 +246,17 @@ class Scheduler:
         self.stats.num_generation_tokens += len(tokens)
         if np.count_nonzero(finish):
             self._end(rows[finish > 0])
+        if output.draft_counts is not None:
+            drafts = output.draft_counts, output.draft_token_ids
+            self.update_draft_token_ids(plan.rows.astype(np.int64), tenancies, *drafts)
         return self.outputs.drain(step)
+
+    def update_draft_token_ids(self, rows: Rows, tenancies: Ints, counts: AnyInts, token_ids: TokenIds) -> None:
+        """Take counts[i] guesses of the next tokens of rows[i], row after row, for the next plan of the row.
+
+        Rows that have another tenancy now are ignored. A wrong guess changes no token.
+        """
+        self.speculation.offer(rows, tenancies, counts.astype(np.int64), token_ids)
 
     def _take_runs(
         self, rows: Ints, tenancies: Ints, output: ModelRunnerOutput, counts: Int32s
@@ -267,6 +282,7 @@ class Scheduler:
             is_known = output.logprobs.positions < table.num_tokens[rows[owners]]
             reported = output.logprobs.where(live[owners] & is_known)
             self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+        self.batch.prefix_cache.name_full_blocks(taken, table.num_computed_tokens[taken])  # accepted drafts filled some
         return taken, tokens, kept, finish, by_stop_token
 
     def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
@@ -284,7 +300,7 @@ class Scheduler:
         if draft.starts:
             rows = np.concatenate([rows, self._launch(draft)])
             counts = np.concatenate([counts, np.array([start.num_tokens for start in draft.starts])])
-        self.decision = self._decision(draft, rows, counts)
+        self.decision = draft.decision(rows, counts, len(self.waiting), self.pool.num_free)
         self.stats.count_decision(self.decision)
         if not len(rows):
             return finish_plan(draft, rows, counts, Carried())  # not run: the next plan that runs carries the rest
@@ -292,50 +308,25 @@ class Scheduler:
         ends = table.num_computed_tokens[rows] + counts
         table.num_computed_tokens[rows] = ends
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
+        if draft.guessed is not None:
+            self.speculation.begin(draft.guessed)
         self.batch.prefix_cache.name_full_blocks(rows, ends)
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
-        self.stats.count_step(rows, counts, self.pool)
         carried, self.batch.carried = self.batch.carried, Carried()
         self.preemption.swap_space.end_plan()
-        return finish_plan(draft, rows, counts, carried)
+        plan = finish_plan(draft, rows, counts, carried)
+        self.stats.count_step(plan, self.pool)
+        return plan
 
     def _launch(self, draft: Draft) -> Ints:
         """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
         rows = self.batch.launch(draft.starts)
-        for row, start in zip(rows.tolist(), draft.starts, strict=True):
-            request = start.request
-            draft.added.append(
-                NewRow(
-                    row,
-                    request.token_ids,
-                    request.num_prompt_tokens,
-                    start.num_computed_tokens,
-                    start.block_ids,
-                    request.params,
-                    request.seed,
-                    request.choice,
-                )
-            )
+        draft.add_rows(rows)
         self.outputs.add_starts(draft.starts, draft.now_ns)
         self.stats.count_starts(draft.starts)
         for start in draft.starts:
             start.request.has_started = True
         return rows
-
-    def _decision(self, draft: Draft, rows: Rows, counts: Ints) -> Decision:
-        return Decision(
-            step=draft.step,
-            now_ns=draft.now_ns,
-            rows=rows,
-            counts=counts,
-            num_started=len(draft.starts),
-            num_skipped=draft.num_skipped,
-            preempted=draft.preempted,
-            examined=draft.examined,
-            num_waiting=len(self.waiting),
-            budget=draft.budget,
-            num_free_blocks=self.pool.num_free,
-        )
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
@@ -372,6 +363,7 @@ class Scheduler:
 
     def _end(self, rows: Rows) -> None:
         """End the requests of these rows, which have all their tokens."""
+        self.speculation.report(rows, self.outputs)
         self._forget(self.batch.release(rows))
         self.stats.num_finished += len(rows)
 

@@ -1,10 +1,17 @@
 """SchedulerStats: the scheduler's counters since its start."""
 
+from typing import Any
+
+import msgspec
+import numpy as np
+
 from core.batch.table import RequestStart
+from core.execution.plan import SchedulerOutput
 from core.kv.block_pool import BlockPool
 from core.scheduling.decisions import Decision, Verdict
-from ipc.arrays import Ints, Rows
+from ipc.arrays import Ints
 from ipc.messages import Statistics
+from ipc.metrics_messages import STEP_TOKEN_BOUNDS, step_token_bucket
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
     verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST
@@ -37,15 +44,28 @@ class SchedulerStats(Statistics):
             name = _HEAD_COUNTERS[decision.examined[0].verdict]
             setattr(self, name, getattr(self, name) + 1)
 
-    def count_step(self, rows: Rows, counts: Ints, pool: BlockPool) -> None:
-        """Count a step that runs counts [R] tokens of rows [R]; the pool gives the blocks in use."""
+    def count_step(self, plan: SchedulerOutput, pool: BlockPool) -> None:
+        """Count a step that runs this plan; the pool gives the blocks in use."""
         self.num_steps += 1
-        self.num_scheduled_tokens += int(counts.sum())
-        self.num_scheduled_rows += len(rows)
-        self.max_scheduled_rows = max(self.max_scheduled_rows, len(rows))
+        self.num_scheduled_tokens += plan.num_tokens
+        self.num_scheduled_rows += len(plan.rows)
+        self.max_scheduled_rows = max(self.max_scheduled_rows, len(plan.rows))
+        self.step_tokens[step_token_bucket(plan.num_tokens)] += 1
         self.max_used_blocks = max(self.max_used_blocks, pool.num_blocks - 1 - pool.num_free - pool.num_fenced)
+
+    def count_drafts(self, counts: Ints, right: Ints) -> None:
+        """Count the verified drafts of some rows [n] and how many of them were right [n], from the first on."""
+        self.num_drafts += len(counts)
+        self.num_draft_tokens += int(counts.sum())
+        self.num_accepted_tokens += int(right.sum())
+        reached = np.bincount(right)[::-1].cumsum()[::-1][1:].tolist()  # drafts that were right at each position
+        known = self.num_accepted_tokens_per_pos
+        known += [0] * (len(reached) - len(known))
+        for position, count in enumerate(reached):
+            known[position] += count
 
 
 def new_stats() -> SchedulerStats:
     """Return counters that are all 0."""
-    return SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
+    required: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(SchedulerStats) if field.required}
+    return SchedulerStats(**required, step_tokens=[0] * (len(STEP_TOKEN_BOUNDS) + 1))

@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import assert_never
 
-import msgspec
 import numpy as np
 
 from frontend.client.errors import fresh, refusal, request_error, why_not_again
 from frontend.client.journal import Journal
 from frontend.client.journal_reader import JournalReader
 from frontend.client.kv_event_stream import KVEventStream
+from frontend.client.resumption import Resumption
 from frontend.client.transport import Transport
 from frontend.client.typed_calls import TypedCalls
 from ipc.call import Call
@@ -40,28 +39,22 @@ from ipc.messages import (
     PROTOCOL_MINOR,
     Abort,
     AddRequest,
-    CallDone,
-    CallFailed,
     CallResult,
     EngineStopping,
     ErrorCode,
-    FinishReason,
     Goodbye,
     Heartbeat,
     Hello,
-    ModelInformation,
     Outputs,
     Refused,
     RequestFailed,
     ServerMessage,
-    Statistics,
-    TokenizerFiles,
     Welcome,
     decode_server_message,
     encode,
 )
 from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Explanation, FollowKVEvents, KVEvents
+from ipc.scheduling_messages import FollowKVEvents, KVEvents
 
 _MAX_NUMBER = 2**32 - 1
 _LOST = "the connection to the engine was lost and is being made again; try again"
@@ -91,11 +84,12 @@ class EngineClient(JournalReader, TypedCalls):
         self._transport, self._clock = transport, clock
         self._call_timeout = call_timeout
         self._pid = os.getpid()
-        self._hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}", b"", owner_token)
         self._is_connected = False  # a Hello of the present connection was answered
         self._changed = threading.Condition()  # owns all below; taken before the transport's lock
         self._submitting = threading.RLock()  # keeps numbers in order on the wire; taken before _changed
         self._journal = Journal()
+        hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, name or f"pid {self._pid}", b"", owner_token)
+        self._resumption = Resumption(hello, self._journal)
         self._next_number = 0
         self._calls: dict[int, Future[CallResult]] = {}
         self._call_numbers = itertools.count(1)
@@ -105,7 +99,7 @@ class EngineClient(JournalReader, TypedCalls):
         self._welcome: Future[Welcome] = Future()
         transport.start(self._on_frames, self._on_dead, self._on_lost)
         try:
-            transport.send(encode(self._hello))
+            transport.send(self._resumption.hello)
             self.welcome = self._welcome.result(hello_timeout)
         except FutureTimeoutError:
             transport.close()
@@ -150,6 +144,8 @@ class EngineClient(JournalReader, TypedCalls):
                 )
             with self._changed:
                 self.raise_if_ended()
+                if not self._is_connected and self._resumption.is_full(self.welcome.limits):
+                    raise RequestFailedError(f"{_LOST}; as many requests wait for it as it takes")
                 self._next_number = number + 1
                 self._journal.add(request, streaming=streaming, now=self._clock())
                 try:
@@ -288,22 +284,22 @@ class EngineClient(JournalReader, TypedCalls):
                 if self._kv_events is not None:
                     self._kv_events.put(message)
                 return False
-            case TokenizerFiles() | Statistics() | ModelInformation() | Explanation() | CallDone() | CallFailed():
-                future = self._calls.pop(message.call, None)
-                if future is not None:
-                    future.set_result(message)
-                return False
             case Welcome():
                 return self._open(message, now)
             case Refused():
                 ended = EngineDeadError(f"the engine ended this session: {message.message}")
                 self._end(ended if self._welcome.done() else refusal(message))
                 return False
+            case EngineStopping(comes_back=True):
+                return False  # the connection will be cut, and made again with the next engine
             case EngineStopping():
                 self._end(EngineDeadError(f"the engine stopped{': ' if message.error else ''}{message.error}"))
                 return False
-            case _:
-                assert_never(message)
+            case _:  # the answer to a call
+                answer: CallResult = message
+                if (future := self._calls.pop(answer.call, None)) is not None:
+                    future.set_result(answer)
+                return False
 
     def _open(self, welcome: Welcome, now: float) -> bool:
         if self._is_connected:
@@ -317,40 +313,26 @@ class EngineClient(JournalReader, TypedCalls):
             return False
         self.welcome = welcome
         self._is_connected = True
-        self._hello = msgspec.structs.replace(self._hello, session_token=welcome.session_token)
+        self._resumption.opened(welcome.session_token)
         self._transport.keep_alive(encode(Heartbeat()), welcome.limits.heartbeat_ms / 1000)
+        self._transport.await_return(welcome.limits.resume_ms / 1000)
         if is_first:
             self._welcome.set_result(welcome)
             return False
         if self._kv_events is not None and self._kv_events.is_open:
             self._transport.send(encode(FollowKVEvents(next(self._call_numbers))))
-        return self._submit_again(now)
-
-    def _submit_again(self, now: float) -> bool:
-        """Submit unfinished requests again in the new session after a loss; return whether there is news."""
-        news = False
-        for number in self._journal.unfinished().tolist():
-            if self._journal.is_aborted(number):
-                news |= self._journal.finish(number, FinishReason.ABORT, now)
-                continue
-            frames = [encode(message) for message in self._journal.resubmission(number, now)]
-            try:
-                if len(frames[0]) > self.welcome.limits.max_message_bytes:
-                    raise RequestFailedError("the connection was lost and the request has become too long to go on")
-                for frame in frames:
-                    self._transport.send(frame)
-            except RequestFailedError as error:
-                news |= self._journal.fail(number, error, now)
-        return news
+        return self._resumption.submit_again(self._transport.send, welcome.limits, now)
 
     def _on_lost(self) -> bytes:
         """Handle the loss of the connection; return the first frame for the next one. Calls are not repeated."""
         with self._changed:
+            if self._is_connected:
+                self._resumption.lost()
             self._is_connected = False
             calls, self._calls = self._calls, {}
             for future in calls.values():
                 future.set_exception(CallFailedError(_LOST))
-            return encode(self._hello)
+            return self._resumption.hello
 
     def _end(self, error: EngineCoreError) -> None:
         """End the session: requests and calls that wait fail. Only the first reason counts."""

@@ -25,6 +25,7 @@ _PAGE_SIZE = 64  # tokens
 _SIBLINGS_PAGE = 4  # rows
 _FIRST_ROWS = 64
 _NO_STOP_TOKEN = -1
+_MANY = 2**62  # tokens
 
 
 class Progress(NamedTuple):
@@ -41,6 +42,8 @@ class Progress(NamedTuple):
     error: EngineCoreError | None  # the engine refused or failed the request with it
     logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
+    num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
+    num_accepted_tokens: int = 0  # of these: became tokens
 
 
 class Journal(Columns):
@@ -53,6 +56,8 @@ class Journal(Columns):
     _num_delivered: Ints = column()
     _num_taken: Ints = column()  # tokens that take_news() has returned
     _num_cached_tokens: Ints = column()
+    _num_draft_tokens: Ints = column()
+    _num_accepted_tokens: Ints = column()
     _finish: UInt8s = column()  # FinishReason
     _end_taken: Bools = column()  # take_news() has returned its finish
     _stop_token: Ints = column(_NO_STOP_TOKEN)
@@ -192,6 +197,8 @@ class Journal(Columns):
             error=self._errors.get(row),
             logprobs=self._logprobs.get(row),
             events=tuple(self._events.get(int(self._first[row]), ())),
+            num_draft_tokens=int(self._num_draft_tokens[row]),
+            num_accepted_tokens=int(self._num_accepted_tokens[row]),
         )
 
     def row(self, number: int, choice: int = 0) -> int:
@@ -280,6 +287,17 @@ class Journal(Columns):
         """Return the numbers of unfinished requests, ascending: those to resubmit to a new engine."""
         return np.unique(self._number[(self._number >= 0) & (self._finish == 0)])
 
+    def unfinished_in_order(self) -> Ints:
+        """Return the numbers of unfinished requests: those with tokens first, the shortest first, then by number."""
+        numbers = self.unfinished()
+        lengths = np.array([self._length_if_begun(number) for number in numbers.tolist()], np.int64)
+        return numbers[np.lexsort((numbers, lengths))]
+
+    def _length_if_begun(self, number: int) -> int:
+        """Return the number of a request's tokens, the prompt's included; a large number where it has no output."""
+        num_output = int(self._num_delivered[self._rows_of_request(number)].sum())
+        return len(self.request(number).prompt_token_ids) // 4 + num_output if num_output else _MANY
+
     def apply(self, outputs: Outputs, now: float) -> Ints:
         """Apply the outputs of one step; return the rows [N] with news.
 
@@ -347,6 +365,12 @@ class Journal(Columns):
             pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
             rows = self.rows_of(pairs[:, 0])
             self._num_cached_tokens[rows[rows >= 0]] = pairs[rows >= 0, 1]
+        if outputs.drafts:
+            entries = np.frombuffer(outputs.drafts, "<u4").reshape(-1, 4).astype(np.int64)
+            rows = self.rows_of(entries[:, 0], entries[:, 1])
+            known = rows >= 0
+            self._num_draft_tokens[rows[known]] = entries[known, 2]
+            self._num_accepted_tokens[rows[known]] = entries[known, 3]
         if outputs.events is not None:
             for number, event in read_events(outputs.events):
                 if (row := self.row(number)) >= 0:

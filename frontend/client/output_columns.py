@@ -49,10 +49,15 @@ def columns_of(outputs: Outputs) -> OutputColumns:
     num_rows = len(columns.numbers)
     num_finish = num_rows if columns.finish is None else len(columns.finish)
     lengths = (len(columns.positions), len(columns.counts), num_finish, int(np.add.reduce(columns.counts)))
-    if lengths != (num_rows, num_rows, num_rows, len(columns.tokens)) or len(outputs.started) % 8:
+    if (
+        lengths != (num_rows, num_rows, num_rows, len(columns.tokens))
+        or len(outputs.started) % 8
+        or len(outputs.drafts) % 16
+    ):
         raise MalformedMessageError(
             f"output columns do not fit: {num_rows} numbers, {lengths[0]} positions, {lengths[1]} counts with the sum "
-            f"{lengths[3]}, {len(columns.tokens)} tokens, {lengths[2]} finish codes, {len(outputs.started)} B started"
+            f"{lengths[3]}, {len(columns.tokens)} tokens, {lengths[2]} finish codes, {len(outputs.started)} B started, "
+            f"{len(outputs.drafts)} B drafts"
         )
     if outputs.finish and max(outputs.finish) > _LAST_FINISH:
         raise MalformedMessageError(f"finish code {max(outputs.finish)}; known are 0 to {FinishReason.ABORT.value}")

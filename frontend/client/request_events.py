@@ -44,7 +44,12 @@ def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
 
 
 def time_in_queue(events: tuple[RequestEvent, ...]) -> float | None:
-    """Return the seconds from QUEUED to SCHEDULED of the first choice to be scheduled; None before that."""
-    queued = [event.time for event in events if event.kind is EventKind.QUEUED]
-    scheduled = [event.time for event in events if event.kind is EventKind.SCHEDULED]
-    return min(scheduled) - min(queued) if queued and scheduled else None
+    """Return the seconds from QUEUED to SCHEDULED of the first choice to be scheduled; None before that.
+
+    Both are of one engine: an engine that takes over a request reports its QUEUED anew, on its own clock.
+    """
+    scheduled = next((at for at, event in enumerate(events) if event.kind is EventKind.SCHEDULED), None)
+    if scheduled is None:
+        return None
+    queued = [event.time for event in events[:scheduled] if event.kind is EventKind.QUEUED]
+    return events[scheduled].time - queued[-1] if queued else None

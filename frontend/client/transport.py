@@ -92,6 +92,12 @@ class Transport(Protocol):
     def keep_alive(self, frame: bytes, seconds: float) -> None:
         """Send this frame whenever nothing was sent for `seconds`; 0 = never. Called from on_frames."""
 
+    def await_return(self, seconds: float) -> None:
+        """Wait so long for another engine after this one is lost; 0 = as long as the transport does by itself.
+
+        Called from on_frames.
+        """
+
     def close(self) -> None:
         """Send queued frames for a short time, then disconnect; no callback follows."""
 
@@ -100,10 +106,12 @@ class ZmqTransport:
     """A DEALER socket to one engine.
 
     address: the engine's. grace: seconds in which a lost connection may be made again; it applies to tcp, or to any
-    address where `locate` is given. Without it, an engine on ipc or of this process that closes the connection is gone.
-    pidfd: readable once the engine process is dead (not closed here); None for an engine of another owner.
-    describe_exit: return in words how that process ended. locate: return the engine's present address, or None for an
-    engine that does not come back. The IO thread calls locate after a loss until an engine answers; it must not block.
+    address where `locate` is given, and an engine that will be started again says how long to wait for it. Else an
+    engine on ipc or of this process that closes the connection is gone.
+    pidfd: readable once the engine process is dead (not closed here); None for an engine that may come back or is
+    another owner's. describe_exit: return in words how the engine ended. locate: return the engine's present address,
+    or None for an engine that does not come back. The IO thread calls locate after a loss until an engine answers; it
+    must not block.
     """
 
     def __init__(
@@ -206,6 +214,11 @@ class ZmqTransport:
         """Set the heartbeat; see Transport."""
         self._heartbeat, self._heartbeat_s, self._sent_at = frame, seconds, time.monotonic()
 
+    def await_return(self, seconds: float) -> None:
+        """Set the grace; see Transport. An engine whose death this transport sees itself does not come back."""
+        if self._pidfd is None:
+            self._grace = max(self._grace, seconds)
+
     def _run(
         self, context: Context, connection: _Connection, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost
     ) -> None:
@@ -289,7 +302,7 @@ class ZmqTransport:
         if end is _End.GRACE_OVER:
             return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
         if end is _End.GONE:
-            return f"{self._describe_disconnect()} and does not come back"
+            return self._describe_gone()
         self._receive_last(socket, monitor, on_frames, _LAST_FRAMES_S if end is _End.PROCESS else 0.0)
         if end is _End.PROCESS:
             return self._describe_exit() if self._describe_exit is not None else "the engine process has ended"
@@ -358,6 +371,11 @@ class ZmqTransport:
                 on_frames(frames)
         while frames := _receive(socket):
             on_frames(frames)
+
+    def _describe_gone(self) -> str:
+        if self._describe_exit is not None:
+            return self._describe_exit()
+        return f"{self._describe_disconnect()} and does not come back"
 
     def _describe_disconnect(self) -> str:
         if self._pidfd is not None and self._describe_exit is not None:

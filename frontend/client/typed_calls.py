@@ -23,23 +23,25 @@ from ipc.messages import (
     Statistics,
     TokenizerFiles,
 )
+from ipc.metrics_messages import GetMetrics, Metrics
 from ipc.scheduling_messages import (
     EVERY_REQUEST,
     OWN_SESSION,
     Explain,
     Explanation,
     FollowKVEvents,
+    StopRequest,
     UnfollowKVEvents,
 )
 
-_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Explanation, CallDone)
+_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Explanation, Metrics, CallDone)
 
 
 class TypedCalls(Protocol):
     """Methods that wait for the engine's answer, at most `timeout` seconds (None = the client's own limit).
 
     Errors of all methods: CallFailedError when the engine refuses, does not answer in time or the connection was lost;
-    EngineDeadError at once when the engine is gone. Owner only: pause, resume, drain and shutdown.
+    EngineDeadError at once when the engine is gone. Owner only: pause, resume, stop_request, drain and shutdown.
     """
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
@@ -48,6 +50,10 @@ class TypedCalls(Protocol):
     def statistics(self, timeout: float | None = None) -> Statistics:
         """Return the engine's counters and gauges."""
         return self._ask(GetStatistics, Statistics, timeout)
+
+    def metrics(self, timeout: float | None = None) -> Metrics:
+        """Return what the requests of all clients took; no step is waited for."""
+        return self._ask(GetMetrics, Metrics, timeout)
 
     def model_information(self, timeout: float | None = None) -> ModelInformation:
         """Return the model, sizes and options of the engine."""
@@ -95,9 +101,25 @@ class TypedCalls(Protocol):
         """End a pause."""
         self._ask(Resume, CallDone, timeout)
 
-    def drain(self, timeout: float | None = None) -> None:
-        """Refuse new requests and end the engine after the last one. Does not wait for the end."""
-        self._ask(BeginDrain, CallDone, timeout)
+    def stop_request(self, session: int, number: int, timeout: float | None = None) -> None:
+        """Abort a request of any session; do nothing where it is not live."""
+        self._ask(lambda call: StopRequest(call, session, number), CallDone, timeout, "StopRequest")
+
+    def drain(self, timeout: float | None = None, *, move_after: float | None = None) -> None:
+        """Refuse new requests and end the engine after the last one. Does not wait for the end.
+
+        move_after: seconds after which the engine ends in any case; what has not finished goes on at the next engine
+        that its client finds, at this address or where the client's `locate` says.
+        """
+        move_ms = -1 if move_after is None else int(move_after * 1000)
+        self._ask(lambda call: BeginDrain(call, move_ms), CallDone, timeout, "BeginDrain")
+
+    def upgrade(self, timeout: float | None = None) -> None:
+        """End the engine at once, for the next one that its supervisor starts; all requests go on there.
+
+        CallFailedError where nobody would start it.
+        """
+        self._ask(lambda call: BeginDrain(call, 0, True), CallDone, timeout, "BeginDrain")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once."""

@@ -1,4 +1,8 @@
-"""EngineChild: the operating system's side of an engine process: spawn it, its pipes, its pidfd, its end."""
+"""Child: the operating system's side of a process of ours: spawn it, its pipes, its pidfd, its end.
+
+A child is one of our packages, run by name with exec. It has two pipes: its lease on life, whose first frame says what
+to start, and one for its reports. ipc/start_messages.py has the messages of the engine.
+"""
 
 import fcntl
 import os
@@ -8,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,16 +22,15 @@ from ipc.config import EngineConfig
 from ipc.errors import EngineStartError
 from ipc.pipes import write_frame
 from ipc.sockets import remove_private_address
-from ipc.start_messages import Start
 
-#: "core" in a checkout, "engine_core.core" in an installed wheel.
-_ENGINE_PACKAGE = f"{ipc.__name__.removesuffix('ipc')}core"
+#: "" in a checkout, "engine_core." in an installed wheel.
+_HOME_PACKAGE = ipc.__name__.removesuffix("ipc")
 
 
-class EngineChild(msgspec.Struct, eq=False, weakref=True):
-    """A spawned engine and all that must be released for it.
+class Child(msgspec.Struct, eq=False, weakref=True):
+    """A spawned process and all that must be released for it.
 
-    It holds no reference to the EngineProcess that it belongs to, so that a finalizer can own it.
+    It holds no reference to the object that it belongs to (an EngineProcess), so that a finalizer can own it.
     """
 
     process: subprocess.Popen[bytes]
@@ -37,7 +41,7 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
     owner: int  # process id: a fork of the owner must not end the engine
 
     def describe_exit(self) -> str:
-        """Return how the process ended, in words that follow "the engine process": "exited with code 1"."""
+        """Return how the process ended, in words that follow "the process": "exited with code 1"."""
         return _describe(self.process.poll())
 
     def wait(self, timeout: float | None) -> bool:
@@ -49,7 +53,7 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
         return True
 
     def close_lease(self) -> None:
-        """Close the write end of the lease pipe, which ends the engine."""
+        """Close the write end of the lease pipe, which ends the process."""
         self._close("lease_fd")
 
     def end(self, timeout: float) -> None:
@@ -79,12 +83,26 @@ class EngineChild(msgspec.Struct, eq=False, weakref=True):
             os.close(fd)
 
 
-#: All children, to close their leases in a fork: an inherited lease left open would let an engine outlive its owner.
-_children: "weakref.WeakSet[EngineChild]" = weakref.WeakSet()
+#: All children, to close their leases in a fork: an inherited lease left open would let a child outlive its owner.
+_children: "weakref.WeakSet[Child]" = weakref.WeakSet()
 
 
-def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
-    """Start the process and return at once. Errors: EngineStartError."""
+def spawn(
+    package: str,
+    start: msgspec.Struct,
+    *,
+    arguments: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
+    defaults: Mapping[str, str] | None = None,
+    private_address: str | None = None,
+) -> Child:
+    """Start `python -m package LEASE_FD REPORT_FD *arguments` and return at once.
+
+    package: one of ours, by its name in a checkout, such as "core". start: the first frame of the lease pipe; the
+    child reads it with ipc.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child gets
+    under the same numbers. defaults: environment variables that the user may override. private_address: an ipc address
+    made for this child, removed with it. Errors: EngineStartError.
+    """
     if not sys.executable:
         raise EngineStartError("sys.executable is empty: the engine needs a Python interpreter to be started with")
     lease_read, lease_write = _pipe()
@@ -94,12 +112,16 @@ def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited until the child ignores it
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _ENGINE_PACKAGE, str(lease_read), str(report_write)],
-                pass_fds=(lease_read, report_write),
+                [
+                    *(sys.executable, "-P", "-m", f"{_HOME_PACKAGE}{package}"),
+                    *(str(lease_read), str(report_write)),
+                    *arguments,
+                ],
+                pass_fds=(lease_read, report_write, *pass_fds),
                 stdin=subprocess.DEVNULL,
                 stdout=None if _is_inherited(1) else subprocess.DEVNULL,
                 stderr=None if _is_inherited(2) else subprocess.DEVNULL,
-                env=_environment(start.config),
+                env=_environment(defaults or {}),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -112,9 +134,21 @@ def spawn_engine(start: Start, private_address: str | None) -> EngineChild:
     finally:
         os.close(lease_read)
         os.close(report_write)
-    child = EngineChild(process, os.pidfd_open(process.pid), lease_write, report_read, private_address, os.getpid())
+    child = Child(process, os.pidfd_open(process.pid), lease_write, report_read, private_address, os.getpid())
     _children.add(child)
     return child
+
+
+def engine_defaults(config: EngineConfig) -> dict[str, str]:
+    """Return the environment variables of an engine, for spawn()."""
+    threads = str(config.threads or len(os.sched_getaffinity(0)))
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "GOMP_SPINCOUNT": "10000",  # endless spinning next to one more busy process: 83 ms instead of 21 (30 GEMMs)
+        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: 33 GB/s read bandwidth instead of 21
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def _pipe() -> tuple[int, int]:
@@ -141,8 +175,8 @@ def _is_inherited(fd: int) -> bool:
         return False
 
 
-def _write_start(fd: int, start: Start) -> None:
-    """Write the Start message without blocking, because the pipe has no reader yet. Errors: EngineStartError."""
+def _write_start(fd: int, start: msgspec.Struct) -> None:
+    """Write the start message without blocking, because the pipe has no reader yet. Errors: EngineStartError."""
     os.set_blocking(fd, False)
     try:
         write_frame(fd, start)
@@ -151,22 +185,9 @@ def _write_start(fd: int, start: Start) -> None:
     os.set_blocking(fd, True)
 
 
-def _environment(config: EngineConfig) -> dict[str, str]:
+def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
     """Return the child's environment. Variables that the user has set keep their values."""
-    threads = str(config.threads or len(os.sched_getaffinity(0)))
-    defaults = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "GOMP_SPINCOUNT": "10000",  # endless spinning next to one more busy process: 83 ms instead of 21 (30 GEMMs)
-        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: 33 GB/s read bandwidth instead of 21
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return {**defaults, **child_environment()}
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment of a child that imports our packages as this process does."""
-    environment = dict(os.environ)
+    environment = {**defaults, **os.environ}
     home = _home()
     if home is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))

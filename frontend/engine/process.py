@@ -15,7 +15,7 @@ from types import TracebackType
 
 import msgspec
 
-from frontend.engine.child import EngineChild, spawn_engine
+from frontend.engine.child import Child, engine_defaults, spawn
 from ipc import errors
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
@@ -41,7 +41,9 @@ class EngineProcess:
 
     config: the engine's. listen: address to listen on; None = a private ipc address, removed at the end. start_timeout:
     seconds from start() to readiness. on_phase: called by wait_ready() with the name of each phase of the start and the
-    seconds since the process began. start() may be called again after close(); the epoch then counts up.
+    seconds since the process began. resume_s: seconds in which clients may expect another engine here after this one's
+    death; 0 = there will be none. start() may be called again after close(); the epoch then counts up, and an address
+    that was given stays the same.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class EngineProcess:
         listen: str | None = None,
         start_timeout: float = 300.0,
         on_phase: OnPhase | None = None,
+        resume_s: float = 0.0,
     ) -> None:
         """Check the address; start nothing. Errors: AddressError."""
         if listen is not None:
@@ -61,12 +64,15 @@ class EngineProcess:
         self._listen = listen
         self._start_timeout = start_timeout
         self._on_phase = on_phase
-        self._child: EngineChild | None = None
+        self._resume_ms = int(resume_s * 1000)
+        self._child: Child | None = None
         self._finalizer: weakref.finalize[[float], EngineProcess] | None = None
         self._deadline = 0.0
         self._phase = "start of Python"
         self._address: str | None = None
         self._exit = "has not been started"
+        self._exit_code: int | None = None  # of the last process
+        self.last_address = ""  # that the present process was told, or the last one had
 
     def start(self) -> None:
         """Spawn the process and return at once.
@@ -83,12 +89,21 @@ class EngineProcess:
         private = private_ipc_address() if self._listen is None else None
         try:
             address = self._listen or private or ""
-            start = Start(self.config, address, self.epoch, self.owner_token, is_private=private is not None)
-            self._child = spawn_engine(start, private)
+            start = Start(
+                self.config,
+                address,
+                self.epoch,
+                self.owner_token,
+                is_private=private is not None,
+                resume_ms=self._resume_ms,
+            )
+            defaults = engine_defaults(self.config)
+            self._child = spawn("core", start, defaults=defaults, private_address=private)
         except BaseException:
             if private is not None:
                 remove_private_address(private)
             raise
+        self.last_address = address
         self._finalizer = weakref.finalize(self, self._child.release, 0.5)
 
     def wait_ready(self) -> None:
@@ -107,7 +122,9 @@ class EngineProcess:
                         if self._on_phase is not None:
                             self._on_phase(name, seconds)
                     case Ready(address):
-                        self._address = address
+                        self._address = self.last_address = address
+                        if self._listen is not None:
+                            self._listen = address  # of the next process too: port 0 has become a number
                         return
                     case StartFailed(error, text):
                         self.wait(_FAILED_START_S)
@@ -138,8 +155,13 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code; None while the process lives or after close(). Negative: the signal that ended it."""
-        return None if self._child is None else self._child.process.poll()
+        """Return the exit code of the last process; None while it lives. Negative: the signal that ended it."""
+        return self._exit_code if self._child is None else self._child.process.poll()
+
+    @property
+    def is_public(self) -> bool:
+        """Return whether the address was given, so that clients of others may know it."""
+        return self._listen is not None
 
     def describe_exit(self) -> str:
         """Return a sentence part on how the process ended: "the engine process ..."."""
@@ -174,7 +196,7 @@ class EngineProcess:
         child.release(5.0)
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._exit = f"({child.process.pid}) {child.describe_exit()}"
+        self._exit, self._exit_code = f"({child.process.pid}) {child.describe_exit()}", child.process.returncode
 
     def __enter__(self) -> "EngineProcess":
         if self._child is None:
@@ -187,7 +209,7 @@ class EngineProcess:
     ) -> None:
         self.close()
 
-    def _live(self) -> EngineChild:
+    def _live(self) -> Child:
         if self._child is None:
             raise EngineStartError(f"the engine process {self._exit}")
         return self._child

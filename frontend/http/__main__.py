@@ -1,7 +1,7 @@
-"""The HTTP worker's process: `python -m frontend.http`, started by frontend/http/worker.py.
+"""The HTTP worker's process: `python -m frontend.http LEASE_FD REPORT_FD`, started by frontend/http/worker.py.
 
-Standard input is its lease on life and brings its messages, a JSON line each: first Start, later maybe "drain". At its
-end the worker ends too. Standard output gets one line when the worker serves.
+The lease brings WorkerStart and maybe BEGIN_DRAIN; at its end the worker ends too. The report is one line: "ready", or
+why it did not start.
 """
 
 import asyncio
@@ -15,67 +15,60 @@ import msgspec
 import uvloop
 
 from frontend.http.options import WorkerStart
-from frontend.http.server import HttpServer, raise_file_limit
+from frontend.http.server import HttpServer, open_engine, raise_file_limit
 from frontend.session import EngineHandle
 from ipc.errors import EngineCoreError
+from ipc.pipes import FrameReader
 
 
 def main() -> int:
     """Serve until the lease ends; return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the owner too, who decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    line = sys.stdin.buffer.readline()
-    if not line:
+    lease, report = map(int, sys.argv[1:3])
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to the owner too, who decides
+        signal.signal(number, signal.SIG_IGN)
+    start = _read_start(lease)
+    if start is None:
         return 0
-    start = msgspec.json.decode(line, type=WorkerStart)
     raise_file_limit()
     try:
         engine = open_engine(start.connect)
     except EngineCoreError as error:
-        _report(f"failed {error}")
+        _say(report, str(error))
         return 1
     try:
-        return uvloop.run(_serve(start, engine))
+        uvloop.run(_serve(start, engine, lease, report))
     finally:
         engine.close()
+    return 0
 
 
-def open_engine(address: str, client_name: str = "http", connect_timeout: float = 10.0) -> EngineHandle:
-    """Return a session with the engine at this address. Errors: those of EngineHandle."""
-    return EngineHandle(
-        None,
-        connect=address,
-        seed=None,
-        tokenizer=None,
-        skip_tokenizer=False,
-        start_timeout=0.0,
-        connect_timeout=connect_timeout,
-        client_name=client_name,
-        options={},
-    )
+def _read_start(lease: int) -> WorkerStart | None:
+    """Return the first frame of the lease; None where it ended before."""
+    reader = FrameReader()
+    while data := os.read(lease, 65_536):
+        for frame in reader.feed(data):
+            return msgspec.msgpack.decode(frame, type=WorkerStart)
+    return None
 
 
-async def _serve(start: WorkerStart, engine: EngineHandle) -> int:
+async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: int) -> None:
     server = HttpServer(engine, start.options)
     loop = asyncio.get_running_loop()
 
     def on_lease() -> None:
-        data = os.read(0, 4096)
-        if data:
+        if os.read(lease, 4096):
             server.drain()
         else:
-            loop.remove_reader(0)
+            loop.remove_reader(lease)
             server.stop()
 
-    loop.add_reader(0, on_lease)
-    await server.serve([socket.socket(fileno=fd) for fd in start.fds], lambda: _report("ready"))
-    return 0
+    loop.add_reader(lease, on_lease)
+    await server.serve([socket.socket(fileno=fd) for fd in start.fds], lambda: _say(report, "ready"))
 
 
-def _report(text: str) -> None:
+def _say(report: int, text: str) -> None:
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        os.write(report, text.encode() + b"\n")
 
 
 if __name__ == "__main__":

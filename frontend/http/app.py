@@ -7,12 +7,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from frontend.http.access import check_host, find_key, origin_headers
 from frontend.http.errors import HttpError, http_error
 from frontend.http.reply import Reply
 from frontend.http.request import JSON, Receive, Request, Response, Send
-from frontend.http.routes import ROUTES, Route
+from frontend.http.routes import ROUTES, Access, Route
 from frontend.http.service import Service
 
+_PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, x-deadline-ms"),
+]
 _log = logging.getLogger("engine_core.http")
 
 
@@ -41,7 +46,14 @@ class App:
             await _write(request, answer)
 
     async def _answer(self, request: Request) -> Response | Reply:
+        service = self._service
+        check_host(request, service.options)
+        request.answer_headers += origin_headers(request, service.options)
+        if request.method == "OPTIONS" and len(request.answer_headers) > 1:
+            return Response(b"", 204, headers=_PREFLIGHT)
         route = self._route(request)
+        if route.access is Access.KEY:
+            request.key = find_key(request, service.keys)
         if route.method == "POST":
             _check_content_type(request)
         request.body = await _read_body(request)
@@ -99,7 +111,7 @@ async def _write(request: Request, answer: Response) -> None:
     headers = [
         (b"content-type", answer.content_type),
         (b"content-length", b"%d" % len(answer.body)),
-        (b"x-request-id", request.id.encode()),
+        *request.answer_headers,
         *answer.headers,
     ]
     await request.send({"type": "http.response.start", "status": answer.status, "headers": headers})

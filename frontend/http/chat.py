@@ -26,7 +26,7 @@ MAX_TOOLS = 128
 async def create_chat_completion(service: Service, request: Request) -> Reply:
     """Answer a chat."""
     body = request.decode(_decoder)
-    name = service.check_model(body.model)
+    name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, body)
     return service.submit(request, prepared, ChatFormat(service, body, name, prepared[0]))
 

@@ -28,7 +28,7 @@ MAX_PROMPTS = 2048
 async def create_completion(service: Service, request: Request) -> Reply:
     """Complete one prompt or many."""
     body = request.decode(_decoder)
-    name = service.check_model(body.model)
+    name = service.check_model(request, body.model)
     if body.prompt is None or body.prompt == []:
         raise HttpError(400, "prompt is missing: send a text, texts, token ids or lists of token ids", param="prompt")
     has_only_echo = bool(body.echo) and body.max_tokens == 0

@@ -46,6 +46,12 @@ def bind_http(text: str) -> socket.socket:
     return bound
 
 
+def is_loopback(text: str) -> bool:
+    """Return whether only this machine can reach this address. Errors: AddressError."""
+    host, _ = parse_http_address(text)
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def url_of(bound: socket.socket) -> str:
     """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]

@@ -15,12 +15,14 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 async def list_models(service: Service, request: Request) -> Response:
     """List the names of the model."""
-    return Response(json_bytes({"object": "list", "data": [_card(service, name) for name in service.names]}))
+    return Response(
+        json_bytes({"object": "list", "data": [_card(service, name) for name in service.names_for(request)]})
+    )
 
 
 async def get_model(service: Service, request: Request) -> Response:
     """Describe one model."""
-    return Response(json_bytes(_card(service, service.check_model(request.target))))
+    return Response(json_bytes(_card(service, service.check_model(request, request.target))))
 
 
 async def get_version(service: Service, request: Request) -> Response:
@@ -31,7 +33,7 @@ async def get_version(service: Service, request: Request) -> Response:
 async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text or of a chat."""
     body = request.decode(_tokenize)
-    service.check_model(body.model)
+    service.check_model(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "send prompt or messages, one of them", param="prompt")
     tokenizer = service.tokenizer
@@ -61,7 +63,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, special ones included."""
     body = request.decode(_detokenize)
-    service.check_model(body.model)
+    service.check_model(request, body.model)
     tokenizer = service.tokenizer
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < 2**32:
         raise HttpError(400, "tokens must be ids of the vocabulary", param="tokens")

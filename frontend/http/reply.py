@@ -100,7 +100,7 @@ class Part:
 class Reply:
     """See the module's docstring. is_streamed: write tokens as they come, else the whole answer at the end.
 
-    on_end: called once with the reply when it has ended; `cause` says how.
+    on_end: called once, with the tokens of prompts and choices, when it has ended; `cause` says how.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reply:
         *,
         is_streamed: bool,
         max_model_len: int,
-        on_end: Callable[["Reply"], None] | None = None,
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
         self.request = request
         self.is_streamed = is_streamed
@@ -186,7 +186,7 @@ class Reply:
         if self._owner is not None:
             self._owner.remove(self)
         if self._on_end is not None:
-            self._on_end(self)
+            self._on_end(self.usage.prompt_tokens + self.usage.completion_tokens)
 
     def _write_events(self, now: float) -> None:
         body = b"".join(self._pending)
@@ -243,7 +243,7 @@ class Reply:
             (b"content-type", self._format.stream_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (b"x-request-id", self.request.id.encode()),
+            *self.request.answer_headers,
         ]
         self._drive({"type": "http.response.start", "status": 200, "headers": headers})
         return b""
@@ -255,7 +255,7 @@ class Reply:
         fields = [
             (b"content-type", JSON),
             (b"content-length", b"%d" % len(body)),
-            (b"x-request-id", self.request.id.encode()),
+            *self.request.answer_headers,
             *headers,
         ]
         self._drive({"type": "http.response.start", "status": status, "headers": fields})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from frontend.http.connection import Connection
-from frontend.http.errors import HttpError
+from frontend.http.errors import Headers, HttpError
 from frontend.http.keys import Key
 
 JSON = b"application/json"
@@ -51,6 +51,7 @@ class Request:
         self.id = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         self.body = b""
         self.key: Key | None = None
+        self.answer_headers: Headers = [(b"x-request-id", self.id.encode())]
         self.target = ""
 
     def decode(self, decoder: "msgspec.json.Decoder[_T]") -> _T:

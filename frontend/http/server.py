@@ -85,6 +85,7 @@ class HttpServer:
 
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+        self.service.keys.refresh()
         sweep(self._state.connections)
 
     async def _end(self) -> None:
@@ -106,6 +107,22 @@ class HttpServer:
         for connection in list(self._state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
+
+
+def open_engine(address: str) -> EngineHandle:
+    """Return a session with the engine at this address. Errors: those of EngineHandle."""
+    return EngineHandle(
+        None,
+        connect=address,
+        seed=None,
+        tokenizer=None,
+        skip_tokenizer=False,
+        start_timeout=0.0,
+        connect_timeout=10.0,
+        client_name="http",
+        restart=False,
+        options={},
+    )
 
 
 def raise_file_limit() -> int:

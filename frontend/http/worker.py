@@ -1,19 +1,15 @@
 """HttpWorker: the HTTP server in a process of its own, seen from the process that started it."""
 
-import contextlib
 import os
+import select
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 
-import msgspec
-
-from frontend.engine.child import child_environment
-from frontend.http.options import HttpOptions, WorkerStart
+from frontend.engine.child import Child, spawn
+from frontend.http.options import BEGIN_DRAIN, HttpOptions, WorkerStart
 from ipc.errors import EngineStartError
 
-_PACKAGE = __name__.removesuffix(".worker")
+_START_S = 30.0
 _END_S = 5.0  # for the worker to write the ends of its answers
 
 
@@ -22,56 +18,47 @@ class HttpWorker:
 
     def __init__(self, connect: str, sockets: Sequence[socket.socket], options: HttpOptions) -> None:
         self._start = WorkerStart(connect, tuple(one.fileno() for one in sockets), options)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.pidfd = -1  # readable once the worker has ended
-
-    def start(self) -> None:
-        """Spawn the worker and wait until it serves. Errors: EngineStartError."""
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _PACKAGE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=self._start.fds,
-            env=child_environment(),
-        )
-        self._process, self.pidfd = process, os.pidfd_open(process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(self._start) + b"\n")
-            process.stdin.flush()
-        said = process.stdout.readline().decode(errors="replace").strip()
-        if said != "ready":
-            self.stop()
-            raise EngineStartError(f"the HTTP server did not start: {said.removeprefix('failed ') or 'it ended'}")
+        self._child: Child | None = None
 
     @property
     def pid(self) -> int:
         """Return the process id of the running worker."""
-        assert self._process is not None, "the worker does not run"
-        return self._process.pid
+        return self._running().process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Return a descriptor that is readable once the worker has ended."""
+        return self._running().pidfd
+
+    def start(self) -> None:
+        """Spawn the worker and wait until it serves. Errors: EngineStartError."""
+        child = self._child = spawn("frontend.http", self._start, pass_fds=self._start.fds)
+        poller, said = select.poll(), b""
+        poller.register(child.report_fd, select.POLLIN)
+        while not said.endswith(b"\n"):
+            data = os.read(child.report_fd, 4096) if poller.poll(_START_S * 1000) else b""
+            if not data:
+                break
+            said += data
+        if said != b"ready\n":
+            self.stop()
+            reason = said.decode(errors="replace").strip() or "it ended"
+            raise EngineStartError(f"the HTTP server did not start: {reason}")
 
     def drain(self) -> None:
         """Let the worker take no more requests and end after the last answer. Does not wait."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError, ValueError):
-                self._process.stdin.write(b"drain\n")
-                self._process.stdin.flush()
+        if self._child is not None and self._child.lease_fd >= 0:
+            try:
+                os.write(self._child.lease_fd, BEGIN_DRAIN)
+            except BrokenPipeError:
+                return
 
     def stop(self) -> None:
         """End the worker and wait for its end. A second call does nothing."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        os.close(self.pidfd)
-        self.pidfd = -1
+        child, self._child = self._child, None
+        if child is not None:
+            child.release(_END_S)
+
+    def _running(self) -> Child:
+        assert self._child is not None, "the worker does not run"
+        return self._child

@@ -35,6 +35,8 @@ class RequestMetrics:
     first_scheduled_time: float = 0.0  # arrival_time + time_in_queue: no clock of another process
     time_in_queue: float | None = None  # seconds in the engine before it began; None = no start is known
     num_preemptions: int = 0  # of all choices
+    num_draft_tokens: int = 0  # guessed tokens (speculative_config) that the engine verified; known at the end
+    num_accepted_tokens: int = 0  # of these: became tokens
     events: tuple[RequestEvent, ...] = ()  # in the order in which the engine reported them
 
     @property

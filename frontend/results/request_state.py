@@ -121,5 +121,7 @@ class RequestState:
             first_scheduled_time=0.0 if queued_s is None else arrival_time + queued_s,
             time_in_queue=queued_s,
             num_preemptions=sum(event.kind is EventKind.PREEMPTED for event in events),
+            num_draft_tokens=sum(one.num_draft_tokens for one in all_progress),
+            num_accepted_tokens=sum(one.num_accepted_tokens for one in all_progress),
             events=events,
         )

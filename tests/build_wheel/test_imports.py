@@ -188,7 +188,7 @@ def modules_named_by_text(source: str) -> set[str]:
 
 
 def test_no_module_is_named_by_text() -> None:
-    """It has another name in a wheel. tools/cli.py puts what comes before these names before them."""
+    """A module has another name in a wheel; tools/cli.py adds the prefix to the names that it imports by text."""
     assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
     found = {path: modules_named_by_text(path.read_text()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     assert [path.relative_to(ROOT) for path, names in found.items() if names] == [Path("tools/cli.py")]

@@ -121,7 +121,7 @@ def test_help_and_version_from_another_folder(installed: Path, tmp_path: Path) -
 
 
 def test_the_package_is_imported_without_what_is_in_it(installed: Path, tmp_path: Path) -> None:
-    """It is imported before every module of ours, in the engine process too."""
+    """The package is imported before each of its modules, in the engine process too."""
     code = "import sys, engine_core; print(*sorted(name for name in sys.modules if name.startswith('engine_core')))"
     done = run(installed / "python", "-c", code, cwd=tmp_path)
     assert done.stdout.split() == ["engine_core", "engine_core.ipc", "engine_core.ipc.version"]

@@ -1,4 +1,4 @@
-"""Which kernels a model runs on: what the config says, what the machine has, and what is said of it."""
+"""The choice of kernels: by the config and by what the machine has, and what is reported of it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -69,6 +69,9 @@ class PlayedEngine:
     def keep_alive(self, frame: bytes, seconds: float) -> None:
         self.heartbeat_s = seconds
 
+    def await_return(self, seconds: float) -> None:
+        self.return_s = seconds
+
     def send(self, frame: bytes) -> None:
         message = decode_client_message(frame)
         with self._lock:

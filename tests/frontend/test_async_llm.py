@@ -283,7 +283,7 @@ def test_a_real_engine(run):
     """Cancelling aborts, concurrent requests get what they get alone, a killed engine is known at once."""
 
     async def scenario():
-        async with await AsyncLLM.create(executor="fake", max_num_seqs=8) as llm:
+        async with await AsyncLLM.create(executor="fake", max_num_seqs=8, restart_engine=False) as llm:
             alone = await collect(llm.generate(IDS, params(FINAL, max_tokens=50, temperature=0.0)))
             together = await asyncio.gather(
                 *(collect(llm.generate(IDS, params(kind, max_tokens=50, temperature=0.0))) for kind in (DELTA, FINAL))

@@ -41,7 +41,7 @@ def test_of_a_model_started_here(model: Path) -> None:
 
 @pytest.mark.parametrize(("option", "expected"), [("auto", EXPECTED), ("vllm", SamplingParams())])
 def test_clients_that_connect_have_the_same(model: Path, option: str, expected: SamplingParams) -> None:
-    """With the engine's tokenizer, another one or none."""
+    """Clients use the engine's tokenizer, another one or none."""
     config = EngineConfig(model=str(model), executor="fake", generation_config=option)
     with EngineProcess(config) as process:
         for options in ({}, {"tokenizer": model}, {"skip_tokenizer_init": True}):

@@ -14,7 +14,7 @@ _SHARE = 0.01  # of a core
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process but the present one, and of all processes below; to the nanosecond."""
+    """CPU time of all threads of this process but the present one, and of all processes below it, in nanoseconds."""
     own, total = threading.get_native_id(), 0
     for pid in process_tree():
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -175,7 +175,7 @@ def test_two_clients_of_one_engine(tmp_path):
 
 @pytest.mark.parametrize("state", ["running", "idle"])
 def test_a_killed_engine_is_known_at_once(state):
-    with LLM(executor="fake") as llm, ThreadPoolExecutor(1) as pool:
+    with LLM(executor="fake", restart_engine=False) as llm, ThreadPoolExecutor(1) as pool:
         long = SamplingParams(max_tokens=100_000, ignore_eos=True)
         running = pool.submit(llm.generate, [[1]] * 4, long, False) if state == "running" else None
         while state == "running" and llm.statistics().num_running < 4:

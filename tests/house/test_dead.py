@@ -19,7 +19,6 @@ PUBLIC_CLIENT = "EngineClient"
 
 #: Seams: what has a test and no user in the product yet, with the feature that will use it. This list may only shrink.
 SEAMS = {
-    "write_drafts": "speculation",
     "hidden_of": "pooling",
     "add_limit": "adapters, an encoder's budget",
 }

@@ -16,9 +16,9 @@ from core.border.sessions import Session, Sessions
 from core.border.socket_rounds import Border
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.waiting_queue import WaitingQueue
-from frontend.client.client import EngineClient
 from frontend.client.journal import Journal
 from frontend.client.output_columns import columns_of
+from frontend.client.resumption import Resumption
 from ipc.messages import AddRequest, Outputs, ServerMessage
 from tests.simulation.simulation import simulate
 
@@ -59,7 +59,7 @@ def a_block_is_leaked_at_an_abort(patch: Patch) -> None:
 
 
 def a_request_is_not_sent_again_after_a_loss(patch: Patch) -> None:
-    patch.setattr(EngineClient, "_submit_again", lambda client, now: False)
+    patch.setattr(Resumption, "submit_again", lambda resumption, send, limits, now: False)
 
 
 def a_token_more_is_said_to_be_delivered(patch: Patch) -> None:

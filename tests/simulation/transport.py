@@ -59,6 +59,9 @@ class PlayedTransport:
         self._num_beating += 1
         self._beat_later(self._num_beating)
 
+    def await_return(self, seconds: float) -> None:
+        pass
+
     def close(self) -> None:
         if not self._is_over:
             self._is_over = True

@@ -21,7 +21,7 @@ from ipc.files.safetensors import read_safetensors_folder
 from kernels.cpu.build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
-from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, quiet, step
+from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -161,11 +161,13 @@ def test_startup_parts_and_an_empty_kernel_cache(tmp_path: Path) -> None:
 def run_small(
     which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[dict[str, object]]:
-    """In this process, with a hundredth of the work."""
+    """Run the benchmark in this process, with a hundredth of the work."""
     for name, value in {"_NUM_TOKENS": 20, "_NUM_FIRST_TOKENS": 20, "_WARM_UP": 2}.items():
         monkeypatch.setattr(ipc, name, value)
     for name, value in {"BATCHES": (1, 4), "_NUM_PAIRS": 2, "_STEPS_PER_ROUND": 5, "_TOKENS_PER_ROUND": 5}.items():
         monkeypatch.setattr(capture_cost, name, value)
+        monkeypatch.setattr(metrics_cost, name, value, raising=False)
+    monkeypatch.setattr(metrics_cost, "_STEPS", 5)
     assert main([which, "--quiet-seconds", "0"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -204,7 +206,18 @@ def test_capture_compares_turn_about(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert record["pairs"] == 2
 
 
-@pytest.mark.parametrize("which", ["startup", "ipc", "capture"])
+def test_metrics_compares_turn_about(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    records = run_small("metrics", monkeypatch, capsys)
+    assert [(record["workload"], record.get("batch")) for record in records] == [
+        ("metrics steps", 1),
+        ("metrics steps", 4),
+        ("metrics tokens", None),
+    ]
+    assert float(str(records[2]["ratio"])) > 0
+    assert all(float(str(record["steady_step_us"])) > 0 for record in records[:2])
+
+
+@pytest.mark.parametrize("which", ["startup", "ipc", "capture", "metrics"])
 def test_an_engine_of_its_own_takes_no_workload(which: str) -> None:
     with pytest.raises(ConfigError, match=f"{which} starts its own engine and has no workload"):
         main([which, "--only", "lat1"])

@@ -336,7 +336,7 @@ def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
-    with serving(f"ipc://{tmp_path}/s") as (server, _):
+    with serving(f"ipc://{tmp_path}/s", "--restarts", "0") as (server, _):
         (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
         assert server.wait(20) == 1

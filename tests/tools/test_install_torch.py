@@ -111,7 +111,7 @@ def test_pip_that_fails_is_handed_on(moment: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.checkout  # the Makefile
 def test_make_venv_installs_torch_by_it_alone(tmp_path: Path) -> None:
-    """With a fake Python, which notes what it is asked to run."""
+    """A fake Python notes what it is asked to run."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/commands\n')
     python.chmod(0o755)

@@ -105,7 +105,7 @@ def last_arrival(path: Path) -> float:
 
 
 def test_live_finds_a_token(copy: Path, server: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a request that was neither aborted nor preempted, so that the scheduler does not see it."""
+    """The changed token belongs to a request that was not aborted or preempted: the scheduler does not see it."""
     place = find(copy, Step, lambda step: len(step.tokens) == 4 and unpack(step.tokens)[0] > 7)
     frame = frames_of(copy)[place]
     step = decode_record(frame.tag, frame.payload)

@@ -13,7 +13,9 @@ import msgspec
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
+from tools.bench.http import measure_http
 from tools.bench.ipc import measure_ipc
+from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
@@ -22,7 +24,6 @@ from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import write_tiny_model
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
-from tools.http import check_installed
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
 #: Workloads of each benchmark without --only and --workload; benchmarks without any start their own engine.
@@ -33,6 +34,7 @@ DEFAULTS = {
     "ipc": [],
     "http": [],
     "capture": [],
+    "metrics": [],
     "gemm": [],
     "kernels": [],
     "scheduler": [],
@@ -40,6 +42,13 @@ DEFAULTS = {
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
+_OWN_ENGINE = {
+    "ipc": measure_ipc,
+    "http": measure_http,
+    "capture": measure_capture,
+    "metrics": measure_metrics,
+    "scheduler": measure_scheduler,
+}
 HOST = "host256"  # runs on a separate engine, with the tiny model
 
 
@@ -145,12 +154,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark in ("gemm", "kernels", "step"):
         _run_kernels(parsed, options)
         return
-    measure = {
-        "ipc": measure_ipc,
-        "http": _measure_http,
-        "capture": measure_capture,
-        "scheduler": measure_scheduler,
-    }[parsed.benchmark]
+    measure = _OWN_ENGINE[parsed.benchmark]
     config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
@@ -176,13 +180,6 @@ def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
         wait_until_quiet(parsed.quiet_seconds)
         for record in _kernel_records(parsed, config, rep):
             print_record(record)
-
-
-def _measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
-    check_installed()
-    from tools.bench.http import measure_http  # needs the extra
-
-    return measure_http(config, rep=rep)
 
 
 def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:

@@ -26,6 +26,7 @@ from ipc.files.model_files import resolve_model
 from tools.bench.ipc import client_seconds, summary_us
 from tools.bench.report import percentile
 from tools.bench.wire import Peer, connect, get, post
+from tools.http import check_installed
 
 #: (connections, least microseconds of a step, tokens of each): the last one is a server at its limit.
 PACED = ((1, 8000, 400), (64, 8000, 400), (1000, 60_000, 60))
@@ -39,7 +40,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
-    """Yield one record for each measurement."""
+    """Yield one record for each measurement. Errors: ConfigError without the extra."""
+    check_installed()
     changes = {"model": str(resolve_model(config.model)), "fake_vocab_size": _VOCABULARY}
     config = msgspec.structs.replace(config, **changes, max_num_seqs=max(1024, config.max_num_seqs))
     for connections, step_us, num_tokens in PACED:

@@ -1,4 +1,4 @@
-"""Where a replay first differs from its capture: step, request and position, and what differs."""
+"""The first difference between a replay and its capture: step, request, position, and the two values."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
@@ -119,7 +119,7 @@ def _plan_of(step: Step) -> tuple[object, ...]:
 
 
 def _result_of(step: Step) -> tuple[object, ...]:
-    return step.result_step, step.tokens, step.token_counts
+    return step.result_step, step.tokens, step.token_counts, step.draft_counts, step.draft_tokens
 
 
 def _plan_details(expected: Step, got: Step, batch: Batch) -> list[str]:

@@ -94,7 +94,7 @@ def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig
         total_memory_bytes=2**36,  # of a virtual machine
         num_cpus=1,
     )
-    return resolve_costs(config, executor.measure_costs)
+    return resolve_costs(config, executor.measure_costs, executor.measure_steps)
 
 
 def _check(parsed: argparse.Namespace, options: dict[str, Any]) -> None:

@@ -72,6 +72,9 @@ class _TimedExecutor:
     def initialize_cache(self, config: EngineConfig) -> None:
         """Do nothing: the constructor has done it."""
 
+    def measure_steps(self) -> tuple[int, ...]:
+        return self._inner.measure_steps()
+
     def measure_costs(self) -> Costs:
         return self._inner.measure_costs()
 

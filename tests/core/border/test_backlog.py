@@ -27,6 +27,7 @@ def step_outputs(step: int, rows: list[tuple[int, int, int]], finish: dict[int, 
         finish=codes if any(codes) else b"",
         stop_tokens=stopped,
         started=np.array([(number, 7) for number, position, _ in rows if position == 0], "<u4").tobytes(),
+        drafts=np.array([(number, 0, 9, 2 + number) for number in finish or {}], "<u4").tobytes(),
     )
 
 
@@ -57,7 +58,8 @@ def journal_after(messages: list[Outputs]) -> list[object]:
         journal.add(AddRequest(number, b"\1\0\0\0", SamplingParams(), 0), streaming=False, now=1.0)
     for message in messages:
         journal.apply(message, 2.0)
-    return [(p.token_ids.tolist(), *p[1:4]) for p in map(journal.read, range(60))]
+    read = map(journal.read, range(60))
+    return [(p.token_ids.tolist(), *p[1:4], p.num_draft_tokens, p.num_accepted_tokens) for p in read]
 
 
 @pytest.mark.parametrize("seed", range(20))

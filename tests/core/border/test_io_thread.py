@@ -61,7 +61,7 @@ class Harness:
         self.io.start()
 
     def close(self) -> None:
-        self.io.finish("", PATIENCE_S)
+        self.io.finish(EngineStopping(), PATIENCE_S)
         assert not self.io._thread.is_alive()
         remove_private_address(self.address)
 
@@ -276,7 +276,7 @@ def test_no_message_is_left_lying(harness: Harness) -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 5])
 def test_answers_keep_their_order_whoever_sends_them(harness: Harness, num_clients: int) -> None:
-    """To few clients the engine thread sends itself, unless what it put into the outbox before is still there."""
+    """The engine thread itself sends to few clients, unless its earlier messages are still in the outbox."""
     clients = [RawClient(harness.address) for _ in range(num_clients)]
     everybody = range(1, num_clients + 1)
     for number in range(200):
@@ -336,7 +336,7 @@ def test_an_overfull_inbox_lets_the_io_thread_sleep(harness: Harness, monkeypatc
 
 def test_an_engine_thread_that_comes_back_to_a_closed_socket_waits_for_the_end(harness: Harness) -> None:
     """The process ends with the code of who ends it, not with the engine thread's error."""
-    harness.io.finish("", PATIENCE_S)
+    harness.io.finish(EngineStopping(), PATIENCE_S)
 
     def wait() -> None:
         with contextlib.suppress(OSError):  # once the lock is released, which no product does

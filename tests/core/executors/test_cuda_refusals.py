@@ -42,7 +42,7 @@ def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.Mon
 def test_an_engine_without_triton_or_a_cuda_build_says_what_to_install(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the engine process, where a module of this name is imported before everything else."""
+    """The engine process imports a module of this name before everything else."""
     (tmp_path / "sitecustomize.py").write_text(code + "\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("TRITON_INTERPRET", "0")

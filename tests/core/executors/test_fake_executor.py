@@ -61,7 +61,7 @@ def test_mix_is_splitmix64() -> None:
 
 
 def test_tokens_are_known_answers_inside_the_vocabulary() -> None:
-    """They may not change: golden logs replay by them."""
+    """These tokens may not change: golden logs replay by them."""
     assert fake_tokens([1, 2, 3], 6, VOCAB_SIZE) == [451, 877, 522, 522, 483, 687]
     assert fake_tokens([1, 2, 3], 6, VOCAB_SIZE, seed=2**64 - 1) == [957, 194, 132, 222, 975, 64]
     assert all(0 <= token < 7 for token in fake_tokens([5], 100, 7))

@@ -336,7 +336,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_q_and_k_rows_by_hand(tmp_path: Path) -> None:
-    """In llama.cpp rows 2i and 2i+1 of a head rotate together; here rows i and i + head_dim/2 do."""
+    """llama.cpp rotates rows 2i and 2i+1 of a head together; here rows i and i + head_dim/2 are rotated."""
     tensors = random_weights()
     rows = torch.arange(64, dtype=torch.float32)[:, None].expand(64, 64).contiguous()
     contents = to_gguf(tensors) | {"blk.1.attn_q.weight": rows}

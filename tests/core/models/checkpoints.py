@@ -124,7 +124,7 @@ def golden(case: str) -> Golden:
 def our_logits(
     path: Path, prompts: list[Ints], *, library: CpuLibrary | None = None, **wrong: Any
 ) -> list[torch.Tensor]:
-    """In chunks, all prompts at once. library: None = torch's operations; wrong: changed fields of the config."""
+    """Compute logits in chunks, all prompts at once. library: None = torch's operations; wrong: changed fields."""
     config = msgspec.structs.replace(read_model_config(path), **wrong)
     model = Llama(config, load_weights(path, config, torch.float32), torch.float32, library=library)
     requests = Requests(model, prompts)

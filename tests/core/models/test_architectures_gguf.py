@@ -131,7 +131,7 @@ def test_gguf_gives_what_transformers_gives(case: str, tmp_path: Path) -> None:
 def test_tensors_are_those_of_transformers_gguf_reader(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows no biases of Llama's and maps no llama file to Mistral's names; of Gemma's norms it takes the 1 away."""
+    """The reader knows no Llama biases, maps no llama file to Mistral names, and subtracts 1 from Gemma norms."""
     from transformers import modeling_gguf_pytorch_utils
 
     monkeypatch.setattr(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)

@@ -90,7 +90,7 @@ def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
 def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_give_the_same_bits(
     reported: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system does not say how large its caches are, they are taken for larger than a tiny model."""
+    """Caches of unknown size count as larger than a tiny model."""
     if reported is not None:
         (tmp_path / "index3").mkdir()
         (tmp_path / "index3" / "size").write_text(f"{reported}\n")
@@ -107,7 +107,7 @@ def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_gi
 
 @torch.inference_mode()
 def test_the_largest_logit_that_a_step_finds_is_the_samplers() -> None:
-    """Where there is none, too; and a draw from known largest logits is the draw that looks for them."""
+    """The case without a largest logit is included, and a draw from known largest logits equals a full draw."""
     model = random_model(KINDS["plain"], torch.bfloat16)
     assert isinstance(model._norm, CpuNorm)
     requests = Requests(model, prompts(5, 3))
@@ -181,7 +181,7 @@ def test_inputs_of_one_generation_are_the_same_arrays_with_other_numbers() -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_widest_heads_that_a_model_file_may_ask_for_have_room(dtype: str) -> None:
-    """They are rotated in arrays of a fixed size: nobody may ask for more."""
+    """Heads are rotated in arrays of a fixed size, which bounds what a model file may ask for."""
     with pytest.raises(ModelFileError, match=f"to {MAX_HEAD_DIM}"):
         Values({"head_dim": MAX_HEAD_DIM + 2}, "config.json").integer("head_dim")
     config = msgspec.structs.replace(

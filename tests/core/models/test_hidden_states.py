@@ -24,7 +24,7 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("path", PATHS)
 def test_hidden_states_are_those_of_transformers(path: str, model_type: str, tmp_path: Path) -> None:
-    """Of tokens with logits and of others, in any order, before and after logits of others are asked for."""
+    """Hidden states of tokens with and without logits, in any order, before and after other logits are requested."""
     changes = {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
     theirs = save(model_type, tmp_path, **changes)
     ids = np.random.default_rng(1).integers(3, VOCAB, 40)

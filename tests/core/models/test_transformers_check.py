@@ -64,7 +64,7 @@ def test_a_mask_that_differs_beyond_what_is_run_is_refused(tmp_path: Path, monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_beside_keys_and_values_is_refused_however_small(dtype: torch.dtype, tmp_path: Path) -> None:
-    """With made-up weights Falcon-H1's state space changes the logits by less than rounding to bfloat16 does."""
+    """Falcon-H1's state space with random weights changes the logits by less than rounding to bfloat16 does."""
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
     save("falcon_h1", tmp_path, **SIZES, **mamba, num_key_value_heads=2)
     with pytest.raises(UnsupportedModelError, match=r"^FalconH1ForCausalLM: a token reaches others beside attention"):

@@ -141,7 +141,7 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["gpt2", "phi3"])
 def test_logprobs_equal_transformers(model_type: str, dtype: Dtype, tmp_path: Path) -> None:
-    """Of prompt and output, chunked; phi3 has a window of 4 tokens. The bound is that of transformers' own error:
+    """The log probabilities are those of prompt and output, chunked; phi3 has a window of 4 tokens. The bound is:
     twice what its bfloat16 model is off, or float32's rounding."""
     exact = save(model_type, tmp_path)
     config = config_for(tmp_path, max_num_batched_tokens=64, dtype=dtype)

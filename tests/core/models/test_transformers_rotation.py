@@ -61,7 +61,7 @@ def test_up_to_the_border_the_short_factors_serve(tmp_path: Path) -> None:
 
 
 def test_the_choice_is_part_of_the_fingerprint(tmp_path: Path) -> None:
-    """Of an engine's start and of a replay, which is given the resolved config."""
+    """The choice counts at an engine's start and in a replay, which is given the resolved config."""
     save("phi3", tmp_path, **longrope())
     long, short, clipped = (
         started(config_for(tmp_path, **options))

@@ -1,11 +1,13 @@
 """resolve: nothing is left open, and what cannot fit is refused with the numbers."""
 
+import msgspec
 import pytest
 
 from core.execution.executor import Costs, ModelInfo
 from core.process.resolve import default_cache_bytes, resolve, resolve_costs
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.speculation import SpeculativeConfig
 
 GIB = 1 << 30
 BYTES_PER_TOKEN = 4096
@@ -21,9 +23,21 @@ def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> Engine
     return resolve(config, INFO, blocks_in, total_memory_bytes=memory, num_cpus=cpus)
 
 
+def test_the_durations_of_steps_are_frozen() -> None:
+    """Measured once; durations that are given, as in a capture's config, are taken."""
+    config = msgspec.structs.replace(resolved(), speculative_config=SpeculativeConfig(method="ngram"))
+    once = resolve_costs(config, not_asked, lambda: (7, 8, 9))
+    assert once.speculative_config == SpeculativeConfig(method="ngram", step_ns=(7, 8, 9))
+    assert resolve_costs(once, not_asked, lambda: (1, 1, 1)).speculative_config == once.speculative_config
+
+
 def test_nothing_is_left_open() -> None:
     config = resolve_costs(resolved(), not_asked)
-    assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == ["model", "capture"]
+    assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == [
+        "model",
+        "capture",
+        "speculative_config",
+    ]
     assert (config.max_model_len, config.threads) == (2048, 4)
     assert config.kv_cache_memory_bytes == 4 * GIB
 

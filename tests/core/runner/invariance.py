@@ -20,6 +20,7 @@ from core.model_files.weights import expected_shapes
 from core.models.llama import Llama
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.models.step import StepResult
+from core.runner.accepted import accepted
 from core.runner.model_runner import ModelRunner
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
@@ -28,6 +29,7 @@ from ipc.arrays import Int32s, Ints
 from ipc.config import EngineConfig, SchedulingPolicy
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.sampling_params import SamplingParams
+from ipc.speculation import SpeculativeConfig
 from kernels.cpu.library import load_cpu_library
 
 TARGET = 1000  # number and seed of the request that is watched
@@ -172,13 +174,18 @@ class Recorder(ModelRunner):
             cache.write(layer, rows, nan)
         self._is_poisoned |= fresh
 
-    def sample(self, rows: Ints, result: StepResult) -> Int32s:
+    def sample(self, rows: Ints, result: StepResult, offsets: Ints | None = None) -> Int32s:
         logits = result.logits
         positions = self.table.num_tokens[rows] - self.table.num_prompt_tokens[rows]
+        if offsets is not None:
+            positions += offsets
         columns = (self.sampling.seed[rows], self.sampling.choice[rows], positions)
         raw = logits.clone()
-        tokens = super().sample(rows, result)
+        tokens = super().sample(rows, result, offsets)
+        is_kept = np.ones(len(rows), np.bool_) if offsets is None else accepted(rows, offsets, tokens, self.table)
         for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            if not is_kept[index]:
+                continue
             self.num_computed_again += key in self.logits
             for kept, values in ((self.logits, raw[index]), (self.edited, logits[index].clone())):
                 before = kept.setdefault(key, values)
@@ -226,11 +233,11 @@ class Heard:
             assert isinstance(reply, Outputs), reply
             numbers = np.frombuffer(reply.numbers, "<u4").tolist()
             choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * len(numbers)
-            tokens = np.frombuffer(reply.tokens, "<i4").tolist()
-            for key, token, code in zip(
-                zip(numbers, choices, strict=True), tokens, reply.finish or bytes(len(numbers)), strict=True
+            tokens, counts = iter(np.frombuffer(reply.tokens, "<i4").tolist()), np.frombuffer(reply.counts, "<u2")
+            for key, count, code in zip(
+                zip(numbers, choices, strict=True), counts.tolist(), reply.finish or bytes(len(numbers)), strict=True
             ):
-                self.tokens.setdefault(key, []).append(token)
+                self.tokens.setdefault(key, []).extend(next(tokens) for _ in range(count))
                 if code:
                     self.finish[key] = FinishReason(code)
             if reply.logprobs is not None:
@@ -247,7 +254,7 @@ Between = Callable[[EngineCore, Recorder], list[tuple[int, EngineInput]]]
 def drive(
     engine: EngineCore, recorder: Recorder, inbox: list[tuple[int, EngineInput]], between: Between | None = None
 ) -> Heard:
-    """To the end of the target, if it is in the inbox, else of all requests."""
+    """Run to the end of the target if it is in the inbox, else to the end of all requests."""
     targets = [message for _, message in inbox if isinstance(message, AddRequest) and message.number == TARGET]
     ends = {(TARGET, choice) for message in targets for choice in range(message.params.n)}
     heard = Heard(len(targets[0].prompt_token_ids) // 4 if targets else 0)
@@ -271,7 +278,7 @@ class Run(NamedTuple):
 
     @property
     def num_preemptions(self) -> int:
-        """Of the target's first choice."""
+        """Number of preemptions of the target's first choice."""
         return self.recorder.num_starts - 1
 
 
@@ -296,13 +303,16 @@ def run(
     neighbours: Sequence[tuple[int, AddRequest]] = (),
     first: Sequence[tuple[int, AddRequest]] = (),
     between: Between | None = None,
+    begin: Callable[[EngineCore], None] = lambda engine: None,
     max_tokens: int = 16,
     temperature: float = 0.8,
     params: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Run:
-    """Run `first` to its end, then the target among its neighbours, which were submitted before it."""
+    """Run `first` to its end, then the target among its neighbours, which were submitted before it. begin: is called
+    with the engine before its first step."""
     engine, recorder = recorded_engine(model, small_config(**settings))
+    begin(engine)
     drive(engine, recorder, list(first))
     cached = engine.scheduler.stats.prefix_cache_hits
     inbox = [*neighbours, request(TARGET, prompt, max_tokens, temperature, **(params or {}))]
@@ -330,6 +340,7 @@ def small_config(
     prefix_caching: bool = True,
     depth: int = 1,
     policy: SchedulingPolicy = "fcfs",
+    speculative: SpeculativeConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         executor="fake",  # 'local' knows no depth 2
@@ -340,6 +351,7 @@ def small_config(
         enable_prefix_caching=prefix_caching,
         async_scheduling=depth == 2,
         scheduling_policy=policy,
+        speculative_config=speculative,
     )
 
 

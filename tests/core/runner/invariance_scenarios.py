@@ -94,7 +94,7 @@ def progress(engine: EngineCore) -> tuple[int, int] | None:
 
 
 def preempt(engine: EngineCore, row: int) -> None:
-    """As if another had needed the row's room: between steps, so that nothing is planned yet."""
+    """Preempt the row as if another one needed its room: between steps, so that nothing is planned yet."""
     engine.scheduler.preemption.preempt(Draft(0, 0, 0), row, Cause.MORE_URGENT)
 
 

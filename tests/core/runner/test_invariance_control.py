@@ -90,7 +90,7 @@ def test_attention_that_depends_on_the_chunk_fails_the_comparison(
 def test_a_product_that_depends_on_its_neighbours_fails_the_comparison(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From so many rows on, K is summed in two halves, as a library might."""
+    """The product sums K in two halves from this number of rows on, as a library might."""
     model = model_by_operations(dtype)
     alone = run(model, PROMPT)
     exact = PackedMatrix.__call__

@@ -1,5 +1,6 @@
 """A runner whose steps sample behind drafts, right ones and wrong ones: streams are those of one token a step."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -7,75 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from core.batch.table import BatchTable
 from core.engine import EngineCore
-from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from core.models.step import ONCE
+from core.execution.runner_table import RunnerTable
 from core.runner.accepted import accepted
-from core.runner.step_inputs import StepInputs
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs
 from tests.core.driving import add_message, small_config
+from tests.core.hostile_drafts import speculative, use
 from tests.core.runner.invariance import Recorder, RecordingExecutor, tiny_model
 from tests.core.scheduling.test_token_counts_of_results import int32s
 from tests.core.test_several_tokens import Found, take_logprobs, take_rows
-
-
-class Drafting(Recorder):
-    """Each row that samples gets as many drafts as its last block has room for: its plain stream's tokens, one in four
-    of them wrong. Its drafts are computed by the step and forgotten: the plan knows nothing of them."""
-
-    plain: dict[int, list[int]]  # by seed
-    num_accepted = 0
-    num_drafts = 0
-
-    def prepare(self, plan: SchedulerOutput) -> StepInputs:
-        inputs = self._inputs(plan)
-        table, rng = self.table, np.random.default_rng(plan.step)
-        runs, logits_rows, sample_rows, offsets = [], list[int](), list[int](), list[int]()
-        end = 0
-        for index, row in enumerate(inputs.rows.tolist()):
-            known, count = int(inputs.context_lens[index]), int(inputs.num_tokens[index])
-            drafts = self._drafts(row, known, rng) if inputs.samples[index] else []
-            positions = np.arange(known - count, known + len(drafts))
-            runs.append((row, positions))
-            end += len(positions)
-            if inputs.samples[index]:
-                logits_rows += range(end - len(drafts) - 1, end)
-                sample_rows += [index] * (len(drafts) + 1)
-                offsets += range(len(drafts) + 1)
-        rows = np.concatenate([np.full(len(positions), row) for row, positions in runs])
-        places = np.concatenate([positions for _, positions in runs])
-        slots = table.blocks.get(rows, places // self.block_size) * np.int64(self.block_size) + places % self.block_size
-        counts = np.array([len(positions) for _, positions in runs])
-        return inputs._replace(
-            token_ids=torch.from_numpy(table.tokens.get(rows, places).astype(np.int64)),
-            positions=torch.from_numpy(places),
-            slots=torch.from_numpy(slots),
-            num_tokens=counts,
-            context_lens=inputs.context_lens + counts - inputs.num_tokens,
-            num_samples=len(offsets),
-            logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
-            generation=ONCE,
-            sample_rows=np.array(sample_rows, np.int64) if offsets else None,
-            sample_offsets=np.array(offsets, np.int64) if offsets else None,
-        )
-
-    def _drafts(self, row: int, known: int, rng: np.random.Generator) -> list[int]:
-        position = known - int(self.table.num_prompt_tokens[row])
-        room = int(self.table.num_blocks[row]) * self.block_size - known
-        drafts = self.plain[int(self.sampling.seed[row])][position : position + min(room, 5)]
-        drafts = [token if rng.random() < 0.75 else 3 for token in drafts]
-        if drafts:
-            self.table.write_drafts(np.array([row]), int32s(*drafts), np.array([len(drafts)]))
-        self.num_drafts += len(drafts)
-        return drafts
-
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        output = super().execute(plan)
-        if output.counts is not None:
-            self.num_accepted += int(np.maximum(output.counts - 1, 0).sum())
-        return output
-
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -94,15 +37,17 @@ def messages() -> list[AddRequest]:
     ]
 
 
-def run(
-    config: EngineConfig, dtype: torch.dtype, plain: dict[int, list[int]] | None
-) -> tuple[Found, Recorder, EngineCore]:
-    kind = Recorder if plain is None else Drafting
-    recorder = kind(tiny_model(dtype), config)
-    if isinstance(recorder, Drafting):
-        recorder.plain = plain or {}
+#: Tokens by number: each request has a number, and a seed, of its own.
+Streams = dict[int, list[int]]
+
+
+def run(config: EngineConfig, dtype: torch.dtype, plain: Streams | None) -> tuple[Found, EngineCore]:
+    """plain: the streams that drafts are made from, a third of them wrong; None: no drafts."""
+    recorder = Recorder(tiny_model(dtype), config)
     engine = EngineCore(config, RecordingExecutor(recorder))
     recorder.scheduler = engine.scheduler
+    if plain is not None:
+        use(engine.scheduler, "random", lambda table: partial(next_tokens, plain, table), 60)
     found, pending = Found(), messages()
     while pending or engine.has_work:
         replies = engine.step([(0, message) for message in pending[:2]], 0)
@@ -115,7 +60,12 @@ def run(
     for key, entries in found.items():
         if key[2] == "logprobs":  # those of a prompt are said again where its request was preempted
             found[key] = sorted(set(entries))
-    return found, recorder, engine
+    return found, engine
+
+
+def next_tokens(plain: Streams, table: BatchTable, row: int, count: int) -> list[int]:
+    first = int(table.num_tokens[row] - table.num_prompt_tokens[row])
+    return plain[int(table.number[row])][first : first + count]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -126,17 +76,18 @@ def test_streams_are_those_of_one_token_a_step(mode: str, dtype: torch.dtype) ->
     config = msgspec.structs.replace(
         small_config(24, 8, max_num_seqs=6, budget=40, max_model_len=80), logprobs_mode=mode
     )
-    expected, _, one = run(config, dtype, None)
+    expected, one = run(config, dtype, None)
     plain = {
         key[0]: [entry for entry in entries if isinstance(entry, int)]
         for key, entries in expected.items()
         if key[2] == "row"
     }
-    found, recorder, engine = run(config, dtype, plain)
+    config = msgspec.structs.replace(config, speculative_config=speculative())
+    found, engine = run(config, dtype, plain)
     assert found == expected
-    assert isinstance(recorder, Drafting)
-    assert 100 < recorder.num_accepted < recorder.num_drafts - 50
-    assert engine.scheduler.stats.num_steps < one.scheduler.stats.num_steps
+    stats = engine.scheduler.stats
+    assert 100 < stats.num_accepted_tokens < stats.num_draft_tokens - 50
+    assert stats.num_steps < one.scheduler.stats.num_steps
     assert {entries[-1][0] for key, entries in found.items() if key[2] == "row"} == {
         FinishReason.LENGTH,
         FinishReason.STOP,
@@ -144,8 +95,7 @@ def test_streams_are_those_of_one_token_a_step(mode: str, dtype: torch.dtype) ->
 
 
 def test_accepted_are_the_samples_up_to_the_first_wrong_draft() -> None:
-    runner = Drafting(tiny_model(torch.float32), small_config(24, 8))
-    table = runner.table
+    table = RunnerTable(5, 16)
     for row in range(5):
         table.append_tokens(np.array([row]), int32s(40))
     rows = np.array([0, 0, 0, 1, 2, 2, 2, 3, 3, 4, 4])

@@ -139,7 +139,7 @@ def test_a_block_that_the_table_lacks_is_not_entered() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 8, 256])
 def test_moving_on_is_a_dozen_calls(num_rows: int) -> None:
-    """Of Python and of C functions; operators of arrays are none."""
+    """Calls are those of Python and C functions; operators of arrays are not counted."""
     plans, runner = Plans(), Runner(fresh=False)
     runner.step(plans.plan(dict.fromkeys(range(num_rows), BLOCK_SIZE)))
     runner.step(plans.plan())
@@ -150,7 +150,7 @@ def test_moving_on_is_a_dozen_calls(num_rows: int) -> None:
 
 
 def test_inputs_that_were_moved_on_say_so_by_their_generation() -> None:
-    """They have the same arrays then, and other inputs have a generation of their own."""
+    """Advanced inputs keep their arrays; other inputs have a generation of their own."""
     plans, runner, other = Plans(), Runner(fresh=False), Runner(fresh=False)
     first = plans.plan({0: 3, 1: 3})
     made = runner.step(first)

@@ -46,7 +46,7 @@ class Drafted(Rows):
         self.logits[:, :14] += 3  # few tokens, so that they repeat
 
     def alone(self, row: int, offset: int) -> SamplingInputs:
-        """Of the same sample in a step of its own: the drafts before it are tokens of its row."""
+        """Inputs of the same sample in a step of its own: the drafts before it are tokens of its row."""
         prompt, output = self.known[row]
         single = Rows()
         single.start(row, self.params[row], prompt, [*output, *self.drafts[row][:offset]])

@@ -49,7 +49,7 @@ class Entry:
         return known - self.computed if known < self.max_total else 0
 
     def advance(self) -> bool:
-        """By its tokens of this step; whether it samples."""
+        """Advance by the tokens of this step; return whether it samples."""
         self.computed += self.n
         samples = self.computed == len(self.tokens) + self.pending
         self.pending += samples

@@ -29,7 +29,7 @@ class GoldPolicy:
         self.latest = max(self.latest, self.times[last.client])
 
     def charge(self, rows: list[Entry]) -> None:
-        """For their tokens of this step."""
+        """Charge the rows for their tokens of this step."""
         for r in rows:
             new = min(r.n, max(0, r.computed + r.n - r.served))  # what is computed again is free
             self.times[r.client] += new * max(1, round(65536 / self.weights.get(r.client, 1)))

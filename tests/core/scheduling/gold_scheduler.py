@@ -95,7 +95,7 @@ class Gold:
         self.b.feed(rows)
 
     def first(self) -> Entry | None:
-        """Who is next to start; nobody passes one that cannot."""
+        """The next entry to start; no entry overtakes one that cannot start."""
         waiting = [q for q in self.waiting if q.begun or not self.shut]
         return min(waiting, key=self.policy.place) if waiting and not self.refused else None
 
@@ -131,7 +131,7 @@ class Gold:
         return self.start(q, count, hits, yields[:go], yields[go:]) if count else "NO_BUDGET"
 
     def start(self, q: Entry, count: int, hits: list[Block], victims: list[Entry], givers: list[Entry]) -> str:
-        """With the victims' blocks and rows, and tokens of the givers, who keep their blocks."""
+        """Start q with the victims' blocks and rows, and with tokens of the givers, which keep their blocks."""
         for r in victims:
             self.preempt(r, 2)
         if self.b.lacks(q, len(q.tokens)) - len(hits) > self.left(q, hits):

@@ -8,7 +8,7 @@ from tools.explain import describe_all, describe_reason, describe_request, to_js
 
 
 def ask(driver: Driver, number: int = -1, session: int = 0, client: int = 1, limit: int = 100) -> Explanation:
-    """As the client would, between the last step and the next one."""
+    """Ask as the client would, between the last step and the next one."""
     replies = driver.step([(client, Explain(3, number, session, limit))], now_ns=9 * 10**9)
     (answer,) = [reply for _, reply in replies if isinstance(reply, (Explanation, CallFailed))]
     assert isinstance(answer, Explanation), answer

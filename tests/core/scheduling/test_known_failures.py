@@ -172,7 +172,7 @@ def test_41951_a_preempted_request_keeps_its_place(policy: str) -> None:
 @pytest.mark.parametrize(("policy", "kept"), [("priority", 1), ("fcfs", 2)])
 @pytest.mark.parametrize("asked", [1, 2])
 def test_47802_the_urgent_keep_their_prefixes_longer(policy: str, kept: int, asked: int) -> None:
-    """Of two prompts that are used alike, the prefix cache forgets that of the less urgent, though it came later."""
+    """The prefix cache evicts the less urgent of two equally used prompts first, even if it came later."""
     hand = ByHand(small_config(num_blocks=10, scheduling_policy=policy))
     prompts = {number: [*range(100 * number, 100 * number + 16), 1] for number in (1, 2, 3)}
     for number, priority in ((1, 0), (2, 5), (3, 0)):

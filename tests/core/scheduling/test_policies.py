@@ -117,7 +117,7 @@ def test_fair_leaves_nothing_idle() -> None:
 
 
 def test_fair_saves_up_no_claim() -> None:
-    """Who comes late is level with the least served, not behind by all it never asked for."""
+    """A client that comes late is level with the least served one; it has no claim for the time before."""
     hand = ByHand(small_config(400, max_num_seqs=2, budget=8, scheduling_policy="fair", fair_quantum=8))
     for number in range(0, 80, 2):
         add(hand, number, 8, 8, client=0)

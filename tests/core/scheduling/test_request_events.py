@@ -17,7 +17,7 @@ QUEUED, SCHEDULED, PREEMPTED, RESUMED = EventKind
 
 
 def stories(driver: Driver) -> dict[int, list[RequestEvent]]:
-    """By request number, of all that was sent."""
+    """Events of all messages sent, by request number."""
     found: dict[int, list[RequestEvent]] = {}
     for _, _, replies in driver.log:
         for _, reply in replies:

@@ -66,7 +66,7 @@ def sampled(number: int, position: int) -> int:
 
 
 def decided_by(gold: Gold) -> dict[str, Any]:
-    """In the last step; see GoldMachine.decided()."""
+    """Decisions of the last step; see GoldMachine.decided()."""
     copied, slots = (gold.copied, gold.slots) if isinstance(gold, GoldWithOptions) else (dict[Entry, int](), 0)
     counts = (gold.budget(), gold.b.free, len(gold.b.fenced), slots)
     return {
@@ -187,7 +187,7 @@ class GoldMachine(RuleBasedStateMachine):
         }
 
     def check_bounds(self) -> None:
-        """Of its own level nobody is preempted more than 8 times: then it starts with all that it can need."""
+        """A request is preempted at most 8 times within its level; then it starts with all that it can need."""
         for entry, cause in self.gold.preempted.items():
             others = {live.priority for live in self.gold.running + self.gold.waiting}
             assert entry.preemptions <= 8 or cause == 2 or others != {entry.priority}
@@ -249,12 +249,12 @@ def run(machine: type[GoldMachine], max_examples: int, derandomize: bool) -> Non
 
 @pytest.mark.timeout(400)
 def test_decisions_equal_the_gold_models() -> None:
-    run(PlainMachine, 300, True)
+    run(PlainMachine, 150, True)  # make soak runs tens of thousands
 
 
 @pytest.mark.timeout(400)
 def test_decisions_under_all_options_equal_the_gold_models() -> None:
-    run(OptionsMachine, 300, True)  # a minute on a quiet core; make soak runs tens of thousands
+    run(OptionsMachine, 150, True)
 
 
 @pytest.mark.soak

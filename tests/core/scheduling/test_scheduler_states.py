@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -175,8 +176,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert (got.failed is not None and got.failed.code == ErrorCode.INTERNAL) == fails
 
 
-def test_engine_survives_random_clients() -> None:
+@pytest.mark.parametrize("examples", [80, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+def test_engine_survives_random_clients(examples: int) -> None:
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(max_examples=180, stateful_step_count=20, derandomize=True, deadline=None, database=None),
+        settings=settings(
+            max_examples=examples, stateful_step_count=20, derandomize=True, deadline=None, database=None
+        ),
     )

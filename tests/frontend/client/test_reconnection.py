@@ -65,7 +65,7 @@ class Proxy:
                 one.shutdown(sockets.SHUT_RDWR)
 
     def cut(self) -> None:
-        """In the middle of whatever is on its way."""
+        """Cut the connection in the middle of the bytes in flight."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(sockets.SHUT_RDWR)
@@ -250,7 +250,7 @@ def test_what_is_submitted_again(played_engine: PlayedEngine) -> None:
     assert client.read(begun).token_ids.tolist() == [8, 9, 7]
     played_engine.received.clear()
     played_engine.cut()
-    assert played_engine.received[0] == msgspec.structs.replace(hello, session_token=b"n" * 16)
+    assert played_engine.received[0] == msgspec.structs.replace(hello, session_token=b"n" * 16, num_resumed=1)
     client.close()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.engine.child import spawn_engine
+from frontend.engine.child import spawn
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileError, OutOfMemoryError
@@ -281,7 +281,7 @@ def test_forgotten_engine_ends() -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cycles", [100, pytest.param(1_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("cycles", [30, pytest.param(1_000, marks=pytest.mark.soak)])
 def test_nothing_leaks(cycles: int) -> None:
     def held() -> tuple[object, ...]:
         children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
@@ -331,7 +331,7 @@ with EngineProcess(EngineConfig(executor="fake")) as engine:
 def test_start_that_no_pipe_can_hold_is_refused_at_once() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(EngineStartError, match="too long for a pipe: shorten them"):
-        spawn_engine(Start(FAKE, "ipc:///" + "a" * 100_000), None)
+        spawn("core", Start(FAKE, "ipc:///" + "a" * 100_000))
     assert os.listdir("/proc/self/fd") == before
 
 

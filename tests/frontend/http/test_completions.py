@@ -53,7 +53,9 @@ def test_echo_with_logprobs(served: Caller, llm: LLM) -> None:
     assert logprobs["top_logprobs"][0] is None
     wanted = [likely[token].logprob for token, likely in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
     assert logprobs["token_logprobs"][1:-1] == pytest.approx(wanted)
-    for text, value, top in list(zip(*map(logprobs.get, ("tokens", "token_logprobs", "top_logprobs")), strict=True))[1:]:
+    for text, value, top in list(zip(*map(logprobs.get, ("tokens", "token_logprobs", "top_logprobs")), strict=True))[
+        1:
+    ]:
         assert top[text] == value  # the very float: evaluations compare them with ==
     assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(len(ids) + 1)]
     assert logprobs["tokens"][0] == "Once"

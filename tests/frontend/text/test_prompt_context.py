@@ -183,7 +183,7 @@ def test_a_character_that_the_prompt_begins_and_the_output_ends(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["llama 2", "gguf llama", "gguf gemma"])
 def test_a_run_of_bytes_over_the_border(kind: str) -> None:
-    """It is decoded as a whole: what is bad in the output takes no character of the prompt back."""
+    """The run is decoded as a whole: bad bytes in the output take no character of the prompt back."""
     tokenizer = TEXT_KINDS[kind]
     word = tokenizer.encode("the", add_special_tokens=False)
     run = _byte_ids(tokenizer, ("👋" * 10).encode())

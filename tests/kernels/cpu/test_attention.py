@@ -23,7 +23,7 @@ WINDOWS = [None, 1, 2, 15, 17, 64, 127, 128, 129, 200, 1000]
 
 
 class CpuBench(AttentionBench):
-    """As AttentionBench, in the C kernels' cache."""
+    """AttentionBench in the C kernels' cache."""
 
     def __init__(self, lengths, heads, dtype, seed, block_size=16, window=None):
         super().__init__(lengths, heads, dtype, seed, block_size, window)

@@ -103,7 +103,7 @@ def test_embedding(width, dtype, library):
 @pytest.mark.parametrize("head_dim", [2, 20, 64, 80, 256])
 @pytest.mark.parametrize("normalises", [False, True])
 def test_rope(normalises, head_dim, dtype, library):
-    """Without head norms: the very bits of kernels.torch.rope; with them, near the same."""
+    """The result has the bits of kernels.torch.rope without head norms, and is close to it with them."""
     num_heads, num_kv_heads = 5, 2
     qkv = torch.randn(40, (num_heads + 2 * num_kv_heads) * head_dim, generator=torch.Generator().manual_seed(0))
     qkv = qkv.to(dtype)
@@ -188,7 +188,7 @@ def test_a_chunk_written_at_once_is_that_of_its_tokens(block_size, head_dim, dty
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("head", [5, 7])  # the second of K, and of V
 def test_a_key_or_value_that_is_not_finite_shows_as_nan_in_the_key(head, bad, dtype, library):
-    """With an infinite key a score may be minus infinity, which looks like a token that is hidden."""
+    """An infinite key may make a score minus infinity, which is also the score of a hidden token."""
     cache = CpuKVCache(1, 3, 16, 2, 16, dtype)
     qkv = torch.ones(2, 8 * 16, dtype=dtype)
     qkv[1, head * 16 + 3] = bad

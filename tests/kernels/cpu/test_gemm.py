@@ -97,7 +97,7 @@ def test_reads_its_rows_and_nothing_beside_them(variant, dtype):
 
 
 def test_results_round_as_torch_does(variant):
-    """To nearest, ties to even; what is too large becomes infinite, and NaN stays NaN."""
+    """Results round to nearest, ties to even; too large values become infinite, and NaN stays NaN."""
     bits = torch.arange(0, 2**32, 2**32 // 4001 | 1, dtype=torch.int64).to(torch.int32)
     halfway = (torch.arange(-300, 300, dtype=torch.int32) << 16) | 0x8000
     x = torch.cat([bits, halfway, halfway - 1, halfway + 1]).view(torch.float32).unsqueeze(1)
@@ -136,7 +136,7 @@ def test_vectors_of_eight_and_sixteen_give_the_same_bits():
 @pytest.mark.parametrize("width", [1, 7, 33, 100, 256])
 @pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])
 def test_a_gate_is_what_it_should_be(variant, function, width, dtype):
-    """With a matrix that hands gate and up through."""
+    """The matrix is chosen so that it passes gate and up through."""
     x = (numbers(9, 2 * width, seed=width) * 4).to(dtype)
     x[0, 0], x[1, 0], x[2, 0] = -300.0, 300.0, -9.0
     matrix = PackedMatrix(variant, torch.eye(2 * width, dtype=dtype), gate=function)
@@ -198,7 +198,7 @@ def all_patterns():
 
 @pytest.mark.parametrize("shape", [(960, 576), (33, 64), (1, 4), (320, 8), (576, 1536)], ids=str)
 def test_compact_weights_give_the_bits_of_whole_ones(variant, shape):
-    """Which those with two more columns of zeros are: their depth is not a multiple of four."""
+    """The whole weights have two more columns of zeros, so that their depth is not a multiple of four."""
     weight = numbers(*shape, dtype=torch.bfloat16)
     weight.view(-1)[:: max(1021, shape[1] * 7)] = 1e-20  # its upper byte is in no table
     matrix = compact(variant, weight, out_dtype=torch.float32)

@@ -129,7 +129,7 @@ def test_a_compiler_that_is_no_command_line_is_none(cache, monkeypatch):
 
 
 def test_a_user_without_a_home_is_told(cache, monkeypatch):
-    """As in a container that runs under a number nobody has."""
+    """A container may run under a user number without an entry."""
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
@@ -146,7 +146,7 @@ def test_a_compiler_that_fails_is_quoted(cache):
 
 @pytest.mark.parametrize("hanging", ["compiling", "linking"])
 def test_a_compiler_that_hangs_is_given_up_and_killed(cache, monkeypatch, tmp_path, hanging):
-    """With what it has started: a shell here, whose sleep has the shell's standard output open."""
+    """The compiler's children are killed too: here a shell, whose sleep holds the shell's standard output open."""
     compiler, pids = tmp_path / "hanging-cc", tmp_path / "pids"
     option = {"compiling": "-c", "linking": "-shared"}[hanging]
     compiler.write_text(

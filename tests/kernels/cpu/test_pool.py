@@ -146,7 +146,7 @@ def test_more_threads_than_cores_beside_busy_processes(pool):
 
 
 def test_a_forked_child_runs_jobs_alone_and_may_start_its_own():
-    """In a process of its own: pytest's has threads that do not survive a fork."""
+    """The test runs in a process of its own: pytest's has threads that do not survive a fork."""
     code = """
 import os, sys
 from kernels.cpu.library import load_cpu_library
@@ -181,7 +181,7 @@ assert counts() == [3, 3, 3]
 
 
 def test_every_number_is_taken_once_between_two_barriers(pool):
-    """Of each thread's row of numbers, whoever asks; after a barrier, and in the next job, they begin anew."""
+    """A thread's numbers are taken by any thread; they start again after a barrier and in the next job."""
     pool.start(3)
     taken = [[[] for _ in range(3)] for _ in range(3)]  # [part][owner]
 

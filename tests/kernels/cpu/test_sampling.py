@@ -29,7 +29,7 @@ def columns(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.999999}, {"min_p": 1.0}], ids=str)
 def test_uniform_numbers_are_philox(filters, library):
-    """Of V equal logits token floor(u * V) is drawn."""
+    """The draw from V equal logits is token floor(u * V)."""
     size = 1 << 12
     given = columns(**filters)
     drawn = CpuSampler(library)(torch.full((ROWS, size), 0.5), given)
@@ -85,7 +85,7 @@ def test_largest_is_a_draw_at_temperature_0(size, library):
 
 @pytest.mark.parametrize("top_k", [1, 10])
 def test_logits_that_the_temperature_makes_equal_are_ties(top_k, library):
-    """Of the last of top_k tokens, too: divided by 3, some numbers of float32 side by side become one."""
+    """Ties occur at the last of top_k tokens too: divided by 3, some neighbouring float32 numbers become equal."""
     high = np.arange(1, 2, 1e-3, np.float32)
     low = np.nextafter(high, np.float32(0))
     index = int(np.flatnonzero(high / np.float32(3) == low / np.float32(3))[0])

@@ -72,7 +72,7 @@ def test_a_system_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def resident_pages(tensor: torch.Tensor) -> int:
-    """Of the tensor's pages, those that have memory."""
+    """Number of the tensor's pages that have memory."""
     page = mmap.PAGESIZE
     first = tensor.data_ptr() // page * page
     count = ceil_div(tensor.data_ptr() + tensor.nbytes - first, page)

@@ -56,7 +56,7 @@ def test_untouched_memory_is_not_resident():
 
 
 def flags_of(address: int) -> list[str]:
-    """Of the mapping that has this address."""
+    """Flags of the mapping that holds this address."""
     flags: list[str] = []
     inside = False
     for line in SMAPS.read_text().splitlines():

@@ -67,7 +67,7 @@ def test_rms_norm_of_heads(head_dim):
 
 
 def test_scaled_frequencies():
-    """Against the formulas in float64, frequency by frequency; each of their three cases occurs."""
+    """Each frequency equals its formula in float64; each of the three cases occurs."""
     plain = rotary_frequencies(64, 10_000.0)
     assert torch.equal(rope_scaling.linear(plain, 4.0), plain / 4)
 

@@ -55,7 +55,7 @@ def test_a_product_that_this_build_lacks_is_passed_over(monkeypatch):
 
 
 def test_the_weight_is_not_kept(monkeypatch):
-    """It may be a view of a mapped file."""
+    """The weight may be a view of a mapped file."""
     weight = numbers(8, 16)
     layer, x = TorchLinear(weight), numbers(3, 16, seed=1)
     before = layer(x)

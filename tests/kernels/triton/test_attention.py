@@ -164,7 +164,7 @@ def test_a_row_has_the_same_bits_in_any_batch(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_prompt_may_be_cut_anywhere(window: int | None) -> None:
-    """To rounding: NumPy's products do not promise a row equal bits at every place of a tile."""
+    """Results are equal up to rounding: NumPy's products do not give a row equal bits at every place of a tile."""
     shape = Shape(6, 2, 16, 16, window)
     given = batch(shape, [(90, 90)], torch.float32)
     whole = attend(shape, given)
@@ -216,7 +216,7 @@ def test_the_test_of_cut_prompts_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_invariance_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With splits of another size the bits differ: the order of summation is what the test sees."""
+    """The bits differ for splits of another size: the test sees the order of summation."""
     shape = Shape(6, 2, 16, 16)
     given = batch(shape, [(1, SPLIT + 40)], torch.float32)
     whole = attend(shape, given)

@@ -1,0 +1,31 @@
+"""Departure: how a draining engine leaves its clients: when all has finished, or at a time, for another engine."""
+
+from ipc.messages import BeginDrain, EngineStopping
+from ipc.start_messages import EXIT_RESTART
+
+
+class Departure:
+    """What the owner asked of the drain. Written under the socket's lock. Times: monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._move_at: float | None = None
+        self._comes_back = False
+
+    def ask(self, message: BeginDrain, now: float) -> None:
+        """Take in the owner's call; of several, the last one counts."""
+        self._move_at = now + message.move_after_ms / 1000 if message.move_after_ms >= 0 else None
+        self._comes_back = message.comes_back
+
+    def due_s(self, now: float) -> float | None:
+        """Return the seconds until unfinished requests move to another engine; None = they finish here."""
+        return None if self._move_at is None else max(0.0, self._move_at - now)
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of the process after this drain."""
+        return EXIT_RESTART if self._comes_back else 0
+
+    @property
+    def last_message(self) -> EngineStopping:
+        """Return the last message of the sessions: with what has not finished they go on elsewhere, or later here."""
+        return EngineStopping("", self._comes_back or self._move_at is not None)

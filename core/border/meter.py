@@ -1,0 +1,308 @@
+"""RequestMeter: what requests take, measured where all of them pass: at the engine's border.
+
+A time begins when the border has received a request and ends when it hands over the tokens. So it has the waits that a
+client sees, without the network and the client's own work. Names and buckets are vLLM's, so that dashboards fit.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from core.border.histogram import Samples, decades
+from ipc.arrays import Ints
+from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed, ServerMessage
+from ipc.metrics_messages import Metrics
+from ipc.scheduling_messages import EventKind, RequestEvents
+
+# fmt: off
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)
+# fmt: on
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_NS = 1e-9
+_CHOICE_BITS = 16
+
+
+class Log(Protocol):
+    """Takes a log line and its fields."""
+
+    def __call__(self, text: str, **fields: object) -> None: ...
+
+
+_NO_KEYS: Ints = np.empty(0, np.int64)
+
+
+class _Ended(NamedTuple):
+    """The measurements of one ended choice, under the names of their histograms; nan = it has none."""
+
+    e2e_request_latency_seconds: float
+    request_queue_time_seconds: float
+    request_prefill_time_seconds: float
+    request_decode_time_seconds: float
+    request_inference_time_seconds: float
+    request_time_per_output_token_seconds: float
+    request_prompt_tokens: float
+    request_generation_tokens: float
+    request_num_preemptions: float
+    request_params_max_tokens: float
+    request_params_n: float  # once for each request, when its last choice ends
+    request_max_num_generation_tokens: float  # as above: of the longest choice
+
+
+class _Group(msgspec.Struct, eq=False):
+    """What the choices of one request share."""
+
+    request: AddRequest
+    arrival: float
+    num_open: int
+    client: int
+    num_prompt_tokens: int
+    longest: int = 0  # output tokens
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    first: float = 0.0
+    scheduled: float = 0.0
+    num_preemptions: int = 0
+
+
+class _Choice(msgspec.Struct, eq=False):
+    """One choice that lives. Times: monotonic seconds, 0 = not yet."""
+
+    group: _Group
+    scheduled: float = 0.0
+    first: float = 0.0
+    num_preemptions: int = 0
+
+
+class _Client(msgspec.Struct, eq=False):
+    """The live choices of one client, by key: number and choice in one integer.
+
+    Those that got a token in the last message with tokens share the time of their last token. The others are strays.
+    """
+
+    choices: dict[int, _Choice] = msgspec.field(default_factory=dict)
+    time: float = 0.0
+    frame: tuple[bytes, bytes] = (b"", b"")  # columns numbers and choices of that message, if none of its rows ended
+    keys: Ints = msgspec.field(default_factory=lambda: _NO_KEYS)  # of its rows, without those that ended
+    strays: dict[int, float] = msgspec.field(default_factory=dict)  # key -> time of the last token
+
+
+class RequestMeter:
+    """The measurements of all requests, for the thread that holds the socket's lock. Times: monotonic seconds.
+
+    log: called with each request's end; None = it is not logged.
+
+    A step in which each client's requests are those of its step before costs one look at a histogram for each client.
+    """
+
+    def __init__(self, max_model_len: int, log: Log | None = None) -> None:
+        self._log = log
+        tokens = decades(max_model_len)
+        bounds = dict.fromkeys(_Ended._fields, _REQUEST_S) | {
+            "request_time_per_output_token_seconds": _TOKEN_S,
+            "request_prompt_tokens": tokens,
+            "request_generation_tokens": tokens,
+            "request_num_preemptions": (0.0, *_CHOICES),
+            "request_params_max_tokens": tokens,
+            "request_params_n": _CHOICES,
+            "request_max_num_generation_tokens": tokens,
+        }
+        self._ended = Samples(bounds)
+        self._first_token = Samples({"time_to_first_token_seconds": _FIRST_TOKEN_S})
+        self._next_token = Samples({"inter_token_latency_seconds": _TOKEN_S})
+        self._clients: dict[int, _Client] = {}
+        self._num_finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self._num_refused: dict[str, int] = {}
+
+    def metrics(self, call: int, num_sessions: int) -> Metrics:
+        """Return everything measured so far, as the answer to a call."""
+        samples = (self._first_token, self._next_token, self._ended)
+        histograms = {name: histogram for each in samples for name, histogram in each.histograms().items()}
+        return Metrics(call, True, histograms, dict(self._num_finished), dict(self._num_refused), num_sessions)
+
+    def note_request(self, client: int, request: AddRequest, refusal: RequestFailed | None, now: float) -> None:
+        """Note a request that has arrived, and its refusal. One that is sent a second time counts once."""
+        if refusal is not None:
+            name = refusal.code.name
+            self._num_refused[name] = self._num_refused.get(name, 0) + 1
+            if self._log is not None:
+                self._log("request refused", client=client, number=request.number, reason=name)
+            return
+        own = self._clients.setdefault(client, _Client())
+        first = request.number << _CHOICE_BITS
+        if first not in own.choices:
+            group = _Group(request, now, request.params.n, client, len(request.prompt_token_ids) // 4)
+            for choice in range(request.params.n):
+                own.choices[first + choice] = _Choice(group)
+
+    def note_messages(self, messages: Sequence[tuple[int, ServerMessage]], now: float) -> None:
+        """Note the messages of a step, as they are handed over."""
+        for client, message in messages:
+            own = self._clients.get(client)
+            if own is None:
+                continue
+            if isinstance(message, Outputs):
+                if message.events is not None:
+                    self._note_events(own, message.events)
+                if message.started and self._log is not None:
+                    self._note_cached(own, message.started)
+                if message.numbers:
+                    self._note_outputs(own, message, now)
+            elif isinstance(message, RequestFailed):
+                first = message.number << _CHOICE_BITS
+                failed = own.choices.get(first)
+                for choice in range(0 if failed is None else failed.group.request.params.n):
+                    self._forget(own, first + choice, "error", now)
+
+    def forget_client(self, client: int) -> None:
+        """Count what a client leaves behind as aborted."""
+        own = self._clients.pop(client, _Client())
+        for key in list(own.choices):
+            self._forget(own, key, "abort", None)
+
+    # --- one client's messages ---
+
+    def _note_outputs(self, own: _Client, message: Outputs, now: float) -> None:
+        if not message.finish and (message.numbers, message.choices) == own.frame:
+            self._next_token.add_many(now - own.time, len(own.keys))
+            own.time = now
+            return
+        keys = np.frombuffer(message.numbers, "<u4").astype(np.int64) << _CHOICE_BITS
+        if message.choices:
+            keys += np.frombuffer(message.choices, "<u2")
+        counts = np.frombuffer(message.counts, "<u2")
+        positions = np.frombuffer(message.positions, "<u4")
+        has_tokens = counts > 0
+        num_with_tokens = np.count_nonzero(has_tokens)
+        if num_with_tokens:
+            self._note_tokens(own, keys[has_tokens], positions[has_tokens], now)
+        if message.finish:
+            ends = np.frombuffer(message.finish, np.uint8)
+            for row in np.flatnonzero(ends).tolist():
+                num_tokens = int(positions[row]) + int(counts[row])
+                self._end(own, int(keys[row]), FinishReason(int(ends[row])), num_tokens, now)
+            if num_with_tokens == len(keys):
+                own.keys = keys[ends == 0]
+            else:  # rows without tokens: aborts, a message of their own
+                own.keys = own.keys[np.isin(own.keys, keys[ends > 0], invert=True)]
+            own.frame = (b"", b"")
+        elif num_with_tokens == len(keys):
+            own.frame = (message.numbers, message.choices)
+
+    def _note_tokens(self, own: _Client, keys: Ints, positions: Ints, now: float) -> None:
+        """Note that these choices got tokens; most of them got their last ones together."""
+        is_first = positions == 0
+        going_on = keys[~is_first]
+        if np.array_equal(going_on, own.keys):
+            self._next_token.add_many(now - own.time, len(going_on))
+        else:
+            missing = dict.fromkeys(own.keys.tolist())
+            for key in going_on.tolist():
+                if key in missing:
+                    del missing[key]
+                    self._next_token.add_many(now - own.time, 1)
+                elif key in own.strays:
+                    self._next_token.add_many(now - own.strays.pop(key), 1)
+                elif key in own.choices:  # it goes on after tokens that its client had from an earlier engine
+                    own.choices[key].first = now
+            own.strays |= dict.fromkeys((key for key in missing if key in own.choices), own.time)
+        for key in keys[is_first].tolist():
+            choice = own.choices.get(key)
+            if choice is not None:
+                choice.first = now
+                choice.group.first = choice.group.first or now
+                self._first_token.add((now - choice.group.arrival,))
+        own.keys, own.time, own.frame = keys, now, (b"", b"")
+
+    def _note_events(self, own: _Client, events: RequestEvents) -> None:
+        numbers, kinds = np.frombuffer(events.numbers, "<u4"), np.frombuffer(events.kinds, np.uint8)
+        choices, times = np.frombuffer(events.choices, "<u2"), np.frombuffer(events.times, "<i8")
+        keys = (numbers.astype(np.int64) << _CHOICE_BITS) + choices
+        for key, kind, time_ns in zip(keys.tolist(), kinds.tolist(), times.tolist(), strict=True):
+            choice = own.choices.get(key)
+            if choice is not None and kind == EventKind.SCHEDULED:
+                choice.scheduled = time_ns * _NS
+                choice.group.scheduled = choice.group.scheduled or choice.scheduled
+            elif choice is not None and kind == EventKind.PREEMPTED:
+                choice.num_preemptions += 1
+                choice.group.num_preemptions += 1
+
+    @staticmethod
+    def _note_cached(own: _Client, started: bytes) -> None:
+        for number, num_cached in np.frombuffer(started, "<u4").reshape(-1, 2).tolist():
+            choice = own.choices.get(number << _CHOICE_BITS)
+            if choice is not None:
+                choice.group.num_cached_tokens = num_cached
+
+    def _end(self, own: _Client, key: int, reason: FinishReason, num_tokens: int, now: float) -> None:
+        last = own.strays.get(key, own.time)  # of a choice without a token: not used
+        choice = own.choices.get(key)
+        if choice is None:
+            return
+        group, nan = choice.group, math.nan
+        group.longest = max(group.longest, num_tokens)
+        group.num_output_tokens += num_tokens
+        self._forget(own, key, reason.name.lower(), now)
+        begun, answered = choice.scheduled, choice.first
+        is_whole = group.num_open == 0  # the request has ended
+        self._ended.add(
+            _Ended(
+                e2e_request_latency_seconds=now - group.arrival,
+                request_queue_time_seconds=max(0.0, begun - group.arrival) if begun else nan,
+                request_prefill_time_seconds=answered - begun if begun and answered else nan,
+                request_decode_time_seconds=last - answered if answered else nan,
+                request_inference_time_seconds=last - begun if begun and answered else nan,
+                request_time_per_output_token_seconds=(last - answered) / (num_tokens - 1)
+                if answered and num_tokens > 1
+                else nan,
+                request_prompt_tokens=group.num_prompt_tokens,
+                request_generation_tokens=num_tokens,
+                request_num_preemptions=choice.num_preemptions,
+                request_params_max_tokens=group.request.params.max_tokens or nan,
+                request_params_n=group.request.params.n if is_whole else nan,
+                request_max_num_generation_tokens=group.longest if is_whole else nan,
+            )
+        )
+
+    def _forget(self, own: _Client, key: int, reason: str, now: float | None) -> None:
+        """End a choice; log its request with its last one. now: None = its client has gone."""
+        choice = own.choices.pop(key, None)
+        own.strays.pop(key, None)
+        if choice is None:
+            return
+        group = choice.group
+        group.num_open -= 1
+        self._num_finished[reason] += 1
+        if group.num_open == 0 and self._log is not None:
+            self._log("request ended", **_described(group, reason if now is not None else "client gone", now))
+
+
+def _described(group: _Group, reason: str, now: float | None) -> dict[str, object]:
+    """Return what the log says of a request that has ended. Times: milliseconds; None = not known."""
+
+    def ms(end: float | None) -> float | None:
+        return round((end - group.arrival) * 1000, 1) if end else None
+
+    return {
+        "client": group.client,
+        "number": group.request.number,
+        "reason": reason,
+        "prompt_tokens": group.num_prompt_tokens,
+        "cached_tokens": group.num_cached_tokens,
+        "output_tokens": group.num_output_tokens,
+        "choices": group.request.params.n,
+        "queue_ms": ms(group.scheduled),
+        "first_token_ms": ms(group.first),
+        "total_ms": ms(now),
+        "preemptions": group.num_preemptions,
+    }

@@ -1,0 +1,43 @@
+"""OfferedDrafts: drafts that were worked out elsewhere, and wait for the next plan of their rows."""
+
+import numpy as np
+
+from core.batch.table import FREE_ROW, BatchTable
+from core.proposers.proposer import Proposals
+from ipc.arrays import Int32s, Ints, Rows
+from ipc.columns import Columns, column
+
+
+class OfferedDrafts(Columns):
+    """The last drafts offered for each row. They end with the next token of the row, or when another request has it."""
+
+    _tenancy: Ints = column(FREE_ROW)
+    _length: Ints = column()  # of the row when they were offered, tokens
+    _count: Ints = column()
+
+    def __init__(self, table: BatchTable, most: int) -> None:
+        super().__init__(len(table.tenancy))
+        self._table = table
+        self._tokens = np.zeros((len(table.tenancy), most), np.int32)
+        self.is_used = False  # whether anything was ever offered
+
+    def offer(self, rows: Rows, tenancies: Ints, counts: Ints, token_ids: Int32s) -> None:
+        """Keep counts[i] drafts of rows[i], row after row; cut at the width of the table, as drafts behind it are."""
+        self.is_used = True
+        width = self._tokens.shape[1]
+        places = np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
+        kept = places < width
+        self._tokens[rows.repeat(counts)[kept], places[kept]] = token_ids[kept]
+        self._tenancy[rows] = tenancies
+        self._length[rows] = self._table.num_tokens[rows]
+        self._count[rows] = np.minimum(counts, width)
+
+    def propose(self, rows: Ints, most: int) -> Proposals:
+        """Return the drafts that are still those of the row's next tokens."""
+        table = self._table
+        is_current = (self._tenancy[rows] == table.tenancy[rows]) & (self._length[rows] == table.num_tokens[rows])
+        counts = np.where(is_current, np.minimum(self._count[rows], most), 0)
+        token_ids = np.zeros((len(rows), most), np.int32)
+        width = min(most, self._tokens.shape[1])
+        token_ids[:, :width] = self._tokens[rows, :width]
+        return Proposals(counts, token_ids, np.zeros(len(rows), np.int64))

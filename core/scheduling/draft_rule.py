@@ -1,0 +1,76 @@
+"""DraftRule: how many drafts of which rows are worth their cost in a step."""
+
+import numpy as np
+
+from ipc.arrays import Doubles, Ints
+
+#: A step with more tokens than this gets no drafts: its cost grows with each token.
+LARGEST_STEP = 512
+#: Most drafts of a step: each needs a row of logits, up to a MiB with the largest vocabularies.
+MAX_STEP_DRAFTS = 128
+#: What a step with drafts costs apart from its tokens: proposing, other inputs, verifying. In ns.
+OVERHEAD_NS = 200_000
+
+
+class DraftRule:
+    """The rule for one engine, from the measured durations of its steps.
+
+    It maximizes the tokens that the step is expected to keep per nanosecond that it takes. All of it is integers and
+    single floating-point operations, so that a replay on another machine decides the same.
+    """
+
+    def __init__(self, step_ns: tuple[int, ...]) -> None:
+        """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing."""
+        self._is_free = not step_ns
+        self._costs = _by_tokens(step_ns or (1,), LARGEST_STEP + MAX_STEP_DRAFTS + 1)
+        ahead = np.arange(1, MAX_STEP_DRAFTS + 1)
+        size = np.arange(LARGEST_STEP + 1)[:, None]
+        #: [LARGEST_STEP + 1] of a step of so many tokens: the least that some number of drafts costs, for each.
+        self._least = ((self._costs[size + ahead] - self._costs[size]) / ahead).min(1)
+
+    def may_pay(self, num_tokens: int, chance: float) -> bool:
+        """Return whether drafts may be worth their cost in a step of num_tokens tokens.
+
+        chance: the best of any row that its draft is right. The answer False must come at once.
+        """
+        if not 0 < num_tokens <= LARGEST_STEP:
+            return False
+        return self._is_free or chance * float(self._costs[num_tokens]) > num_tokens * float(self._least[num_tokens])
+
+    def choose(self, num_tokens: int, chances: Doubles, counts: Ints, limit: int) -> Ints:
+        """Return how many of counts [n] drafts each row gets, in a step that has num_tokens tokens already.
+
+        chances [n]: that a draft is right if those before it are. limit: most drafts of all rows together.
+        """
+        none = np.zeros(len(counts), np.int64)
+        limit = min(limit, MAX_STEP_DRAFTS, int(counts.sum()))
+        if limit <= 0:
+            return none
+        most = int(counts.max())
+        gains = chances[:, None].repeat(most, 1).cumprod(1)
+        gains[np.arange(most) >= counts[:, None]] = 0.0
+        order = np.argsort(-gains, axis=None, kind="stable")[:limit]
+        count = limit
+        if not self._is_free:
+            kept = num_tokens + gains.reshape(-1)[order].cumsum()
+            rates = kept / (self._costs[num_tokens + 1 : num_tokens + 1 + limit] + OVERHEAD_NS)
+            count = int(rates.argmax()) + 1
+            if float(rates[count - 1]) <= num_tokens / float(self._costs[num_tokens]):
+                return none
+        chosen: Ints = np.bincount(order[:count] // most, minlength=len(counts))
+        return chosen
+
+
+def _by_tokens(step_ns: tuple[int, ...], count: int) -> Ints:
+    """Return the durations of steps of 0, 1, ... count - 1 tokens, in ns; they never fall.
+
+    Between the measured sizes they rise evenly, and after the last one as between the last two.
+    """
+    costs, size, rise = [0, step_ns[0]], 1, 0
+    for high in step_ns[1:]:
+        low = costs[-1]
+        rise = max(0, high - low)
+        costs += [low + rise * part // size for part in range(1, size + 1)]
+        size *= 2
+    costs += [costs[size] + rise * part // max(1, size // 2) for part in range(1, count - size)]
+    return np.array(costs[:count], np.int64)

@@ -1,0 +1,211 @@
+"""Speculation: which drafts a step verifies, and what became of them.
+
+Drafts are leftovers. They get what no known token wants in the step: of the token budget, and of blocks, of which they
+leave the watermark, those promised to rows, and one for each row. While requests wait, drafts get no new blocks. So
+they preempt nobody and delay nobody's start.
+"""
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.table import FREE_ROW
+from core.execution.plan import SchedulerOutput
+from core.proposers.build import build_proposer
+from core.proposers.offered import OfferedDrafts
+from core.proposers.proposer import NUM_KINDS, Proposals, Proposer
+from core.scheduling.draft import Draft, DraftTokens
+from core.scheduling.draft_rule import DraftRule
+from core.scheduling.outputs import OutputCollector
+from core.scheduling.policies import Policy
+from core.scheduling.stats import SchedulerStats
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import Bools, Doubles, Int32s, Ints, Rows
+from ipc.columns import Columns, column
+from ipc.config import EngineConfig
+from ipc.speculation import MAX_DRAFTS
+
+#: A row's counts are halved when it has tried so many drafts, so that what it did last counts most.
+_ROW_MEMORY = 32
+#: The same of a kind of drafts, over all rows.
+_KIND_MEMORY = 1024
+#: A row's own record weighs as much as its kind's when it has tried so many drafts.
+_PRIOR_WEIGHT = 4
+
+
+class Speculation(Columns):
+    """The drafts of running rows, from sources that are asked in turn: a row's drafts are those of the first that has
+    any.
+    """
+
+    _tenancy: Ints = column(FREE_ROW)  # of the row's record
+    _kind: Ints = column()  # of the drafts in flight
+    _num_tried: Ints = column()  # drafts up to the first wrong one, included
+    _num_right: Ints = column()
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        batch: Batch,
+        waiting: WaitingQueue,
+        policy: Policy,
+        stats: SchedulerStats,
+        num_watermark_blocks: int,
+    ) -> None:
+        super().__init__(config.max_num_seqs)
+        settings = config.speculative_config
+        self._batch, self._waiting, self._policy, self._stats = batch, waiting, policy, stats
+        self._watermark = num_watermark_blocks
+        self._most = MAX_DRAFTS if settings is None else settings.num_speculative_tokens
+        self._rule = DraftRule(() if settings is None else settings.step_ns)
+        self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
+        self._kinds_right = np.zeros(NUM_KINDS, np.int64)
+        self.offered = OfferedDrafts(batch.table, self._most)
+        self.proposers: list[Proposer] = []
+        if settings is not None:
+            self.proposers.append(build_proposer(config, settings, batch.table))
+
+    def fill(self, draft: Draft) -> None:
+        """Add drafts to a step that has all its known tokens, out of its budget."""
+        if not (self.proposers or self.offered.is_used) or not draft.budget or not len(draft.rows):
+            return
+        num_tokens = int(draft.counts.sum()) + sum(start.num_tokens for start in draft.starts)
+        if not self._rule.may_pay(num_tokens, float(self._kind_chances().max())):
+            return
+        rows, ends = self._eligible(draft)
+        if not len(rows):
+            return
+        room = np.minimum(self._batch.table.max_computed_tokens[rows] - ends, self._most)
+        found = self._propose(rows, room)
+        chosen = self._rule.choose(num_tokens, self._chances(rows, found.kinds), found.counts, draft.budget)
+        chosen = self._give_blocks(draft, rows, ends, chosen)
+        given = chosen > 0
+        if not given.any():
+            return
+        rows, counts, token_ids = rows[given], chosen[given], found.token_ids[given]
+        self._kind[rows] = found.kinds[given]
+        kept = np.arange(token_ids.shape[1]) < counts[:, None]
+        draft.guessed = DraftTokens(rows, counts, token_ids[kept].astype(np.int32, copy=False))
+        draft.budget -= int(counts.sum())
+
+    def begin(self, guessed: DraftTokens) -> None:
+        """Count the drafts of a step that runs now."""
+        table, rows = self._batch.table, guessed.rows
+        table.num_in_draft[rows] = guessed.counts
+        table.num_placeholders[rows] -= 1
+
+    def end(self, plan: SchedulerOutput, rows: Ints, live: Bools, yielded: Int32s) -> None:
+        """Learn how many tokens each of the plan's rows has yielded, before they are appended.
+
+        rows, live, yielded [R]; rows that are not live belong to other requests now.
+        """
+        if not len(plan.num_draft_tokens):
+            return
+        verified = live & (plan.num_draft_tokens > 0)
+        rows, counts = rows[verified], plan.num_draft_tokens[verified].astype(np.int64)
+        right = np.maximum(yielded[verified].astype(np.int64) - 1, 0)
+        assert not np.count_nonzero(right > counts), f"{right} of {counts} drafts were accepted"
+        table = self._batch.table
+        self._policy.serve(rows, right)
+        table.num_computed_tokens[rows] += right
+        table.num_in_draft[rows] = 0
+        table.num_drafted[rows] += counts
+        table.num_accepted[rows] += right
+        self._stats.count_drafts(counts, right)
+        self._remember(rows, np.minimum(right + 1, counts), right)
+
+    def report(self, rows: Rows, outputs: OutputCollector) -> None:
+        """Report what became of the drafts of rows that end."""
+        if not self._stats.num_drafts:
+            return
+        table = self._batch.table
+        ended = rows[table.num_drafted[rows] > 0]
+        columns = table.number, table.choice, table.num_drafted, table.num_accepted
+        for client, *entry in zip(table.client[ended].tolist(), *(one[ended].tolist() for one in columns), strict=True):
+            number, choice, num_drafted, num_accepted = entry
+            outputs.add_drafts(client, (number, choice, num_drafted, num_accepted))
+
+    # --- which rows ----------------------------------------------------------------------------------------------
+
+    def _eligible(self, draft: Draft) -> tuple[Ints, Ints]:
+        """Return the rows that decode, and how many known tokens of each are computed after this step."""
+        table, rows = self._batch.table, draft.rows
+        ends = table.num_computed_tokens[rows] + draft.counts
+        known = table.num_tokens[rows] + table.num_placeholders[rows]
+        takes = (draft.counts == 1) & (ends == known) & (table.num_tokens[rows] > table.num_prompt_tokens[rows])
+        return rows[takes], ends[takes]
+
+    def _propose(self, rows: Ints, room: Ints) -> Proposals:
+        """Return at most room[i] drafts of each row. They follow the tokens that steps in flight sample."""
+        shift = self._batch.table.num_placeholders[rows]
+        most = self._most + int(shift.max())
+        counts, kinds = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        token_ids = np.zeros((len(rows), most), np.int32)
+        for source in (self.offered, *self.proposers) if self.offered.is_used else self.proposers:
+            without = np.flatnonzero(counts == 0)
+            if len(without):
+                found = source.propose(rows[without], most)
+                counts[without], kinds[without] = np.minimum(found.counts, most), found.kinds
+                token_ids[without] = found.token_ids[:, :most]
+        if shift.any():
+            places = np.minimum(np.arange(most) + shift[:, None], most - 1)
+            token_ids = np.take_along_axis(token_ids, places, 1)
+        return Proposals(np.clip(counts - shift, 0, np.maximum(room, 0)), token_ids, kinds)
+
+    def _give_blocks(self, draft: Draft, rows: Ints, ends: Ints, counts: Ints) -> Ints:
+        """Allocate the blocks of counts [n] drafts; return the counts, cut where blocks are short."""
+        batch, pool = self._batch, self._batch.pool
+        held = batch.table.num_blocks[rows]
+        needs = np.maximum(batch.num_blocks_of(ends + counts) - held, 0)
+        spare = 0
+        if needs.any() and not len(self._waiting):
+            promised = batch.num_promised_blocks() + sum(start.num_blocks - start.num_given for start in draft.starts)
+            spare = pool.num_free - self._watermark - promised - len(batch) - len(draft.starts)
+        short = needs.cumsum() > spare
+        needs[short] = 0
+        counts = np.where(short, np.minimum(counts, held * batch.block_size - ends), counts)
+        growing = needs > 0
+        if growing.any():
+            blocks = pool.allocate(int(needs.sum()))
+            owners = batch.table.append_blocks(rows[growing], needs[growing], blocks)
+            merged = np.concatenate([draft.block_rows, owners])
+            order = np.argsort(merged, kind="stable")  # a row's blocks together, in their order
+            draft.block_rows, draft.block_ids = merged[order], np.concatenate([draft.block_ids, blocks])[order]
+        return counts
+
+    # --- what drafts are worth -----------------------------------------------------------------------------------
+
+    def _kind_chances(self) -> Doubles:
+        """Return how often a draft of each kind is right, float64 [NUM_KINDS]; a new kind begins at one half."""
+        chances: Doubles = (self._kinds_right + 1) / (self._kinds_tried + 2)
+        return chances
+
+    def _chances(self, rows: Rows, kinds: Ints) -> Doubles:
+        """Return how often the next draft of each row [n] is right: the row's record, and at first its kind's."""
+        is_own = self._tenancy[rows] == self._batch.table.tenancy[rows]
+        tried, right = np.where(is_own, self._num_tried[rows], 0), np.where(is_own, self._num_right[rows], 0)
+        chances: Doubles = (right + _PRIOR_WEIGHT * self._kind_chances()[kinds]) / (tried + _PRIOR_WEIGHT)
+        return chances
+
+    def _remember(self, rows: Ints, tried: Ints, right: Ints) -> None:
+        tenancies = self._batch.table.tenancy[rows]
+        others = rows[self._tenancy[rows] != tenancies]
+        self._num_tried[others] = self._num_right[others] = 0
+        self._tenancy[rows] = tenancies
+        self._num_tried[rows] += tried
+        self._num_right[rows] += right
+        full = rows[self._num_tried[rows] >= _ROW_MEMORY]
+        self._num_tried[full] //= 2
+        self._num_right[full] //= 2
+        kinds = self._kind[rows]
+        self._kinds_tried += np.bincount(kinds, tried, NUM_KINDS).astype(np.int64)
+        self._kinds_right += np.bincount(kinds, right, NUM_KINDS).astype(np.int64)
+        full = np.flatnonzero(self._kinds_tried >= _KIND_MEMORY)
+        self._kinds_tried[full] //= 2
+        self._kinds_right[full] //= 2
+
+    def offer(self, rows: Rows, tenancies: Ints, counts: Ints, token_ids: Int32s) -> None:
+        """Keep drafts for the next plans of those rows that still have these tenancies."""
+        is_live = self._batch.table.tenancy[rows] == tenancies
+        if np.count_nonzero(is_live) < len(rows):
+            token_ids = token_ids[is_live.repeat(counts)]
+        self.offered.offer(rows[is_live], tenancies[is_live], counts[is_live].astype(np.int64), token_ids)

@@ -1,0 +1,147 @@
+"""An engine's measurements as Prometheus metrics, under vLLM's names where vLLM has the metric.
+
+Dashboards and alerts are written for names, labels and buckets, so these are an interface: none is renamed or removed.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from ipc.messages import ModelInformation, Statistics
+from ipc.metrics_messages import STEP_TOKEN_BOUNDS, Histogram, Metrics
+
+#: Labels of every metric but the info ones; vLLM's. This engine is number 0: replicas differ by their target.
+LABELS = ("model_name", "engine")
+_ENGINE = "0"
+
+#: Metric -> (field of Statistics, help). A counter's name is exposed with _total.
+COUNTERS: dict[str, tuple[str, str]] = {
+    "vllm:num_preemptions": ("num_preemptions", "Preemptions of running requests."),
+    "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens of requests that began."),
+    "vllm:generation_tokens": ("num_generation_tokens", "Tokens sampled."),
+    "vllm:prefix_cache_queries": ("prefix_cache_queries", "Tokens looked for in the prefix cache."),
+    "vllm:prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "engine_core_steps": ("num_steps", "Steps."),
+    "engine_core_scheduled_rows": ("num_scheduled_rows", "Rows of all steps; by steps: the mean batch size."),
+    "engine_core_recomputed_tokens": ("num_recomputed_tokens", "Tokens computed again after a preemption."),
+    "engine_core_swapped_out_blocks": ("num_swapped_out_blocks", "KV blocks copied to the host."),
+    "engine_core_swapped_in_blocks": ("num_swapped_in_blocks", "KV blocks copied back from the host."),
+    "engine_core_skipped": ("num_skipped", "Times a running request wanted tokens and got none."),
+}
+GAUGES: dict[str, tuple[str, str]] = {
+    "vllm:num_requests_running": ("num_running", "Requests that run."),
+    "vllm:num_requests_waiting": ("num_waiting", "Requests that wait."),
+    "engine_core_requests_on_hold": ("num_on_hold", "Waiting requests whose client does not read."),
+    "engine_core_requests_swapped": ("num_swapped", "Waiting requests with a copy on the host."),
+    "engine_core_requests_unbegun": ("num_unbegun", "Waiting requests that a pause keeps from beginning."),
+    "engine_core_free_blocks": ("num_free_blocks", "Free KV blocks, cached ones included."),
+}
+_HEAD = "num_head_"
+
+
+class Sighted(NamedTuple):
+    """What was last heard of an engine. age: seconds since then."""
+
+    model: ModelInformation
+    statistics: Statistics
+    metrics: Metrics
+    epoch: int
+    version: str
+    age: float
+
+
+def families(sighted: Sighted) -> Iterator[Metric]:
+    """Yield all metrics of an engine."""
+    statistics, model = sighted.statistics, sighted.model
+    labels = (model.model_name, _ENGINE)
+    for name, (field, text) in COUNTERS.items():
+        yield _counter(name, text, labels, getattr(statistics, field))
+    for name, (field, text) in GAUGES.items():
+        yield _gauge(name, text, labels, getattr(statistics, field))
+    usable = max(1, statistics.num_blocks - 1)  # the null block is not a request's
+    yield _gauge(
+        "vllm:kv_cache_usage_perc", "Share of KV blocks in use.", labels, 1 - statistics.num_free_blocks / usable
+    )
+    heads = {name: getattr(statistics, name) for name in Statistics.__struct_fields__ if name.startswith(_HEAD)}
+    reasons = {name.removeprefix(_HEAD): value for name, value in heads.items()}
+    text = "Steps in which the first waiting request did not start."
+    yield _counters("engine_core_head_blocked", text, labels, "reason", reasons)
+    yield from _of_requests(sighted.metrics, labels)
+    yield _step_tokens(statistics, labels)
+    yield from _about_the_engine(sighted, labels)
+
+
+def _of_requests(metrics: Metrics, labels: tuple[str, ...]) -> Iterator[Metric]:
+    for name, histogram in metrics.histograms.items():
+        yield _histogram(f"vllm:{name}", f"{name.replace('_', ' ').capitalize()}.", labels, histogram)
+    if metrics.is_measuring:
+        text = "Choices of requests that have ended."
+        yield _counters("vllm:request_success", text, labels, "finished_reason", metrics.num_finished)
+        text = "Requests refused on arrival."
+        yield _counters("engine_core_refused", text, labels, "reason", metrics.num_refused)
+        yield _gauge("engine_core_sessions", "Clients.", labels, metrics.num_sessions)
+
+
+def _step_tokens(statistics: Statistics, labels: tuple[str, ...]) -> Metric:
+    bounds = [float(bound) for bound in STEP_TOKEN_BOUNDS]
+    counts = statistics.step_tokens or [0] * (len(bounds) + 1)
+    histogram = Histogram(bounds, counts, statistics.num_scheduled_tokens)
+    return _histogram("vllm:iteration_tokens_total", "Tokens of a step.", labels, histogram)
+
+
+def _about_the_engine(sighted: Sighted, labels: tuple[str, ...]) -> Iterator[Metric]:
+    model = sighted.model
+    facts = {
+        "version": sighted.version,
+        "numerics": model.numerics,
+        "executor": model.executor,
+        "dtype": model.dtype,
+        "fingerprint": model.model_fingerprint,
+        "max_model_len": str(model.max_model_len),
+        "max_num_seqs": str(model.max_num_seqs),
+    }
+    yield _info("engine_core_info", "The engine and its model.", labels, facts)
+    cache = {
+        "block_size": str(model.block_size),
+        "num_gpu_blocks": str(model.num_blocks),
+        "enable_prefix_caching": str(model.enable_prefix_caching),
+    }
+    yield _info("vllm:cache_config_info", "The KV cache.", labels, cache)
+    yield _gauge("engine_core_epoch", "Restarts of the engine under its owner.", labels, sighted.epoch)
+    yield _gauge("engine_core_statistics_age_seconds", "Age of these numbers.", labels, sighted.age)
+
+
+def _counter(name: str, text: str, labels: Iterable[str], value: float) -> Metric:
+    family = CounterMetricFamily(name, text, labels=LABELS)
+    family.add_metric(list(labels), value)
+    return family
+
+
+def _counters(name: str, text: str, labels: tuple[str, ...], label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+    for each, value in values.items():
+        family.add_metric([*labels, each], value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: Iterable[str], value: float) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=LABELS)
+    family.add_metric(list(labels), value)
+    return family
+
+
+def _info(name: str, text: str, labels: tuple[str, ...], facts: Mapping[str, str]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=(*LABELS, *facts))
+    family.add_metric([*labels, *facts.values()], 1)
+    return family
+
+
+def _histogram(name: str, text: str, labels: Iterable[str], histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=LABELS)
+    buckets, seen = [], 0
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        seen += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), seen))
+    family.add_metric(list(labels), buckets, histogram.total)
+    return family

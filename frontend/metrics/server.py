@@ -1,0 +1,78 @@
+"""MetricsServer: GET /metrics over HTTP, for a Prometheus that scrapes an engine without an HTTP server of its own."""
+
+import threading
+from collections.abc import Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from ipc.errors import AddressError
+
+_HOST = "127.0.0.1"
+_SILENCE_S = 5.0  # that a connection may be silent
+
+
+class MetricsServer:
+    """Serves a registry until close(). address: HOST:PORT, :PORT or PORT; the host is 127.0.0.1 unless it is given.
+
+    Everybody who reaches the address may read the metrics. Errors: AddressError.
+    """
+
+    def __init__(self, address: str, registry: CollectorRegistry) -> None:
+        host, port = _split(address)
+        try:
+            self._server = _Server((host, port), _Handler)
+        except OSError as error:
+            raise AddressError(f"metrics cannot be served at {address}: {error.strerror}") from None
+        app = make_wsgi_app(registry)
+
+        def only_metrics(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            if environ["PATH_INFO"] == "/metrics" and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
+                return app(environ, start_response)  # type: ignore[no-any-return]
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"GET /metrics\n"]
+
+        self._server.set_app(only_metrics)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The address of the metrics."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Bind without the look-up of the host's name, which may take seconds."""
+        self.server_name, self.server_port = "localhost", 0
+        self.socket.setsockopt(1, 2, 1)  # SOL_SOCKET, SO_REUSEADDR
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_port = self.server_address[1]
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, *args: object) -> None:
+        """Log nothing: a scrape every few seconds is no news."""
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise AddressError(f"an address of metrics is HOST:PORT or PORT, as 127.0.0.1:9400; got {address!r:.80}")
+    return host or _HOST, int(port)

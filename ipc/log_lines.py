@@ -1,0 +1,23 @@
+"""Log lines of the engine process and of the programs: text for people, or one JSON object a line for programs."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+_PREFIX = "engine-core: "
+
+
+def log_line(form: LogFormat, message: str, fields: Mapping[str, object]) -> str:
+    """Return a log line, without the newline at its end.
+
+    fields: what the line is about, by name. None values are left out. The JSON has them beside "time" (UTC) and
+    "message".
+    """
+    known = {name: value for name, value in fields.items() if value is not None}
+    if form == "text":
+        return " ".join((message, *(f"{name}={value}" for name, value in known.items())))
+    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return msgspec.json.encode({"time": time, "message": message.removeprefix(_PREFIX).rstrip(), **known}).decode()

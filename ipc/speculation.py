@@ -1,0 +1,110 @@
+"""SpeculativeConfig: the option speculative_config, with vLLM's keys; see docs/speculation.md."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ipc.errors import ConfigError
+
+#: Most drafts of a row in one step.
+MAX_DRAFTS = 32
+_MAX_LOOKUP = 16
+_DEFAULT_LOOKUP = (2, 5)
+
+#: Methods of vLLM that this version does not have.
+_OTHER_METHODS = (
+    *(
+        "eagle",
+        "eagle3",
+        "mtp",
+        "medusa",
+        "mlp_speculator",
+        "draft_model",
+        "suffix",
+        "ngram_gpu",
+        "pangu_ultra_moe_mtp",
+    ),
+    *("deepseek_mtp", "qwen3_next_mtp", "gemma4_mtp", "dflash", "extract_hidden_states", "custom_class"),
+)
+_METHODS = ("ngram",)
+
+#: Keys of vLLM that mean nothing here -> why.
+_REFUSED_KEYS = {
+    "num_speculative_tokens_per_batch_size": "the number of drafts follows the measured cost of a step",
+    "disable_by_batch_size": "the number of drafts follows the measured cost of a step, and a large batch gets none",
+    "speculative_token_tree": "drafts are a chain",
+    "rejection_sample_method": "a draft is accepted exactly when sampling draws it",
+    "posterior_threshold": "a draft is accepted exactly when sampling draws it",
+    "posterior_alpha": "a draft is accepted exactly when sampling draws it",
+    "draft_tensor_parallel_size": "there is no tensor parallelism",
+    "draft_sample_method": "a draft is accepted exactly when sampling draws it",
+    "disable_logprobs": "log probabilities are those of requests without speculation",
+    "disable_padded_drafter_batch": "no batch is padded",
+    "parallel_drafting": "methods that need it are not supported",
+    "quantization": "no method of this version has weights of its own that could be quantized",
+}
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are guessed ahead. No guess changes a token; right guesses save steps."""
+
+    method: str
+    num_speculative_tokens: int = 7  # most drafts of a row in one step
+    prompt_lookup_min: int = _DEFAULT_LOOKUP[0]  # tokens that must match, at least and at most
+    prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
+    #: Durations of steps of 1, 2, 4, 8, ... tokens with logits, in ns. Empty: measured at the engine's start.
+    step_ns: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            if self.method in _OTHER_METHODS:
+                raise ConfigError(f"speculative_config: method {self.method!r} is not supported; {_have()}")
+            raise ConfigError(f"speculative_config: unknown method {self.method!r:.80}; {_have()}")
+        _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
+        _check("prompt_lookup_min", self.prompt_lookup_min, _MAX_LOOKUP)
+        _check("prompt_lookup_max", self.prompt_lookup_max, _MAX_LOOKUP)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} is more than "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        for value in self.step_ns:
+            _check("step_ns", value, 10**15)
+
+
+def parse_speculative_config(given: object) -> SpeculativeConfig | None:
+    """Return the config of a dict or of a JSON object; None for None. Errors: ConfigError that names the key."""
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"speculative_config must be a dict or a JSON object; {error} in {given!r:.80}") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be a dict or a JSON object; got {given!r:.80}")
+    keys: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    for key in keys:
+        if key in _REFUSED_KEYS:
+            raise ConfigError(f"speculative_config: {key} is not supported: {_REFUSED_KEYS[key]}; leave it out")
+        if key not in SpeculativeConfig.__struct_fields__:
+            known = ", ".join(SpeculativeConfig.__struct_fields__)
+            raise ConfigError(f"speculative_config: unknown key {key!r:.80}; known are {known}")
+    if not isinstance(keys.get("method"), str):
+        raise ConfigError(f"speculative_config needs a method; {_have()}")
+    lookup = [keys[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in keys]
+    if len(lookup) == 1:  # one alone is both, as in vLLM
+        keys |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[0]}
+    if not isinstance(step_ns := keys.get("step_ns", ()), (list, tuple)) or len(step_ns) > 32:
+        raise ConfigError(f"speculative_config: step_ns must be a list of up to 32 integers; got {step_ns!r:.80}")
+    return SpeculativeConfig(**{**keys, "step_ns": tuple(step_ns)})
+
+
+def _have() -> str:
+    return f"this version has {', '.join(_METHODS)}"
+
+
+def _check(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"speculative_config: {name} must be an integer from 1 to {most}; got {value!r:.80}")

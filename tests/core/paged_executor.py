@@ -1,0 +1,157 @@
+"""PagedExecutor: keeps what a KV cache would hold and reads every context back through the block tables.
+
+So a block given away too early, shared wrongly or named wrongly is seen at once; the plain fake executor never looks at
+blocks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from core.execution.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.runner_table import RunnerTable
+from core.executors.fake import FakeExecutor, choice_seed, mix, next_token
+from ipc.arrays import UInt64s
+from ipc.config import EngineConfig
+
+
+class PagedExecutor:
+    """Fake tokens computed from what the blocks hold. `poison`: a request with this id among its tokens fails.
+
+    Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written.
+    """
+
+    def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
+        assert config.num_blocks_override is not None
+        self.info = FakeExecutor(config).info
+        self.plans: list[bytes] = []
+        self.in_flight: list[tuple[int, set[int]]] = []  # (step, blocks that it touches)
+        self._poison = poison
+        self._block_size = config.block_size
+        self._kv = np.zeros(config.num_blocks_override * config.block_size, np.uint64)
+        self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
+        self.table = RunnerTable(config.max_num_seqs, config.block_size)
+        self.seed = np.zeros(config.max_num_seqs, np.uint64)
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        raise AssertionError("the config of these tests is resolved")
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        raise AssertionError("the config of these tests is resolved")
+
+    def prepare_ahead(self) -> bool:
+        raise AssertionError("nobody is idle here")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def execute(self, plan: SchedulerOutput) -> "_Handle":
+        assert not plan.is_empty
+        self.plans.append(encode_plan(plan))
+        self._check_new_blocks(plan)
+        table = self.table
+        table.apply(plan)
+        for new in plan.added:
+            self.seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
+        self._copy_blocks(plan)
+        starts = table.num_computed_tokens[plan.rows]
+        samples = table.advance(plan)
+        rows = plan.rows.tolist()
+        if len(plan.num_draft_tokens):
+            table.write_drafts(plan.rows, plan.draft_token_ids, plan.num_draft_tokens.astype(np.int64))
+        counts = plan.num_scheduled_tokens.tolist()
+        for row, start, count in zip(
+            rows, starts.tolist(), counts, strict=True
+        ):  # all is stored before anything is read
+            end = start + count
+            self._kv[self._slots(row, start, end)] = self._prefix_sums(row, end)[start:]
+        self.in_flight.append((plan.step, {block for row in rows for block in self._blocks(row)}))
+        return _Handle(self, self.sample(plan, samples))
+
+    def sample(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
+        """The step's result; its tokens are in the table then."""
+        if len(plan.num_draft_tokens):
+            return self._verified(plan, samples)
+        pairs = zip(plan.rows.tolist(), samples, strict=True)
+        token_ids = np.array([self.token(row) if sampled else NO_TOKEN for row, sampled in pairs], np.int32)
+        # A failed row gets an id too: the next step may be planned already.
+        self.table.append_tokens(plan.rows[samples], np.maximum(token_ids[samples], 0))
+        return ModelRunnerOutput(plan.step, token_ids)
+
+    def _verified(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
+        """A token after the known ones of each row, and after each draft that is the token in its place."""
+        runs = [
+            self._run_of_drafts(row, count) if sampled else []
+            for row, count, sampled in zip(plan.rows.tolist(), plan.num_draft_tokens.tolist(), samples, strict=True)
+        ]
+        token_ids = np.array([token for run in runs for token in run], np.int32)
+        counts = np.array([len(run) for run in runs], np.int32)
+        going = counts > 0
+        self.table.append_tokens(plan.rows[going], np.maximum(token_ids, 0), counts[going].astype(np.int64))
+        self.table.accept(plan, counts)
+        return ModelRunnerOutput(plan.step, token_ids, counts=counts)
+
+    def _run_of_drafts(self, row: int, count: int) -> list[int]:
+        known, run = int(self.table.num_computed_tokens[row]), list[int]()
+        drafts = self.table.tokens.read(row, known, known + count).tolist()
+        while len(run) <= count:
+            token = self.token(row, known + len(run))
+            if token == FAILED_TOKEN and run:
+                break  # behind a draft: the next step finds it again
+            run.append(token)
+            if run != drafts[: len(run)]:
+                break
+        return run
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        """Out of the cache, then back into it; token() sees what was copied wrongly or too late."""
+        blocks = self._kv.reshape(-1, self._block_size)
+        for targets in (plan.swapped_out_slots, plan.swapped_in_blocks):
+            assert len(set(targets.tolist())) == len(targets), f"plan {plan.step} copies twice to one of {targets}"
+        self._host[plan.swapped_out_slots] = blocks[plan.swapped_out_blocks]
+        blocks[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]
+
+    def _check_new_blocks(self, plan: SchedulerOutput) -> None:
+        """Blocks that this plan begins to fill are touched by no step in flight."""
+        fresh = set(plan.block_ids.tolist())
+        for new in plan.added:
+            fresh |= set(new.block_ids[new.num_computed_tokens // self._block_size :].tolist())
+        for step, blocks in self.in_flight:
+            assert not fresh & blocks, f"plan {plan.step} reuses blocks {fresh & blocks} of step {step} in flight"
+
+    def token(self, row: int, end: int | None = None) -> int:
+        """Next token of the row after `end` tokens, all computed ones, after its whole context has been read back."""
+        end = int(self.table.num_computed_tokens[row]) if end is None else end
+        sums = self._prefix_sums(row, end)
+        found = self._kv[self._slots(row, 0, end)]
+        wrong = np.flatnonzero(found != sums)
+        assert not len(wrong), f"row {row}: foreign content at positions {wrong[:8]}"
+        if self._poison is not None and self._poison in self.table.tokens.read(row, 0, end):
+            return FAILED_TOKEN
+        position = np.array([end], np.uint64)
+        return int(next_token(found[-1:], position, self.seed[row : row + 1], self.info.vocab_size)[0])
+
+    def _prefix_sums(self, row: int, end: int) -> UInt64s:
+        ids = self.table.tokens.read(row, 0, end)
+        positions = np.arange(1, end + 1, dtype=np.uint64)
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        return np.cumsum(mix((ids.astype(np.uint64) + np.uint64(1)) * golden + mix(positions)))
+
+    def _blocks(self, row: int) -> list[int]:
+        blocks: list[int] = self.table.blocks.read(row, 0, int(self.table.num_blocks[row])).tolist()
+        return blocks
+
+    def _slots(self, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(start, end)
+        blocks = np.array(self._blocks(row), np.int64)[positions // self._block_size]
+        return blocks * self._block_size + positions % self._block_size
+
+
+class _Handle:
+    def __init__(self, executor: PagedExecutor, output: ModelRunnerOutput) -> None:
+        self._executor = executor
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        step, _ = self._executor.in_flight.pop(0)
+        assert step == self._output.step, f"asked for step {self._output.step} while {step} is the oldest"
+        return self._output

@@ -1,0 +1,67 @@
+"""DraftRule: drafts are taken while they raise the tokens that a step keeps per nanosecond."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from core.scheduling.draft_rule import LARGEST_STEP, MAX_STEP_DRAFTS, OVERHEAD_NS, DraftRule
+
+MS = 1_000_000
+#: A memory-bound start, and from 16 tokens on as long as there are tokens.
+BEND = (10 * MS, 10 * MS, 11 * MS, 12 * MS, 16 * MS, 32 * MS, 64 * MS, 128 * MS)
+
+
+def cost(num_tokens: int) -> float:
+    sizes = [0] + [2**n for n in range(len(BEND))]
+    return float(np.interp(num_tokens, sizes, [0, *BEND]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_keeps_more(seed: int) -> None:
+    """Every number of drafts of three rows is tried."""
+    rng = np.random.default_rng(seed)
+    chances, counts, num_tokens = rng.random(3) * 0.98, rng.integers(0, 5, 3), int(rng.integers(3, 30))
+    limit = int(rng.integers(1, 12))
+
+    def rate(chosen: tuple[int, ...]) -> float:
+        kept = num_tokens + sum(chances[row] ** (place + 1) for row, n in enumerate(chosen) for place in range(n))
+        return float(kept / (cost(num_tokens + sum(chosen)) + OVERHEAD_NS * (sum(chosen) > 0)))
+
+    chosen = tuple(DraftRule(BEND).choose(num_tokens, chances, counts, limit).tolist())
+    choices = [one for one in itertools.product(*(range(n + 1) for n in counts)) if sum(one) <= limit]
+    assert chosen in choices
+    assert rate(chosen) == pytest.approx(max(map(rate, choices)), rel=1e-9)
+
+
+def test_one_request_gets_all_and_a_full_batch_none() -> None:
+    rule = DraftRule(BEND)
+    assert rule.choose(1, np.array([0.7]), np.array([7]), 100).tolist() == [7]
+    assert rule.choose(1, np.array([0.02]), np.array([7]), 100).tolist() == [0]
+    assert not rule.may_pay(32, 0.9)
+    assert rule.may_pay(1, 0.1)
+    assert not rule.may_pay(LARGEST_STEP + 1, 1.0)
+    assert not rule.may_pay(0, 1.0)
+
+
+def test_may_pay_never_denies_what_choose_would_take() -> None:
+    rule = DraftRule(BEND)
+    for num_tokens, chance in itertools.product((1, 2, 5, 9, 15, 16, 17, 31, 100, 500), (0.05, 0.3, 0.6, 0.9, 0.99)):
+        chosen = rule.choose(num_tokens, np.full(40, chance), np.full(40, 7), 1000)
+        assert rule.may_pay(num_tokens, chance) or not chosen.any(), (num_tokens, chance)
+
+
+def test_without_durations_all_are_taken() -> None:
+    rule = DraftRule(())
+    assert rule.choose(9, np.array([0.1, 0.9]), np.array([3, 2]), 100).tolist() == [3, 2]
+    assert rule.choose(9, np.array([0.1, 0.9]), np.array([3, 2]), 3).tolist() == [1, 2]
+    assert rule.choose(9, np.full(60, 0.5), np.full(60, 7), 1000).sum() == MAX_STEP_DRAFTS
+
+
+def test_durations_never_fall_and_go_on_rising() -> None:
+    """Durations of 4, 3, 8 and 6 us: noise must not make a draft seem to cost less than nothing."""
+    rule = DraftRule((4000, 3000, 8000, 6000))
+    assert rule.may_pay(2, 0.99)
+    flat = DraftRule((MS,) * 8)
+    assert flat.choose(1, np.array([0.9]), np.array([32]), 100).tolist() == [32]
+    assert DraftRule(BEND).choose(200, np.array([0.999]), np.array([32]), 100).tolist() == [0]

@@ -1,0 +1,326 @@
+"""SupervisedEngine: engines that are killed in every way, and streams that go on as if nothing had happened."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.executors.fake import _terms, checksum, next_token
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
+from frontend.engine.restart_policy import RestartRules
+from frontend.engine.supervised_engine import SupervisedEngine
+from frontend.engine.supervisor import State
+from frontend.llm import LLM
+from frontend.results.outputs import RequestOutput
+from ipc.arrays import Ints
+from ipc.config import EngineConfig
+from ipc.errors import DeadlineExceededError, EngineDeadError, EngineStartError, RequestFailedError
+from ipc.sampling_params import SamplingParams
+from tests.frontend.conftest import VOCAB_SIZE
+from tests.placed import placed
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE_S = 60.0
+EAGER = RestartRules(most=1000, delays_s=(0.0,))
+NUM_STREAMS = 64
+
+
+def prompts() -> list[list[int]]:
+    return [[number, 7, 9] for number in range(NUM_STREAMS)]
+
+
+def all_params(length: int) -> list[SamplingParams]:
+    """Greedy and sampled streams, n > 1, log probabilities of output and prompt, stop strings, stop tokens."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 6, "n": 3},
+        {"temperature": 1.0, "seed": 7, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": length // 8},
+        {"temperature": 0.0, "stop": [".w3 .w5"], "include_stop_str_in_output": True},
+        {"temperature": 1.0, "seed": 8, "stop_token_ids": [11], "min_tokens": length // 2},
+    ]
+    return [
+        SamplingParams(**{"max_tokens": length, "ignore_eos": True} | kinds[number % len(kinds)])
+        for number in range(NUM_STREAMS)
+    ]
+
+
+def seen(output: RequestOutput) -> object:
+    """What a caller sees of a request, but its times."""
+    choices = [
+        (one.index, one.text, list(one.token_ids), str(one.logprobs), one.finish_reason, one.stop_reason)
+        for one in output.outputs
+    ]
+    return choices, str(output.prompt_logprobs), output.finished
+
+
+def kill(engine: EngineProcess, number: int = signal.SIGKILL) -> None:
+    os.kill(engine.pid, number)
+
+
+def when_running(llm: LLM, epoch: int, do: Callable[[], None], wait_s: float = 0.05) -> bool:
+    """Do it once the engine of this epoch runs; return False where it never does, because all requests are done."""
+    end = time.monotonic() + PATIENCE_S
+    while llm.client.welcome.epoch < epoch or not llm.client.num_live:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    time.sleep(wait_s)
+    do()
+    return True
+
+
+@contextlib.contextmanager
+def supervised(config: EngineConfig, rules: RestartRules = EAGER, **options: object) -> Iterator[SupervisedEngine]:
+    engine = SupervisedEngine(EngineProcess(config, resume_s=PATIENCE_S, **options), rules)  # type: ignore[arg-type]
+    try:
+        engine.start()
+        engine.wait_ready()
+        yield engine
+    finally:
+        engine.close()
+
+
+FAKE = EngineConfig(executor="fake", fake_vocab_size=1000, max_num_seqs=NUM_STREAMS, fake_max_model_len=60_000)
+GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+
+
+def finish(client: EngineClient, numbers: list[int]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while left := [number for number in numbers if not client.read(number).finish]:
+        client.wait(np.array(left), timeout=1.0)
+        assert time.monotonic() < end, f"{len(left)} streams hang"
+
+
+def check(client: EngineClient, numbers: list[int], length: int = 1000) -> None:
+    finish(client, numbers)
+    due = undisturbed(np.array([[number, 7] for number in numbers]), length)
+    for number, tokens in zip(numbers, due, strict=True):
+        progress = client.read(number)
+        assert progress.error is None, progress.error
+        assert (progress.token_ids == tokens).all(), number
+
+
+def undisturbed(prompts: Ints, length: int) -> Ints:
+    """The tokens of greedy streams, all at once."""
+    sums = np.array([checksum(prompt) for prompt in prompts], np.uint64)
+    seeds, tokens = np.zeros(len(sums), np.uint64), np.zeros((len(sums), length), np.int64)
+    for place in range(length):
+        positions = np.full(len(sums), prompts.shape[1] + place, np.uint64)
+        tokens[:, place] = drawn = next_token(sums, positions, seeds, 1000)
+        sums = sums + _terms(drawn, positions)
+    return tokens
+
+
+def connected(engine: SupervisedEngine) -> EngineClient:
+    """A client of another owner: it knows nothing but the address."""
+    return EngineClient(ZmqTransport(engine.address))
+
+
+def submit(client: EngineClient, count: int = NUM_STREAMS, params: SamplingParams = GREEDY) -> list[int]:
+    return [client.submit([number, 7], params, seed=0) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(60, marks=(pytest.mark.soak, pytest.mark.timeout(900)))], ids=lambda count: f"{count}"
+)
+def test_every_stream_of_an_llm_goes_on(text_side: Path, num_kills: int) -> None:
+    """With each option that has a state: the outputs equal those of a run without a death."""
+    options = {"executor": "fake", "fake_vocab_size": VOCAB_SIZE, "tokenizer": text_side, "max_num_seqs": 24}
+    params = all_params(length=100 * num_kills)
+    with LLM(**options, fake_max_model_len=60_000, max_logprobs=VOCAB_SIZE) as llm:
+        assert llm._engine._supervised is not None
+        golden = [seen(output) for output in llm.generate(prompts(), params, use_tqdm=False)]
+        llm._engine._supervised.supervisor._policy._rules = EAGER
+        results: list[RequestOutput] = []
+        running = threading.Thread(target=lambda: results.extend(llm.generate(prompts(), params, use_tqdm=False)))
+        running.start()
+        num_dead = 0
+        for epoch in range(num_kills):
+            if not when_running(llm, epoch, lambda: kill(llm._engine._process)) or not running.is_alive():
+                break
+            num_dead += 1
+        running.join(PATIENCE_S * num_kills)
+        assert not running.is_alive()
+        assert num_dead == num_kills, "the streams were too short for the kills"
+        different = [index for index, (one, due) in enumerate(zip(results, golden, strict=True)) if seen(one) != due]
+        assert different == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT], ids=lambda number: signal.Signals(number).name)
+def test_clients_of_others_go_on(number: int, tmp_path: Path) -> None:
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        numbers = submit(client)
+        client.wait(np.array(numbers), 0.1)
+        kill(engine.process, number)
+        check(client, numbers)
+        assert client.welcome.epoch == 1
+        client.close()
+
+
+def test_what_was_accepted_is_not_refused_by_a_bound(tmp_path: Path) -> None:
+    """The new engine knows no session; its queue is shorter than what comes back."""
+    config = EngineConfig(
+        executor="fake",
+        fake_vocab_size=1000,
+        max_num_seqs=4,
+        max_num_queued_requests=20,
+        max_num_queued_tokens=60_000,
+        fake_max_model_len=60_000,
+    )
+    with supervised(config, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        numbers = submit(client, 4)
+        while client.statistics().num_running < 4:
+            time.sleep(0.005)
+        numbers += [client.submit([number, 7], GREEDY, seed=0) for number in range(4, 24)]
+        with pytest.raises(RequestFailedError, match="max_num_queued_requests"):
+            raise refusal(client)
+        for epoch in range(3):
+            while client.welcome.epoch < epoch or not any(len(client.read(number).token_ids) for number in numbers):
+                time.sleep(0.005)
+            kill(engine.process)
+        check(client, numbers)
+        client.close()
+
+
+def refusal(client: EngineClient) -> Exception:
+    """The error of one request more."""
+    number = client.submit([1], GREEDY, seed=0)
+    client.wait(np.array([number]), PATIENCE_S)
+    error = client.read(number).error
+    client.discard([number])
+    assert error is not None
+    return error
+
+
+def test_while_no_engine_is_there_the_client_takes_as_many_as_the_engine_would() -> None:
+    config = EngineConfig(executor="fake", max_num_seqs=2, max_num_queued_requests=3)
+    with supervised(config, RestartRules(most=1, delays_s=(1.0,))) as engine:
+        client = EngineClient(ZmqTransport(engine.address, locate=engine.locate))
+        kill(engine.process)
+        while client._is_connected:
+            time.sleep(0.001)
+        numbers = [client.submit([1], SamplingParams(max_tokens=3, ignore_eos=True), seed=0) for _ in range(5)]
+        with pytest.raises(RequestFailedError, match="as many requests wait for it as it takes"):
+            client.submit([1], GREEDY, seed=0)
+        finish(client, numbers)
+        client.close()
+
+
+def test_a_deadline_goes_on(tmp_path: Path) -> None:
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        long = SamplingParams(max_tokens=50_000, ignore_eos=True)
+        number = client.submit([1], long, seed=0, deadline_ms=1500)
+        begin = time.monotonic()
+        kill(engine.process)
+        finish(client, [number])
+        assert 1.0 < time.monotonic() - begin < 20.0
+        assert isinstance(client.read(number).error, DeadlineExceededError)
+        client.close()
+
+
+def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+        kill(engine.process)
+        kill_in_start(engine, 1)
+        while client.welcome.epoch < 2:
+            time.sleep(0.005)
+        engine.drain()
+        time.sleep(0.05)
+        kill(engine.process)
+        check(client, numbers, 3000)
+        assert wait_for_end(engine)
+        assert engine.process.exit_code == 0
+        client.close()
+
+
+def kill_in_start(engine: SupervisedEngine, epoch: int) -> None:
+    while True:
+        with contextlib.suppress(EngineStartError):  # there is no process yet
+            if engine.process.epoch == epoch:
+                assert engine.supervisor.state is State.STARTING
+                kill(engine.process)
+                return
+        time.sleep(0.001)
+
+
+def wait_for_end(engine: SupervisedEngine) -> bool:
+    return engine._ended.wait(PATIENCE_S)
+
+
+def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> None:
+    with supervised(FAKE, RestartRules(most=1), listen=f"ipc://{tmp_path}/s") as engine:
+        ours = EngineClient(ZmqTransport(engine.address, locate=engine.locate, describe_exit=engine.describe_end))
+        theirs = connected(engine)
+        long = SamplingParams(max_tokens=50_000, ignore_eos=True)
+        numbers = [(client, client.submit([1], long, seed=0)) for client in (ours, theirs)]
+        kill(engine.process)
+        while min(ours.welcome.epoch, theirs.welcome.epoch) < 1:
+            time.sleep(0.005)
+        kill(engine.process)
+        begin = time.monotonic()
+        for client, number in numbers:
+            with pytest.raises(EngineDeadError, match="it was started again 1 times within 60 s, which is the limit"):
+                client.wait(np.array([number]), PATIENCE_S)
+            client.close()
+        assert time.monotonic() - begin < 2.0
+        assert wait_for_end(engine)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_to_the_engine_itself_drains_it(tmp_path: Path) -> None:
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        numbers = submit(client)
+        kill(engine.process, signal.SIGTERM)
+        check(client, numbers)
+        assert wait_for_end(engine), "a drained engine is not started again"
+        client.close()
+
+
+OWNER = """
+import json, time
+from frontend.engine.process import EngineProcess
+from frontend.engine.supervised_engine import SupervisedEngine
+from ipc.arrays import Ints
+from ipc.config import EngineConfig
+engine = SupervisedEngine(EngineProcess(EngineConfig(executor="fake"), resume_s=60.0))
+engine.start()
+engine.wait_ready()
+print(json.dumps([engine.process.pid, engine.address]), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_supervisor_leaves_nothing_after_100_ms() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen([sys.executable, "-c", placed(OWNER)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert owner.stdout is not None
+    pid, address = json.loads(owner.stdout.readline())
+    folder = Path(address.removeprefix("ipc://")).parent
+    assert folder.exists()
+    owner.kill()
+    begin = time.monotonic()
+    while Path(f"/proc/{pid}").exists() or folder.exists():
+        assert time.monotonic() - begin < 2.0
+        time.sleep(0.001)
+    took_s = time.monotonic() - begin
+    owner.wait()
+    owner.stdout.close()
+    assert took_s < 0.1 or os.getloadavg()[0] > 2.0, took_s

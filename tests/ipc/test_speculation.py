@@ -1,0 +1,72 @@
+"""speculative_config: as a dict or JSON, with vLLM's keys; what is not supported is refused by name."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ipc.config import EngineConfig, config_from_options
+from ipc.errors import ConfigError
+from ipc.speculation import SpeculativeConfig, parse_speculative_config
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 6},
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 6}',
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 6, "model": None},
+    ],
+)
+def test_a_dict_or_json(given: Any) -> None:
+    wanted = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=3, prompt_lookup_max=6)
+    assert config_from_options(speculative_config=given).speculative_config == wanted
+
+
+def test_defaults() -> None:
+    assert parse_speculative_config(None) is None
+    got = parse_speculative_config({"method": "ngram"})
+    assert got == SpeculativeConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_min=2, prompt_lookup_max=5)
+    alone = parse_speculative_config({"method": "ngram", "prompt_lookup_max": 3})
+    assert alone is not None
+    assert (alone.prompt_lookup_min, alone.prompt_lookup_max) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"method": "eagle3"}, "method 'eagle3' is not supported"),
+        ({"method": "mtp"}, "method 'mtp' is not supported"),
+        ({"method": "ngrams"}, "unknown method 'ngrams'"),
+        ({}, "needs a method"),
+        ({"method": 3}, "needs a method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32"),
+        ({"method": "ngram", "num_speculative_tokens": 2.5}, "from 1 to 32; got 2.5"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "got True"),
+        ({"method": "ngram", "prompt_lookup_max": 17}, "prompt_lookup_m"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "is more than prompt_lookup_max=3"),
+        ({"method": "ngram", "disable_by_batch_size": 8}, "a large batch gets none; leave it out"),
+        ({"method": "ngram", "draft": 8}, "unknown key 'draft'"),
+        ({"method": "ngram", "step_ns": [0]}, "step_ns must be"),
+        ({"method": "ngram", "step_ns": 5}, "step_ns must be a list"),
+        ("{", "must be a dict or a JSON object"),
+        ("[]", "must be a dict or a JSON object"),
+        (7, "must be a dict or a JSON object"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(given: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match="speculative_config") as raised:
+        config_from_options(speculative_config=given)
+    assert text in str(raised.value)
+
+
+def test_not_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="speculative_config is not supported with device=cuda"):
+        config_from_options(speculative_config={"method": "ngram"}, device="cuda")
+
+
+def test_it_travels() -> None:
+    """As a part of the Start message and of a capture's header."""
+    config = config_from_options(speculative_config={"method": "ngram", "step_ns": [5, 6]}, executor="fake")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
