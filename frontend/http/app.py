@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frontend.http.access import check_host, find_key, origin_headers
+from frontend.http.answer_format import json_bytes
 from frontend.http.errors import HttpError, http_error
+from frontend.http.openapi import describe
 from frontend.http.reply import Reply
 from frontend.http.request import JSON, Receive, Request, Response, Send
 from frontend.http.routes import ROUTES, Access, Route
@@ -26,6 +28,7 @@ class App:
 
     def __init__(self, service: Service, routes: Sequence[Route] = ROUTES) -> None:
         self._service = service
+        service.description = json_bytes(describe(routes))
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from frontend.http import chat, completions, health, models
+from frontend.http import chat, completions, health, load, models, openapi, page
 from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from frontend.http.reply import Reply
 from frontend.http.request import Request, Response
@@ -40,6 +40,9 @@ ROUTES = (
     Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),
     Route("POST", "/detokenize", models.detokenize, body=DetokenizeBody),
     Route("GET", "/tokenizer_info", models.get_tokenizer_info),
+    Route("GET", "/v1/load", load.get_load),
+    Route("GET", "/", page.get_page, Access.OPEN),
+    Route("GET", "/openapi.json", openapi.get_description),
     Route("GET", "/version", models.get_version),
     Route("GET", "/health", health.get_health, Access.OPEN),
     Route("GET", "/ping", health.get_health, Access.OPEN),

@@ -14,6 +14,7 @@ from frontend.http.keys import KeyRing
 from frontend.http.options import HttpOptions
 from frontend.http.pump import Pump
 from frontend.http.quotas import Quotas
+from frontend.http.recent_statistics import RecentStatistics
 from frontend.http.reply import Reply
 from frontend.http.request import Request
 from frontend.results.request_state import RequestState
@@ -34,6 +35,8 @@ class Service:
         self.engine = engine
         self.options = options
         self.pump = Pump(engine.client)
+        self.statistics = RecentStatistics(engine.client)
+        self.description = b""  # of the routes, as JSON; the App knows them
         self.created = int(time.time())
         self.is_draining = False
         welcome = engine.client.welcome
