@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from frontend.http import chat, completions, health, load, models, openapi, page
+from frontend.http import chat, completions, health, load, models, ollama, openapi, page
 from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from frontend.http.ollama_bodies import OllamaChatBody, OllamaGenerateBody
 from frontend.http.reply import Reply
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
@@ -40,6 +41,14 @@ ROUTES = (
     Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),
     Route("POST", "/detokenize", models.detokenize, body=DetokenizeBody),
     Route("GET", "/tokenizer_info", models.get_tokenizer_info),
+    Route("POST", "/api/chat", ollama.chat, body=OllamaChatBody),
+    Route("POST", "/api/generate", ollama.generate, body=OllamaGenerateBody),
+    Route("GET", "/api/tags", ollama.list_tags),
+    Route("GET", "/api/ps", ollama.list_running),
+    Route("POST", "/api/show", ollama.show),
+    Route("GET", "/api/version", ollama.get_version),
+    *(Route("POST", f"/api/{name}", ollama.refuse) for name in ("pull", "push", "create", "copy")),
+    Route("DELETE", "/api/delete", ollama.refuse),
     Route("GET", "/v1/load", load.get_load),
     Route("GET", "/", page.get_page, Access.OPEN),
     Route("GET", "/openapi.json", openapi.get_description),
