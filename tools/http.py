@@ -128,6 +128,7 @@ class HttpFront:
         self._bound = bind_http(parsed.http)
         self.url = url_of(self._bound)
         self._worker: HttpWorker | None = None
+        self._is_ending = False
 
     def start(self, address: str) -> None:
         """Start the worker, for the engine at this address. Errors: EngineStartError."""
@@ -135,12 +136,14 @@ class HttpFront:
         self._worker.start()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the worker again whenever it dies; the socket stays open meanwhile."""
+        """Start the worker again whenever it dies before drain(); the socket stays open meanwhile."""
         worker = self._worker
         assert worker is not None, "watch() before start()"
 
         def on_death() -> None:
             loop.remove_reader(worker.pidfd)
+            if self._is_ending:
+                return
             worker.stop()
             print("engine-core: the HTTP server died and is started again", file=sys.stderr, flush=True)
             start_again()
@@ -155,6 +158,12 @@ class HttpFront:
                 loop.add_reader(worker.pidfd, on_death)
 
         loop.add_reader(worker.pidfd, on_death)
+
+    def drain(self) -> None:
+        """Take no more requests; the worker ends after the last answer. Does not wait."""
+        self._is_ending = True
+        if self._worker is not None:
+            self._worker.drain()
 
     def __enter__(self) -> "HttpFront":
         return self

@@ -57,10 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.listen is None and parsed.http is None:
         parser.error("nothing to serve on: give --http HOST:PORT, --listen ADDR or both")
-    options = engine_options(parsed)
-    if parsed.model_name is not None:
-        options["model"] = parsed.model_name
-    config = config_from_options(**measuring(parsed.metrics), **options)
+    model = {} if parsed.model_name is None else {"model": parsed.model_name}
+    config = config_from_options(**measuring(parsed.metrics), **{**engine_options(parsed), **model})
     private = private_ipc_address() if parsed.listen is None else None  # one for all engines that follow each other
     process = EngineProcess(
         config,
@@ -191,6 +189,8 @@ async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None)
 
     def on_signal() -> None:
         stop.tell()
+        if front is not None:
+            front.drain()
         limit()
 
     for number in _SIGNALS:

@@ -6,16 +6,16 @@ is added, stopped by a token, failed or removed. Owner and lock: frontend/client
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from frontend.client.news import News
 from frontend.client.output_columns import OutputColumns, columns_of
+from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.client.request_events import RequestEvent, read_events
-from ipc.arrays import AnyInts, Bools, Doubles, Int32s, Ints, UInt8s
+from ipc.arrays import AnyInts, Bools, Doubles, Ints, UInt8s
 from ipc.columns import Columns, column
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import Abort, AddRequest, FinishReason, Outputs
@@ -26,24 +26,6 @@ _SIBLINGS_PAGE = 4  # rows
 _FIRST_ROWS = 64
 _NO_STOP_TOKEN = -1
 _MANY = 2**62  # tokens
-
-
-class Progress(NamedTuple):
-    """Snapshot of one choice, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
-
-    token_ids: Int32s
-    finish: FinishReason
-    stop_token: int | None
-    num_cached_tokens: int
-    arrival_time: float
-    first_token_time: float
-    last_token_time: float
-    finished_time: float
-    error: EngineCoreError | None  # the engine refused or failed the request with it
-    logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
-    events: tuple[RequestEvent, ...] = ()  # of all choices of the request
-    num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
-    num_accepted_tokens: int = 0  # of these: became tokens
 
 
 class Journal(Columns):

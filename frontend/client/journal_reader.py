@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from frontend.client.journal import Journal, Progress
+from frontend.client.journal import Journal
 from frontend.client.news import News
+from frontend.client.progress import Progress
 from ipc.arrays import Ints
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from frontend.client.client import EngineClient
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.http.answer_format import AnswerFormat, PromptSide
 from frontend.http.errors import Headers, HttpError, http_error
 from frontend.http.request import JSON, Request

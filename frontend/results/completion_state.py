@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.results.logprobs import logprob_dicts
 from frontend.results.outputs import CompletionOutput, TokenLogprobs
 from frontend.text.detokenizer import Detokenizer

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.client.request_events import time_in_queue
 from frontend.results.completion_state import CompletionState
