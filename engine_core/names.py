@@ -23,6 +23,7 @@ from ipc.errors import (
     UnsupportedParameterError,
 )
 from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -46,6 +47,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedModelError",

@@ -24,8 +24,9 @@ from frontend.text.chat_template import render_chat
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.config import EngineConfig, config_from_options
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.messages import STRUCTURED_OUTPUTS_MINOR
 from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
 Message: TypeAlias = dict[str, Any]
@@ -166,14 +167,16 @@ class EngineHandle:
         recommended: dict[str, Any] = self.client.welcome.default_sampling
         return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
-    def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
-        """Submit a request; request_id None = its number. Errors: those of EngineClient.submit."""
+    def submit(self, prepared: PreparedRequest, request_id: str | None = None, seed: int | None = None) -> RequestState:
+        """Submit a request; request_id None = its number, seed None = derive_seed() of its number, where its
+        parameters have none. Errors: those of EngineClient.submit.
+        """
         prompt, params, priority, deadline = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
             prompt.token_ids,
             params,
-            seed=self._derive_seed if params.seed is None else params.seed,
+            seed=next((one for one in (params.seed, seed) if one is not None), self.derive_seed),
             priority=priority,
             deadline_ms=0 if left_s is None else max(1, math.ceil(left_s * 1000)),
             cache_salt=prompt.cache_salt,
@@ -275,7 +278,7 @@ class EngineHandle:
             self.close()
             raise ModelFileError(f"the model's tokenizer files changed while the engine started: {theirs} and {ours}")
 
-    def _derive_seed(self, number: int) -> int:
+    def derive_seed(self, number: int) -> int:
         """Return the uint64 seed of a request without one of its own.
 
         It depends on LLM(seed=), the request's number and, with connect=, the session, so that two clients of one
@@ -296,6 +299,11 @@ class EngineHandle:
             if one.stop_strings and self.tokenizer is None:
                 raise InvalidRequestError(
                     "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
+                )
+            if one.structured_outputs is not None and self.client.welcome.minor < STRUCTURED_OUTPUTS_MINOR:
+                raise UnsupportedParameterError(
+                    f"this engine speaks protocol 1.{self.client.welcome.minor}, and structured_outputs came with "
+                    f"1.{STRUCTURED_OUTPUTS_MINOR}: update the engine"
                 )
             if one.bad_words and self.tokenizer is None:
                 raise InvalidRequestError(

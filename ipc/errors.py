@@ -19,9 +19,17 @@ EngineCoreError
 └── MalformedMessageError               received bytes are not a message of this protocol
 """
 
+from collections.abc import Sequence
+
 
 class EngineCoreError(Exception):
-    """Root of the tree above."""
+    """Root of the tree above.
+
+    outputs: of an error of LLM.generate() or chat() that came after the start: the outputs of the prompts that have
+    finished, in the prompts' order; None for a prompt that has not.
+    """
+
+    outputs: Sequence[object | None] = ()
 
 
 class ConfigError(EngineCoreError, ValueError):
@@ -41,10 +49,14 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class RequestFailedError(EngineCoreError):
-    """The engine refused the request for now, or accepted it and could not finish it."""
+    """The engine accepted the request and could not finish it, or refused it because a bound is reached.
 
-    code = ""  # name of the engine's ErrorCode; "" where the client itself failed the request
-    retry_after_ms = 0  # when to send it again; 0 = the engine does not say
+    code: name of the engine's ErrorCode; "" where the client itself failed the request. retry_after_ms: milliseconds
+    after which the same request may be accepted; 0 = it is not for want of room.
+    """
+
+    code = ""
+    retry_after_ms = 0
 
 
 class DeadlineExceededError(RequestFailedError):

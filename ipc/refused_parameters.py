@@ -15,7 +15,6 @@ _LOGITS = "logits stay in the engine: use logit_bias, allowed_token_ids or bad_w
 
 #: Every field of SamplingParams that may have its default only.
 REFUSED = {
-    "structured_outputs": _Refused(None),
     "extra_args": _Refused(None),
     "flat_logprobs": _Refused(False),
     "spaces_between_special_tokens": _Refused(True),
@@ -30,7 +29,7 @@ REFUSED = {
     "trace_decode_token_ids": _Refused(None),
     "best_of": _Refused(None, _CHOICES),
     "logits_processors": _Refused(None, _LOGITS),
-    "guided_decoding": _Refused(None),
+    "guided_decoding": _Refused(None, "use structured_outputs=StructuredOutputsParams(...)"),
     "use_beam_search": _Refused(False, _CHOICES),
     "length_penalty": _Refused(1.0, _CHOICES),
     "early_stopping": _Refused(False, _CHOICES),

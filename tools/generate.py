@@ -21,6 +21,7 @@ from ipc.sampling_params import SamplingParams
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.prompts import DEMO_SAMPLING, Question, read_questions
 from tools.start import started_engine
+from tools.structured_outputs import add_structured_outputs_options, read_structured_outputs
 from tools.summary import RequestSummary, RunSummary, print_summary, summarize_engine, summarize_request
 from tools.terminal import OutputConsole, Streams, streams_for
 
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
     group.add_argument("--ignore-eos", action="store_true", help="go on until --max-tokens")
+    add_structured_outputs_options(parser)
     add_engine_options(parser)
     return parser
 
@@ -164,6 +166,7 @@ def _sampling_params(parsed: argparse.Namespace, defaults: Mapping[str, float | 
     given = {name: getattr(parsed, name) for name in _SAMPLING if getattr(parsed, name) is not None}
     demo = {} if parsed.prompts else DEMO_SAMPLING
     chosen: dict[str, Any] = {"temperature": 0.0, **known, **demo, **given}
+    chosen["structured_outputs"] = read_structured_outputs(parsed)
     return SamplingParams(max_tokens=parsed.max_tokens, ignore_eos=parsed.ignore_eos, **chosen)
 
 

@@ -124,7 +124,7 @@ class _Tap:
         on_plan: Callable[[SchedulerOutput], None],
         on_result: Callable[[ModelRunnerOutput], None],
     ) -> None:
-        self.info = executor.info
+        self.info, self.grammars = executor.info, executor.grammars
         self.determine_num_available_blocks = executor.determine_num_available_blocks
         self.cache_memory_bytes = executor.cache_memory_bytes
         self.initialize_cache = executor.initialize_cache

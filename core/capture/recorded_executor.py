@@ -7,6 +7,7 @@ import numpy as np
 from core.capture.records import Step
 from core.execution.executor import Costs, ModelInfo, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.grammars.grammars import Grammars
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
 
@@ -20,6 +21,7 @@ class RecordedExecutor:
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
+        self.grammars = Grammars(dict, info.vocab_size, info.eos_token_ids)  # its tokens are recorded
         self._step: Step | None = None
 
     def feed(self, step: Step) -> None:

@@ -1,13 +1,16 @@
 """Executor: the interface through which the engine runs its plans."""
 
 import importlib.util
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from core.grammars.grammars import Grammars
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -50,6 +53,7 @@ class Executor(Protocol):
     """Runner of plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
 
     info: ModelInfo
+    grammars: "Grammars"  # of requests with structured_outputs
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of KV blocks of block_size tokens, null block included, that fit memory_bytes."""

@@ -8,6 +8,7 @@ from core.execution.plan import SchedulerOutput
 from core.executors.cuda_memory import CudaMemory
 from core.executors.load import load
 from core.executors.run import caches_that_fit, runner_sizes
+from core.grammars.grammars import model_grammars
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
@@ -30,6 +31,7 @@ class CudaExecutor:
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations
+        self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self._memory = CudaMemory(model, model.operations, config)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
@@ -49,7 +51,7 @@ class CudaExecutor:
                 self._operations,
                 max_model_len=config.max_model_len,
                 use_graphs=not config.enforce_eager,
-                **runner_sizes(config, self.info),
+                **runner_sizes(config, self.info, self.grammars),
             )
 
     def measure_costs(self) -> Costs:

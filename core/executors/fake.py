@@ -8,8 +8,17 @@ every id before it, so a token that is lost, doubled or taken from a neighbour s
 import numpy as np
 
 from core.execution.executor import Costs, FinishedStep, ModelInfo, StepHandle
-from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
+from core.execution.plan import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    concat_logprobs,
+)
 from core.execution.runner_table import RunnerTable
+from core.grammars.grammars import model_grammars
+from core.grammars.matchers import RowMatchers
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 from ipc.config import EngineConfig
 
@@ -73,6 +82,7 @@ class FakeExecutor:
             eos_token_ids=(config.fake_eos_token_id,),
             numerics="L2",
         )
+        self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes, as if a token took 4 KiB."""
@@ -87,6 +97,7 @@ class FakeExecutor:
         self._table = RunnerTable(config.max_num_seqs, config.block_size)
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
+        self._matchers = RowMatchers(self.grammars, config.max_num_seqs)
         self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
         self._most = config.fake_tokens_per_step
 
@@ -102,7 +113,12 @@ class FakeExecutor:
         """Run one step; the returned step is finished."""
         table = self._table
         table.apply(plan)
+        if len(self._matchers):
+            for row in plan.removed_rows.tolist():
+                self._matchers.remove(row)
         for new in plan.added:
+            if new.params.structured_outputs is not None:
+                self._matchers.add(new.row, new.params.structured_outputs, new.token_ids[new.num_prompt_tokens :])
             self._checksum[new.row] = checksum(new.token_ids)
             self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
             wanted = (new.params.logprobs, new.params.prompt_logprobs if new.wants_prompt_logprobs else None)
@@ -117,29 +133,60 @@ class FakeExecutor:
         else:
             token_ids, counts = np.full(len(plan.rows), NO_TOKEN, np.int32), None
             token_ids[samples] = sampled = self._sample(rows)
-            table.append_tokens(rows, sampled)
+            table.append_tokens(rows, np.maximum(sampled, 0))
+        owners = plan.rows if counts is None else plan.rows.repeat(counts)
+        failures = self._failures(plan.rows, owners[token_ids == FAILED_TOKEN]) if len(self._matchers) else []
         logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts))
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures))
 
     def _sample(self, rows: Rows) -> Int32s:
-        """The next token of each; it counts in the checksum, and is not in the table yet."""
+        """The next token of each; it counts in the checksum, and is not in the table yet.
+
+        FAILED_TOKEN where a row's grammar allows none.
+        """
         positions = self._table.num_tokens[rows].astype(np.uint64)
         sampled = next_token(self._checksum[rows], positions, self._seed[rows], self.info.vocab_size)
-        self._checksum[rows] += _terms(sampled, positions)
+        if len(self._matchers):
+            self._constrain(rows, positions, sampled)
+        known = sampled >= 0
+        self._checksum[rows[known]] += _terms(sampled[known], positions[known])
         return sampled
+
+    def _constrain(self, rows: Rows, positions: UInt64s, sampled: Int32s) -> None:
+        """Replace the tokens of constrained rows by tokens that their grammars allow, and let the grammars have them.
+
+        The same function of all ids chooses a token, from the allowed ones.
+        """
+        mine = np.flatnonzero(self._matchers.is_constrained[rows])
+        if not len(mine):
+            return
+        bits = np.unpackbits(self._matchers.masks(rows[mine]).view(np.uint8), axis=1, bitorder="little")
+        for index, allowed in zip(mine.tolist(), bits[:, : self.info.vocab_size], strict=True):
+            ids, at = np.flatnonzero(allowed), rows[index : index + 1]
+            choice = positions[index : index + 1], self._seed[at], max(1, len(ids))
+            sampled[index] = ids[next_token(self._checksum[at], *choice)[0]] if len(ids) else FAILED_TOKEN
+        going = mine[sampled[mine] >= 0]
+        self._matchers.append(rows[going], sampled[going])
+
+    def _failures(self, rows: Rows, failed: Rows) -> list[tuple[int, str]]:
+        """The texts of the failed ones of the plan's rows, with their indices in the plan."""
+        indices = np.flatnonzero(np.isin(rows, failed)).tolist()
+        return [(index, text) for index in indices if (text := self._matchers.failure(int(rows[index]))) is not None]
 
     def _sample_several(self, rows: Rows, samples: Bools) -> tuple[Int32s, Int32s]:
         """(token_ids, counts [R]) of the plan's rows. How many a row yields, 1 to fake_tokens_per_step, is a function
         of all its tokens; they are those that it would yield one in a step."""
         counts = np.zeros(len(rows), np.int32)
         counts[samples] = 1 + mix(self._checksum[rows[samples]]) % np.uint64(self._most)
-        token_ids = np.zeros(int(counts.sum()), np.int32)
-        firsts = counts.cumsum() - counts
+        token_ids = np.zeros((len(rows), self._most), np.int32)
         for offset in range(self._most):
-            going = counts > offset
-            token_ids[firsts[going] + offset] = sampled = self._sample(rows[going])
-            self._table.append_tokens(rows[going], sampled)
-        return token_ids, counts
+            going = np.flatnonzero(counts > offset)
+            token_ids[going, offset] = sampled = self._sample(rows[going])
+            if offset:  # a failure stands alone: the row's next step meets it again
+                counts[going[sampled < 0]] = offset
+                going, sampled = going[sampled >= 0], sampled[sampled >= 0]
+            self._table.append_tokens(rows[going], np.maximum(sampled, 0))
+        return token_ids[np.arange(self._most) < counts[:, None]], counts
 
     def _verify(self, plan: SchedulerOutput, samples: Bools) -> tuple[Int32s, Int32s]:
         """Return (token_ids, counts [R]) of the plan's rows: samples up to the first that is not the row's draft."""

@@ -10,6 +10,7 @@ from core.execution.executor import Costs, FinishedStep, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.load import load
 from core.executors.run import caches_that_fit, runner_sizes
+from core.grammars.grammars import model_grammars
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
 from kernels.memory.blocks_ahead import BlocksAhead
@@ -23,6 +24,7 @@ class LocalExecutor:
         torch.set_num_threads(num_threads(config))
         self._loaded = load(config, usual_dtype())
         self._model, self.info = self._loaded.model, self._loaded.info
+        self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes.
@@ -40,7 +42,7 @@ class LocalExecutor:
         assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
         with caches_that_fit():
-            self.runner = ModelRunner(self._model, **runner_sizes(config, self.info))
+            self.runner = ModelRunner(self._model, **runner_sizes(config, self.info, self.grammars))
         self._ahead = BlocksAhead(self.runner.cache)
 
     def measure_costs(self) -> Costs:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import TypedDict
 
 from core.execution.executor import ModelInfo
+from core.grammars.grammars import Grammars
 from ipc.config import EngineConfig, LogprobsMode
 from ipc.errors import OutOfMemoryError
 
@@ -18,9 +19,10 @@ class RunnerSizes(TypedDict):
     eos_token_ids: tuple[int, ...]
     logprobs_mode: LogprobsMode
     num_swap_blocks: int
+    grammars: Grammars
 
 
-def runner_sizes(config: EngineConfig, info: ModelInfo) -> RunnerSizes:
+def runner_sizes(config: EngineConfig, info: ModelInfo, grammars: Grammars) -> RunnerSizes:
     """Return the runner's arguments for a resolved config."""
     assert config.num_blocks_override is not None, "the config is not resolved"
     return RunnerSizes(
@@ -30,6 +32,7 @@ def runner_sizes(config: EngineConfig, info: ModelInfo) -> RunnerSizes:
         eos_token_ids=info.eos_token_ids,
         logprobs_mode=config.logprobs_mode,
         num_swap_blocks=config.num_swap_blocks or 0,
+        grammars=grammars,
     )
 
 

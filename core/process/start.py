@@ -24,7 +24,8 @@ from core.model_files.default_sampling import read_default_sampling
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
-from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.files.model_files import tokenizer_hash
+from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
@@ -85,6 +86,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         import_executor(config)
     report("load model")
     executor = load_executor(config)
+    executor.grammars.use_files(tokenizer.files)
     report("kv cache")
     config = resolve(
         config,
@@ -106,7 +108,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
-    io = IOThread(context, router, served)
+    io = IOThread(context, router, served, executor.grammars)
     if capture is None:
         return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
     writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
@@ -146,12 +148,8 @@ def _meter(config: EngineConfig) -> RequestMeter | None:
 
 
 def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
-    if config.executor == "fake" and config.model is None:
-        return TokenizerFiles(0, "", {})
-    files = read_tokenizer_files(resolve_model(config.model), optional=config.load_format == "dummy")
-    if not files:
-        return TokenizerFiles(0, "", {})
-    return TokenizerFiles(0, tokenizer_hash(files), files)
+    files = tokenizer_files_of(config)
+    return TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
 
 
 def _welcome(

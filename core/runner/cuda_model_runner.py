@@ -15,6 +15,7 @@ from core.execution.plan import (
     SchedulerOutput,
     concat_logprobs,
 )
+from core.grammars.grammars import Grammars
 from core.models.llama import Llama
 from core.models.step import ModelInputs, StepResult
 from core.models.triton_operations import TritonOperations
@@ -118,11 +119,13 @@ class CudaModelRunner(ModelRunner):
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_swap_blocks: int = 0,
         use_graphs: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (on
-        CUDA only). Errors: MemoryError when a cache cannot be allocated.
+        CUDA only). grammars: of structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot
+        be allocated.
         """
         super().__init__(
             model,
@@ -131,6 +134,7 @@ class CudaModelRunner(ModelRunner):
             block_size=block_size,
             eos_token_ids=eos_token_ids,
             logprobs_mode=logprobs_mode,
+            grammars=grammars,
         )
         if num_swap_blocks:
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)

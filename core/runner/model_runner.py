@@ -13,6 +13,8 @@ from core.execution.plan import (
     concat_logprobs,
 )
 from core.execution.runner_table import RunnerTable
+from core.grammars.grammars import Grammars
+from core.grammars.matchers import RowMatchers
 from core.models.interface import Model
 from core.models.step import ModelInputs, StepResult
 from core.runner.accepted import accepted
@@ -20,6 +22,7 @@ from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.step_durations import measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.columns import SamplingColumns
+from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
 from ipc.arrays import AnyInts, Int32s, Ints, Rows
@@ -43,11 +46,12 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_swap_blocks: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """Allocate the table, the columns and the caches.
 
-        num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. Errors: MemoryError
-        when a cache cannot be allocated.
+        num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. grammars: of
+        structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot be allocated.
         """
         self.model = model
         self._tells_processed = logprobs_mode.startswith("processed")
@@ -55,7 +59,10 @@ class ModelRunner:
         self.block_size = block_size
         self.table = RunnerTable(num_rows, block_size)
         self._inputs = InputMaker(self.table, block_size)
-        self.sampling = SamplingColumns(num_rows, eos_token_ids)
+        self.matchers = None if grammars is None else RowMatchers(grammars, num_rows)
+        masks = None if model.sampler is None else model.sampler.token_masks
+        self.sampling = SamplingColumns(num_rows, edit_groups(num_rows, eos_token_ids, self.matchers, masks))
+        self._failures: list[tuple[int, str]] = []  # of this step, see ModelRunnerOutput
         self.cache = model.allocate_cache(num_blocks, block_size)
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
 
@@ -72,9 +79,14 @@ class ModelRunner:
             samples = inputs.sample_rows, inputs.sample_offsets
             token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
             self.table.accept(plan, counts)
-            return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts)
+            return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts, self._take_failures())
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
-        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs))
+        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), failures=self._take_failures())
+
+    def _take_failures(self) -> list[tuple[int, str]]:
+        """Return the texts of this step's failed rows."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
@@ -100,7 +112,9 @@ class ModelRunner:
             self._inputs.append(rows, sampled)
         else:
             finite = sampled >= 0
-            token_ids[np.flatnonzero(inputs.samples)[~finite]] = FAILED_TOKEN
+            failed = np.flatnonzero(inputs.samples)[~finite]
+            token_ids[failed] = FAILED_TOKEN
+            self._failures += self.sampling.failures(failed, rows[~finite])
             rows, sampled = rows[finite], sampled[finite]
             self.table.append_tokens(rows, sampled)
         self.sampling.append_tokens(rows, sampled)
@@ -134,6 +148,7 @@ class ModelRunner:
         tokens, owners = sampled[kept], in_plan[kept]
         counts = np.bincount(owners, minlength=len(inputs.rows))
         finite = tokens >= 0
+        self._failures += self.sampling.failures(owners[~finite], inputs.rows[owners[~finite]])
         known = np.bincount(owners[finite], minlength=len(inputs.rows))
         going = known > 0
         table.append_tokens(inputs.rows[going], tokens[finite], known[going])

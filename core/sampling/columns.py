@@ -7,7 +7,6 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.execution.runner_table import RunnerTable
 from core.sampling.edit_group import Edit, EditGroup, SampledRows
-from core.sampling.logit_edits import edit_groups
 from core.sampling.sample_index import SampleIndex
 from core.sampling.sampler import NO_EDITS, SamplingInputs
 from ipc.arrays import NO_INTS, Bools, Floats, Ints, Positions, Rows, TokenIds, UInt64s
@@ -34,15 +33,13 @@ class SamplingColumns(Columns):
     num_prompt_logprobs: Ints = column(_NO_LOGPROBS)
     _has_edits: Bools = column()
 
-    def __init__(
-        self, num_rows: int, eos_token_ids: tuple[int, ...], groups: tuple[EditGroup, ...] | None = None
-    ) -> None:
-        """Make empty columns for num_rows rows. groups: None = one for every option."""
+    def __init__(self, num_rows: int, groups: tuple[EditGroup, ...]) -> None:
+        """Make empty columns for num_rows rows. groups: of the options that edit logits; see edit_groups()."""
         super().__init__(num_rows)
         self.num_reporting = 0  # rows that report log probabilities of sampled or prompt tokens
         self._num_drawing = 0  # rows with a temperature above 0
         self._num_edited = 0
-        self._groups = edit_groups(num_rows, eos_token_ids) if groups is None else groups
+        self._groups = groups
         self._options = attrgetter(*(option for group in self._groups for option in group.options))
         self._unused = self._options(SamplingParams())
 
@@ -102,6 +99,14 @@ class SamplingColumns(Columns):
             owners = rows if counts is None else rows.repeat(counts)
             for group in self._groups:
                 group.append(owners, token_ids, is_distinct=counts is None)
+
+    def failures(self, in_plan: Ints, rows: Rows) -> list[tuple[int, str]]:
+        """Return (index in the plan, text) of those of these rows [n] that failed for a reason of a group's."""
+        found = []
+        for index, row in zip(in_plan.tolist(), rows.tolist(), strict=True):
+            texts = [text for group in self._groups if (text := group.failure(row)) is not None]
+            found += [(index, text) for text in texts[:1]]
+        return found
 
     def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
         """Return the sampler's inputs for the next token of each of these rows [S], in their order.

@@ -53,6 +53,10 @@ class EditGroup(ABC):
         is_distinct: each row occurs once. Otherwise a row's tokens are adjacent, in their order.
         """
 
+    def failure(self, row: int) -> str | None:
+        """Return why this option can leave the row no token; None for most options, and where the row has it not."""
+        return None
+
     @abstractmethod
     def edit(self, sampled: SampledRows) -> Edit | None:
         """Return the edit of the sampled rows' logits; None where no row of the batch uses the option."""

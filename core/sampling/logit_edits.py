@@ -4,20 +4,30 @@ from collections.abc import Sequence
 
 import torch
 
+from core.grammars.matchers import RowMatchers
 from core.sampling.allowed_tokens import AllowedTokens
 from core.sampling.bad_words import BadWords
 from core.sampling.edit_group import Edit, EditGroup
 from core.sampling.logit_bias import LogitBias
 from core.sampling.min_tokens import MinTokens
 from core.sampling.penalties import Penalties
+from core.sampling.structured_outputs import StructuredOutputs
+from kernels.cpu.token_masks import CpuTokenMasks
 
 
-def edit_groups(num_rows: int, eos_token_ids: tuple[int, ...]) -> tuple[EditGroup, ...]:
+def edit_groups(
+    num_rows: int,
+    eos_token_ids: tuple[int, ...],
+    matchers: RowMatchers | None = None,
+    masks: CpuTokenMasks | None = None,
+) -> tuple[EditGroup, ...]:
     """Return one group for each option, in the order in which the edits are applied; the order is vLLM's.
 
-    num_rows: rows of the runner's table.
+    num_rows: rows of the runner's table. matchers: of structured_outputs; None = no request has them. masks: the C
+    kernel for them; None = torch's operations.
     """
-    return (AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties(num_rows))
+    structured = () if matchers is None else (StructuredOutputs(matchers, masks),)
+    return (*structured, AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties(num_rows))
 
 
 @torch.inference_mode()

@@ -47,10 +47,11 @@ class SchedulerStats(Statistics):
     def count_step(self, plan: SchedulerOutput, pool: BlockPool) -> None:
         """Count a step that runs this plan; the pool gives the blocks in use."""
         self.num_steps += 1
-        self.num_scheduled_tokens += plan.num_tokens
+        num_tokens = plan.num_tokens
+        self.num_scheduled_tokens += num_tokens
+        self.step_tokens[step_token_bucket(num_tokens)] += 1
         self.num_scheduled_rows += len(plan.rows)
         self.max_scheduled_rows = max(self.max_scheduled_rows, len(plan.rows))
-        self.step_tokens[step_token_bucket(plan.num_tokens)] += 1
         self.max_used_blocks = max(self.max_used_blocks, pool.num_blocks - 1 - pool.num_free - pool.num_fenced)
 
     def count_drafts(self, counts: Ints, right: Ints) -> None:

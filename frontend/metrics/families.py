@@ -22,6 +22,9 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "vllm:generation_tokens": ("num_generation_tokens", "Tokens sampled."),
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "Tokens looked for in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Rows whose guessed tokens (drafts) a step verified."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Guessed tokens that steps verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that became tokens."),
     "engine_core_steps": ("num_steps", "Steps."),
     "engine_core_scheduled_rows": ("num_scheduled_rows", "Rows of all steps; by steps: the mean batch size."),
     "engine_core_recomputed_tokens": ("num_recomputed_tokens", "Tokens computed again after a preemption."),
@@ -67,6 +70,9 @@ def families(sighted: Sighted) -> Iterator[Metric]:
     reasons = {name.removeprefix(_HEAD): value for name, value in heads.items()}
     text = "Steps in which the first waiting request did not start."
     yield _counters("engine_core_head_blocked", text, labels, "reason", reasons)
+    text = "Guessed tokens that became tokens, by their place among a row's guesses in a step."
+    accepted = {str(place): count for place, count in enumerate(statistics.num_accepted_tokens_per_pos)}
+    yield _counters("vllm:spec_decode_num_accepted_tokens_per_pos", text, labels, "position", accepted)
     yield from _of_requests(sighted.metrics, labels)
     yield _step_tokens(statistics, labels)
     yield from _about_the_engine(sighted, labels)

@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from frontend.text.prompt_context import CONTEXT_TOKENS, text_behind
-from frontend.text.tokenizer import Tokenizer, TokenTable, is_byte_token
+from frontend.text.tokenizer import Tokenizer, TokenTable
 from ipc.arrays import Int32s
+from ipc.token_bytes import is_byte_token
 
 #: WindowStream decodes unfinished text of up to this many tokens at every push; beyond, at every doubling.
 _EAGER_TOKENS = 16

@@ -8,7 +8,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from frontend.text.tokenizer import Tokenizer, TokenTable, is_byte_token
+from frontend.text.tokenizer import Tokenizer, TokenTable
+from ipc.token_bytes import is_byte_token
 
 #: Tokens decoded again so that the ones behind them are decoded in their context; WindowStream uses it too.
 CONTEXT_TOKENS = 6

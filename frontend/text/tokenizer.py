@@ -10,10 +10,12 @@ import msgspec
 import tokenizers
 from tokenizers import decoders
 
-from frontend.text.gguf_vocabulary import build_gguf_tokenizer, gguf_token_id
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.files.gguf import GgufValue, parse_gguf_metadata
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer, gguf_token_id
 from ipc.files.model_files import GGUF_HEADER
+from ipc.files.tokenizer_json import parse_tokenizer_json
+from ipc.token_bytes import byte_level_bytes, is_byte_token
 
 #: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
 _GGUF_TEMPLATE = "tokenizer.chat_template."
@@ -37,7 +39,7 @@ class TokenTable(dict[int, bytes]):
         token = None if token_id in self._skipped else self._hf.id_to_token(token_id)
         if token is None:
             return b""
-        self[token_id] = text = _token_bytes(token) if self._byte_level else token.encode()
+        self[token_id] = text = byte_level_bytes(token) if self._byte_level else token.encode()
         return text
 
 
@@ -143,7 +145,7 @@ class Tokenizer:
         if token is None:
             return None
         if self._has_byte_names:
-            return _token_bytes(token)
+            return byte_level_bytes(token)
         return bytes.fromhex(token[3:5]) if self.has_byte_fallback and is_byte_token(token.encode()) else None
 
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
@@ -167,7 +169,7 @@ def _from_gguf(metadata: Mapping[str, GgufValue]) -> Tokenizer:
 
 
 def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
-    hf = _parse_tokenizer_json(files["tokenizer.json"])
+    hf = parse_tokenizer_json(files["tokenizer.json"])
     config = _read_object(files, "tokenizer_config.json")
     names = _read_object(files, "special_tokens_map.json")
     generation = _read_object(files, "generation_config.json")
@@ -190,18 +192,6 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
         eos_token_ids=token_ids("eos"),
         chat_templates=_chat_templates(files, config),
     )
-
-
-def _parse_tokenizer_json(content: bytes) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:
-        raise ModelFileError(f"tokenizer.json is not a tokenizer: {error}") from error
-    except BaseException as error:
-        # The library's Rust panics (a merge whose result is no token) have a class that cannot be imported.
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ModelFileError(f"tokenizer.json contradicts itself: {error}") from error
 
 
 def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -247,33 +237,3 @@ def _check_text(text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"a prompt must be valid Unicode: {error}") from error
-
-
-def is_byte_token(token: bytes) -> bool:
-    """Return whether this is the name of a byte-fallback token."""
-    return len(token) == 6 and token.startswith(b"<0x") and token.endswith(b">")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the map from character to byte in the names of byte-level tokens.
-
-    GPT-2 writes printable Latin-1 as itself and maps the other bytes, in order, to the code points from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-
-
-def _token_bytes(token: str) -> bytes:
-    """Return the bytes of a byte-level token.
-
-    Added tokens are written in plain text. One character outside the byte alphabet marks such a token (the library's
-    rule).
-    """
-    try:
-        return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:
-        return token.encode()

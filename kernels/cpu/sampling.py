@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kernels.arrays import Int32s
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.structs import SamplingArguments
+from kernels.cpu.token_masks import CpuTokenMasks
 from kernels.rounding import round_up
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
@@ -23,6 +24,7 @@ class CpuSampler:
     border between two tokens. Each is deterministic by itself."""
 
     def __init__(self, library: CpuLibrary) -> None:
+        self.token_masks = CpuTokenMasks(library)
         self._run = library.function("sample", ctypes.POINTER(SamplingArguments))
         self._scratch_bytes = library.function("sampling_scratch_bytes", ctypes.c_int64, result=ctypes.c_int64)
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)

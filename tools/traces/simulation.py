@@ -59,7 +59,7 @@ class _TimedExecutor:
         self._inner = create(config)
         self._inner.initialize_cache(config)
         self._step_time = step_time
-        self.info = self._inner.info
+        self.info, self.grammars = self._inner.info, self._inner.grammars
         self.scheduler: Scheduler | None = None
         self.duration_ns = 0
 

@@ -10,11 +10,13 @@ from core.executors.cuda import CudaExecutor
 from core.executors.fake import FakeExecutor
 from core.executors.local import LocalExecutor
 from core.executors.run import caches_that_fit, runner_sizes
+from core.grammars.grammars import Grammars
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
 
 INFO = ModelInfo("tiny", "00", "float32", 64, 96, (2,), "L0")
 EXECUTORS = [LocalExecutor, CudaExecutor, FakeExecutor]
+GRAMMARS = Grammars(dict, 100, (2,))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -26,13 +28,14 @@ def test_an_executor_inherits_nothing(executor: type) -> None:
 
 def test_a_runner_has_the_sizes_of_the_config() -> None:
     config = EngineConfig(max_num_seqs=3, num_blocks_override=7, block_size=32, logprobs_mode="raw_logits")
-    assert runner_sizes(config, INFO) == {
+    assert runner_sizes(config, INFO, GRAMMARS) == {
         "num_rows": 3,
         "num_blocks": 7,
         "block_size": 32,
         "eos_token_ids": (2,),
         "logprobs_mode": "raw_logits",
         "num_swap_blocks": 0,
+        "grammars": GRAMMARS,
     }
 
 

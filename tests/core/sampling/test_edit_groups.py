@@ -52,7 +52,7 @@ class Rows:
 
     def __init__(self, *more: EditGroup) -> None:
         self.table = RunnerTable(NUM_ROWS, 16)
-        self.columns = SamplingColumns(NUM_ROWS, (7,), (*edit_groups(NUM_ROWS, (7,)), *more))
+        self.columns = SamplingColumns(NUM_ROWS, (*edit_groups(NUM_ROWS, (7,)), *more))
 
     def start(self, row: int, **options: object) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=None, **options)
@@ -102,7 +102,7 @@ def test_a_sixth_option_is_applied_beside_the_others() -> None:
     ids=str,
 )
 def test_a_row_that_uses_no_option_is_not_edited(options: dict[str, object]) -> None:
-    columns = SamplingColumns(NUM_ROWS, (7,))
+    columns = SamplingColumns(NUM_ROWS, edit_groups(NUM_ROWS, (7,)))
     params = SamplingParams(**options)
     columns.add(NewRow(3, np.array([1], np.int32), 1, 0, np.array([1], np.int32), params, seed=0))
     assert not columns.has_edits
@@ -119,7 +119,7 @@ def test_groups_are_asked_only_for_rows_with_an_option() -> None:
 
         append = remove = edit = add  # type: ignore[assignment]
 
-    columns = SamplingColumns(NUM_ROWS, (7,), (Silent(),))
+    columns = SamplingColumns(NUM_ROWS, (Silent(),))
     table = RunnerTable(NUM_ROWS, 16)
     columns.add(NewRow(3, np.array([1], np.int32), 1, 0, np.array([1], np.int32), SamplingParams(), seed=0))
     assert columns.inputs(np.array([3]), table).edits == ()

@@ -12,7 +12,7 @@ import torch
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns
-from core.sampling.logit_edits import apply_edits
+from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import NOT_A_TOKEN, sample
 from core.sampling.token_counts import TokenCounts
 from ipc.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.table = RunnerTable(NUM_ROWS, 16)
-        self.columns = SamplingColumns(NUM_ROWS, (EOS,))
+        self.columns = SamplingColumns(NUM_ROWS, edit_groups(NUM_ROWS, (EOS,)))
         self.num_steps = 0
 
     def start(self, row: int, params: SamplingParams, prompt: list[int], output: list[int] | None = None) -> None:

@@ -11,7 +11,7 @@ from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns
 from core.sampling.edit_group import Forbidden
-from core.sampling.logit_edits import apply_edits
+from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import NO_EDITS, SamplingInputs, processed_logits, sample
 from ipc.sampling_params import SamplingParams
 from kernels.cpu.library import load_cpu_library
@@ -99,7 +99,7 @@ def test_accepted_tokens_are_counted_as_those_of_single_steps() -> None:
 
 def test_rows_without_options_have_no_edits() -> None:
     """And their samples differ in their positions only."""
-    table, columns = RunnerTable(4, 16), SamplingColumns(4, (EOS,))
+    table, columns = RunnerTable(4, 16), SamplingColumns(4, edit_groups(4, (EOS,)))
     new = NewRow(2, int32s(1, 2, 3), 2, 0, int32s(1), SamplingParams(), seed=5)
     none: npt.NDArray[np.int32] = int32s()
     table.apply(SchedulerOutput(0, none, [new], none, none, none, none))

@@ -11,8 +11,8 @@ from tokenizers import decoders, models
 
 from frontend.text import detokenizer as module
 from frontend.text.detokenizer import ByteStream, Detokenizer, WindowStream
-from frontend.text.gguf_vocabulary import build_gguf_tokenizer
 from frontend.text.tokenizer import Tokenizer
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from frontend.text.gguf_vocabulary import build_gguf_tokenizer
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from tests.frontend.text.sentencepiece_vocabulary import TRAINING_TEXT, greedy_merge, sentencepiece_metadata
 
 METADATA = sentencepiece_metadata()

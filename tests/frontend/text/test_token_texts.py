@@ -9,10 +9,10 @@ from frontend.client.progress import Progress
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.completion_state import CompletionState
 from frontend.results.request_state import RequestState
-from frontend.text.gguf_vocabulary import build_gguf_tokenizer
 from frontend.text.prompts import Prompt
 from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 from ipc.messages import FinishReason
 from ipc.sampling_params import SamplingParams

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from frontend.text.gguf_vocabulary import PRE_TOKENIZERS, build_gguf_tokenizer
 from frontend.text.tokenizer import Tokenizer, _from_gguf
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from ipc.files.gguf_vocabulary import PRE_TOKENIZERS, build_gguf_tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 
 CORPUS = [

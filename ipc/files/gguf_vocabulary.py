@@ -3,7 +3,7 @@
 A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
 (`tokenizer.ggml.pre`, llama.cpp's names), and lists tokens, token types and merges. The pre-tokenizer and normalizer
 here are those of the tokenizer.json that the model was published with, because the merges were learned on text split
-that way. A SentencePiece vocabulary has scores instead of merges (frontend/text/gguf_sentencepiece.py).
+that way. A SentencePiece vocabulary has scores instead of merges (ipc/files/gguf_sentencepiece.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from frontend.text.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
+from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 _NORMAL = 1

@@ -1,0 +1,83 @@
+"""grammar_text(): a request's StructuredOutputsParams as the grammar text that llguidance compiles."""
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from core.grammars.schema import close_objects
+from ipc.errors import InvalidRequestError
+from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+#: White space between the parts of JSON where the request names no other pattern. It is bounded because small models
+#: like to write white space without end.
+_WHITESPACE = r"[ \n\t]{0,20}"
+_ANY_OBJECT = {"type": "object"}
+#: The beginning of a GBNF grammar, behind comments. Lark's rules have one colon.
+_GBNF = re.compile(r"(?:\s|#[^\n]*(?:\n|\Z))*+[A-Za-z_][\w-]*\s*::=")
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """Return the grammar of these params, as llguidance.LLMatcher takes it. Errors: InvalidRequestError."""
+    from llguidance import LLMatcher
+
+    match params.kind:
+        case "regex":
+            return LLMatcher.grammar_from_regex(params.regex or "")
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted(text) for text in params.choice or ()))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
+        case "structural_tag":
+            return _structural_tag(params)
+        case _:
+            schema = _ANY_OBJECT if params.json is None else msgspec.json.decode(str(params.json))
+            return _json(schema, params)
+
+
+def quoted(text: str) -> str:
+    """Return a text as a string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    schema = close_objects(schema) if params.disable_additional_properties else schema
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), _json_options(params))
+    except ValueError as error:
+        raise InvalidRequestError(f"json is not a JSON schema: {error}") from None
+
+
+def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
+    if params.disable_any_whitespace:  # the separators of JSON that is written without white space
+        return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in Lark's notation, from Lark or GBNF."""
+    if not _GBNF.match(text):
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # the very class that the library raises for a missing rule
+        raise InvalidRequestError(f"grammar is not GBNF: {error or type(error).__name__}") from None
+
+
+def _structural_tag(params: StructuredOutputsParams) -> str:
+    from llguidance import StructTag
+
+    tags = []
+    for tag in read_structural_tag(params.structural_tag or ""):
+        schema = close_objects(tag.schema) if params.disable_additional_properties else tag.schema
+        grammar = {**schema, "x-guidance": _json_options(params)}
+        tags.append(StructTag(trigger=tag.trigger, begin=tag.begin, grammar=grammar, end=tag.end))
+    return StructTag.to_grammar(tags, assume_special=False)

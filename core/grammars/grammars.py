@@ -1,0 +1,152 @@
+"""Grammars: the compiled grammars of structured outputs, and the vocabulary that they are compiled for.
+
+llguidance is imported when the first request needs it. A grammar is compiled by the preparation thread, before the
+engine receives its request, and is kept as long as the request lives. A replay has no such thread; there it is compiled
+when the request's row is added. What a matcher allows is a function of grammar, vocabulary and tokens either way.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from core.grammars.grammar_text import grammar_text
+from ipc.config import EngineConfig
+from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedParameterError
+from ipc.files.tokenizer_files import tokenizer_files_of
+from ipc.messages import AddRequest
+from ipc.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+#: Compiled grammars that are kept though no request uses them, about 100 KB each.
+MAX_CACHED = 256
+_MAX_ERROR_CHARS = 500
+
+_Key = tuple[object, ...]
+
+
+class Grammars:
+    """The grammars of one engine; a Preparer (core/border/preparation.py). All methods are for any thread.
+
+    read_files: returns the model's tokenizer files; called at the first use.
+    """
+
+    def __init__(
+        self, read_files: Callable[[], Mapping[str, bytes]], vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._read_files, self._vocab_size, self._eos_token_ids = read_files, vocab_size, eos_token_ids
+        self._vocabulary: LLTokenizer | None = None
+        self._compiling = threading.Lock()  # one grammar at a time
+        self._lock = threading.Lock()  # of both maps
+        self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()  # the one used last is the last
+        self._held: dict[int, LLMatcher] = {}  # by id() of the params of living requests
+
+    def use_files(self, files: Mapping[str, bytes]) -> None:
+        """Take the model's tokenizer from these files, which have been read already."""
+        self._read_files = lambda: files
+
+    def needs(self, message: AddRequest) -> bool:
+        """Return whether the request's grammar has to be compiled first."""
+        params = message.params.structured_outputs
+        return params is not None and self._hold(params) is None
+
+    def prepare(self, message: AddRequest) -> None:
+        """Compile the request's grammar. Errors: InvalidRequestError."""
+        params = message.params.structured_outputs
+        if params is not None:
+            self._compiled(params)
+
+    def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Return a matcher at the beginning of its text. Errors: InvalidRequestError."""
+        return (self._hold(params) or self._compiled(params)).deep_copy()
+
+    def renew(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Compile a grammar that was compiled before once more; return a matcher. Later requests get copies of it."""
+        with self._compiling:
+            fresh = self._compile(params)
+            with self._lock:
+                self._cache[_key(params)] = self._held[id(params)] = fresh
+        return fresh.deep_copy()
+
+    @property
+    def num_words(self) -> int:
+        """Words of 32 bits in a mask; bit i of word w is token 32 * w + i."""
+        return -(-self._tokenizer().vocab_size // 32)
+
+    def _compiled(self, params: StructuredOutputsParams) -> "LLMatcher":
+        with self._compiling:
+            found = self._hold(params)
+            if found is None:
+                found = self._compile(params)
+                with self._lock:
+                    self._cache[_key(params)] = found
+                    if len(self._cache) > MAX_CACHED:
+                        self._cache.popitem(last=False)
+                self._hold(params)
+        return found
+
+    def _hold(self, params: StructuredOutputsParams) -> "LLMatcher | None":
+        """Return the compiled grammar of these params and keep it while they live; None if it is not compiled."""
+        with self._lock:
+            found = self._held.get(id(params))
+            if found is None and (found := self._cache.get(key := _key(params))) is not None:
+                self._cache.move_to_end(key)
+                self._held[id(params)] = found
+                weakref.finalize(params, self._held.pop, id(params), None).atexit = False
+            return found
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        tokenizer = self._tokenizer()
+        from llguidance import LLMatcher, LLParserLimits
+
+        # They bound a mask to about 5 ms.
+        limits = LLParserLimits(
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=50_000,
+            step_max_items=20_000,
+            max_lexer_states=50_000,
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask builds the lexer's states, which copies share
+        if matcher.is_error():
+            text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {matcher.get_error()}"
+            raise InvalidRequestError(text[:_MAX_ERROR_CHARS])
+        return matcher
+
+    def _tokenizer(self) -> "LLTokenizer":
+        if self._vocabulary is None:
+            if not self._eos_token_ids:
+                raise UnsupportedParameterError(
+                    "structured_outputs need a model with an EOS token, which ends the text"
+                )
+            from core.grammars.vocabulary import build_vocabulary
+
+            try:
+                self._vocabulary = build_vocabulary(self._read_files(), self._vocab_size, self._eos_token_ids)
+            except ImportError:
+                raise UnsupportedParameterError(
+                    "structured_outputs need llguidance, which is not installed where the engine runs: "
+                    "pip install 'llm-engine-core[structured]'"
+                ) from None
+            except ModelFileError as error:
+                raise UnsupportedParameterError(f"structured_outputs need the model's tokenizer: {error}") from None
+        return self._vocabulary
+
+
+def model_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """Return the grammars of the config's model."""
+    return Grammars(lambda: tokenizer_files_of(config), vocab_size, eos_token_ids)
+
+
+def _key(params: StructuredOutputsParams) -> _Key:
+    return tuple(tuple(value) if isinstance(value, list) else value for value in _fields(params))
+
+
+def _fields(params: StructuredOutputsParams) -> list[object]:
+    return [getattr(params, name) for name in params.__struct_fields__]

@@ -1,0 +1,166 @@
+"""RowMatchers: the matchers of the batch's constrained rows. A matcher knows where its row is in the row's grammar."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core.grammars.grammars import Grammars
+from ipc.arrays import Bools, Rows, TokenIds, UInt32s
+from ipc.errors import InvalidRequestError
+from ipc.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_NOTHING_LEFT = (
+    "structured_outputs allow no token here that the request's other parameters (min_tokens, bad_words, logit_bias, "
+    "allowed_token_ids) allow too, or the logits are not finite"
+)
+_MAX_ERROR_CHARS = 500
+#: Times that a row's matcher is made again; see _renewed().
+_MAX_RENEWALS = 2
+
+
+class _Row:
+    """A constrained row: its matcher, and what makes it again."""
+
+    def __init__(self, params: StructuredOutputsParams) -> None:
+        self.params = params  # its life keeps the grammar compiled
+        self.output: list[int] = []  # tokens that the matcher has consumed
+        self.matcher: LLMatcher | None = None
+        self.error = ""  # of the compilation
+        self.num_renewals = 0
+        self.takes_drafts = True
+
+
+class RowMatchers:
+    """The matchers by row. A row's matcher has consumed the row's output tokens, and no drafts.
+
+    A row that resumes is added with its output, so its matcher is where it was.
+    """
+
+    def __init__(self, grammars: Grammars, num_rows: int) -> None:
+        self._grammars = grammars
+        self._rows: dict[int, _Row] = {}
+        self.is_constrained: Bools = np.zeros(num_rows, np.bool_)
+        self._masks: UInt32s = np.zeros((0, 0), np.uint32)
+
+    def __len__(self) -> int:
+        """Return the number of constrained rows."""
+        return len(self._rows)
+
+    def add(self, row: int, params: StructuredOutputsParams, output: TokenIds) -> None:
+        """Add a row with the tokens of its output so far."""
+        self.is_constrained[row] = True
+        added = self._rows[row] = _Row(params)
+        added.output = output.tolist()
+        try:
+            added.matcher = self._grammars.matcher(params)
+        except InvalidRequestError as error:  # only in a replay: else the preparation thread has refused the request
+            added.error = str(error)
+        else:
+            added.matcher.consume_tokens(added.output)
+
+    def remove(self, row: int) -> None:
+        """Remove the row; a row that was not added is ignored."""
+        if self.is_constrained[row]:
+            self.is_constrained[row] = False
+            del self._rows[row]
+
+    def append(self, rows: Rows, token_ids: TokenIds) -> None:
+        """Let each of these rows [n] that is constrained consume a token [n]; a row's tokens are in their order."""
+        mine = self.is_constrained[rows]
+        for number, token in zip(rows[mine].tolist(), token_ids[mine].tolist(), strict=True):
+            row = self._rows[number]
+            row.output.append(token)
+            if row.matcher is not None:
+                row.matcher.consume_token(token)
+
+    def masks(self, rows: Rows, drafts: Sequence[Sequence[int]] | None = None) -> UInt32s:
+        """Return the allowed tokens of some distinct constrained rows as bits [n, words], valid until the next call.
+
+        Bit i of word w is token 32 * w + i. drafts: unverified tokens of each row. Row r then has 1 + len(drafts[r])
+        adjacent masks, one for the next token and one behind each draft. Nothing is allowed behind a draft that is not
+        allowed itself, and where the matcher has failed.
+        """
+        counts = [1] * len(rows) if drafts is None else [1 + len(draft) for draft in drafts]
+        masks = self._room(sum(counts))
+        address, size, index = masks.ctypes.data, masks.strides[0], 0
+        for which, number in enumerate(rows.tolist()):
+            row, end = self._rows[number], index + counts[which]
+            if row.matcher is not None:
+                row.matcher.unsafe_compute_mask_ptr(address + index * size, size)
+            if row.matcher is None or (row.matcher.is_error() and not self._renewed(row, address + index * size, size)):
+                masks[index] = 0
+            if end > index + 1 and drafts is not None:
+                self._fill_behind(row, drafts[which], masks[index + 1 : end])
+            index = end
+        return masks
+
+    def forced(self, row: int) -> list[int]:
+        """Return the tokens that the row's grammar leaves no choice about, as the tokenizer would write them.
+
+        They are drafts: the text is forced, its division into tokens is not.
+        """
+        matcher = self._of_drafts(row)
+        return [] if matcher is None or matcher.is_stopped() else matcher.compute_ff_tokens()
+
+    def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
+        """Return how many of these drafts the row's grammar allows, from the first on."""
+        matcher = self._of_drafts(row)
+        return 0 if matcher is None else matcher.validate_tokens(list(drafts))
+
+    def failure(self, row: int) -> str | None:
+        """Return why no token of the row was sampled; None for a row that is not constrained."""
+        if not self.is_constrained[row]:
+            return None
+        matcher = self._rows[row].matcher
+        if matcher is None:
+            return self._rows[row].error
+        if not matcher.is_error():
+            return _NOTHING_LEFT
+        return f"structured_outputs: {matcher.get_error().partition(chr(10))[0][:_MAX_ERROR_CHARS]}"
+
+    def _of_drafts(self, row: int) -> "LLMatcher | None":
+        """Return the row's matcher if it can look at drafts."""
+        found = self._rows[row]
+        if found.matcher is None or found.matcher.is_error() or not found.takes_drafts:
+            return None
+        return found.matcher
+
+    def _renewed(self, row: _Row, address: int, size: int) -> bool:
+        """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.
+
+        Copies of a compiled grammar share its lexer, whose states add up to a limit; and a mask behind a draft may have
+        failed. So a row fails only where a matcher of its own fails too.
+        """
+        if row.num_renewals == _MAX_RENEWALS:
+            return False
+        row.num_renewals += 1
+        row.matcher = matcher = self._grammars.renew(row.params)
+        if matcher.consume_tokens(row.output):
+            matcher.unsafe_compute_mask_ptr(address, size)
+        return not matcher.is_error()
+
+    def _fill_behind(self, row: _Row, draft: Sequence[int], masks: UInt32s) -> None:
+        """Fill the mask behind each draft. The matcher is left as it was, or with an error that _renewed() ends."""
+        masks[:] = 0
+        matcher, num_taken = row.matcher, 0
+        if matcher is None or matcher.is_error():
+            return
+        for token, mask in zip(draft, masks, strict=True):
+            if not matcher.try_consume_tokens([token]):
+                break
+            num_taken += 1
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                mask[:] = 0
+                row.takes_drafts = False
+                return
+        matcher.rollback(num_taken)
+
+    def _room(self, count: int) -> UInt32s:
+        if count > len(self._masks):
+            self._masks = np.zeros((max(count, 2 * len(self._masks)), self._grammars.num_words), np.uint32)
+        return self._masks[:count]

@@ -1,0 +1,83 @@
+"""StructuredOutputs: the option structured_outputs, which forbids the tokens that a row's grammar does not allow."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.execution.plan import NewRow
+from core.grammars.matchers import RowMatchers
+from core.sampling.edit_group import EditGroup, SampledRows
+from ipc.arrays import Ints, Rows, TokenIds, UInt32s
+from kernels.cpu.token_masks import CpuTokenMasks
+
+
+class StructuredOutputs(EditGroup):
+    """The rows with structured_outputs, each with the matcher of its grammar.
+
+    kernel: the C kernel that applies masks; None: torch's operations.
+    """
+
+    options = ("structured_outputs",)
+
+    def __init__(self, matchers: RowMatchers, kernel: CpuTokenMasks | None = None) -> None:
+        self._matchers, self._kernel = matchers, kernel
+
+    def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
+        if new.params.structured_outputs is None:
+            return False
+        self._matchers.add(new.row, new.params.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+        return True
+
+    def remove(self, row: int) -> None:
+        """Remove the row and its matcher, if it has one."""
+        self._matchers.remove(row)
+
+    def append(self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True) -> None:
+        """Let the matchers of these rows consume their tokens."""
+        if len(self._matchers):
+            self._matchers.append(rows, token_ids)
+
+    def failure(self, row: int) -> str | None:
+        """Return why the row has no token that it may sample; None for a row without the option."""
+        return self._matchers.failure(row)
+
+    def edit(self, sampled: SampledRows) -> "Masked | None":
+        """Return the edit that forbids tokens; None where no sampled row uses the option."""
+        if not len(self._matchers):
+            return None
+        samples, table = sampled.samples, sampled.table
+        mine = np.flatnonzero(self._matchers.is_constrained[samples.rows])
+        if not len(mine):
+            return None
+        rows = samples.rows[mine]
+        if samples.offsets is None:
+            return Masked(mine, self._matchers.masks(rows), self._kernel)
+        begins = np.flatnonzero(samples.offsets[mine] == 0)
+        ends = np.append(begins[1:], len(mine)) - begins - 1  # drafts of each row
+        drafts = [
+            table.tokens.read(row, length, length + count).tolist()
+            for row, length, count in zip(
+                rows[begins].tolist(), table.num_tokens[rows[begins]].tolist(), ends.tolist(), strict=True
+            )
+        ]
+        return Masked(mine, self._matchers.masks(rows[begins], drafts), self._kernel)
+
+
+class Masked(NamedTuple):
+    """An edit that sets all logits of its rows to -inf, except those of the allowed tokens."""
+
+    row: Ints  # [n] index of the sample
+    mask: UInt32s  # [n, words]: bit i of word w allows token 32 * w + i; tokens beyond the words are not allowed
+    kernel: CpuTokenMasks | None = None
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits [S, V] of all other tokens of these rows to -inf, in place."""
+        if self.kernel is not None:
+            self.kernel(logits, self.row, self.mask)
+            return
+        size = logits.shape[1]
+        bits = np.unpackbits(self.mask.view(np.uint8), axis=1, count=size, bitorder="little")
+        rows, forbidden = torch.from_numpy(self.row), torch.from_numpy(bits == 0)
+        logits[rows] = logits[rows].masked_fill_(forbidden.to(logits.device), -torch.inf)

@@ -1,0 +1,197 @@
+"""Grammars: each kind compiles to what it says, bad ones are refused with words, and compiled ones are kept."""
+
+import gc
+import json
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from core.grammars import grammars as module
+from core.grammars.grammars import Grammars
+from core.grammars.schema import close_objects
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.messages import AddRequest
+from ipc.sampling_params import SamplingParams
+from ipc.structured_outputs import StructuredOutputsParams
+from tests.grammar_vocabulary import (
+    EOS,
+    VOCAB_SIZE,
+    allowed,
+    make_grammars,
+    schema,
+    structured,
+    tokenizer,
+    tokenizer_files,
+)
+
+
+def accepts(grammars: Grammars, text: str, **fields: Any) -> bool:
+    """Whether the grammar of these fields takes the text, and may end behind it."""
+    matcher = grammars.matcher(structured(**fields))
+    return matcher.consume_tokens(tokenizer().encode(text).ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return make_grammars()
+
+
+OBJECT = schema(a={"type": "integer"}, b={"enum": ["x", "é"]})
+OPEN = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+TAG = json.dumps(
+    {"structures": [{"begin": "<f=1>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f="]}
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        (
+            {"json": OBJECT},
+            ['{"a":1,"b":"x"}', '{\n  "a": -20,\n  "b": "é"\n}'],
+            ["{}", '{"a":1}', '{"a":"1","b":"x"}'],
+        ),
+        ({"json": OBJECT, "disable_any_whitespace": True}, ['{"a":1,"b":"x"}'], ['{"a": 1,"b":"x"}']),
+        ({"json": OBJECT, "whitespace_pattern": "[ ]?"}, ['{"a": 1, "b":"x"}'], ['{"a":  1, "b":"x"}']),
+        ({"json": OBJECT}, ['{"a":' + 20 * " " + '1,"b":"x"}'], ['{"a":' + 21 * " " + '1,"b":"x"}']),
+        ({"json": OPEN}, ['{"a":1,"c":[]}', "{}"], ["[]"]),
+        ({"json": OPEN, "disable_additional_properties": True}, ['{"a":1}', "{}"], ['{"a":1,"c":[]}']),
+        ({"json_object": True}, ["{}", '{"a": {"b": [1, null]}}'], ["[]", "1"]),
+        ({"regex": r"\d{3}-[a-f]+"}, ["123-ab"], ["12-ab", "123-"]),
+        ({"choice": ["yes", "no", 'a "b"\n', "😀"]}, ["yes", "no", 'a "b"\n', "😀"], ["y", "yesno", "maybe"]),
+        ({"grammar": 'start: "a" b+\nb: "x" | /[0-9]/'}, ["ax1"], ["a"]),
+        ({"grammar": '# GBNF\nroot ::= "a" b+\nb ::= "x" | [0-9]'}, ["ax1"], ["a"]),
+        ({"grammar": '// A "x" ::= y\nstart: "::="'}, ["::="], ["x"]),
+        ({"structural_tag": TAG}, ["no call", "so <f=1>25</f> it is", ""], ["<f=2>", "<f=1>x</f>"]),
+    ],
+)
+def test_what_each_kind_accepts(grammars: Grammars, fields: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    assert {text: accepts(grammars, text, **fields) for text in good} == dict.fromkeys(good, True)
+    assert {text: accepts(grammars, text, **fields) for text in bad} == dict.fromkeys(bad, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"regex": "("}, r"\(regex\) cannot be used: .*unclosed group"),
+        ({"grammar": "start: foo"}, r"\(grammar\) cannot be used: .*unknown name"),
+        ({"grammar": 'root ::= "a" b'}, "grammar is not GBNF: Rule 'b' not found"),
+        ({"grammar": "root ::= " + "(" * 30_000}, "grammar is not GBNF: "),
+        ({"json": {"type": "nothing"}}, r"\(json\) cannot be used: .*nothing"),
+        ({"json": {"type": "object", "not": {"type": "string"}}}, "Unimplemented keys.*not"),
+        ({"json": {"$ref": "http://example.org/x"}}, r"\(json\) cannot be used"),
+        ({"json": {"type": "string", "pattern": "^(?!x)"}}, r"\(json\) cannot be used"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_its_reason(
+    grammars: Grammars, fields: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"(?s){text}") as error:
+        grammars.matcher(structured(**fields))
+    assert len(str(error.value)) <= 600
+
+
+def test_masks_are_the_library_s_own_for_its_own_reading_of_the_tokenizer(grammars: Grammars) -> None:
+    """The library reads a tokenizer.json itself, too."""
+    content = tokenizer_files()["tokenizer.json"].decode()
+    theirs = LLTokenizer(content, n_vocab=VOCAB_SIZE, eos_token=EOS)
+    for fields, text in (({"json": OBJECT}, LLMatcher.grammar_from_json_schema(OBJECT)), ({"regex": "[a-z]+é"}, "")):
+        grammar = text or LLMatcher.grammar_from_regex("[a-z]+é")
+        options = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]+"} if "json" in fields else {}
+        ours, other = grammars.matcher(structured(**fields, **options)), LLMatcher(theirs, grammar)
+        for _ in range(12):
+            mask = ours.compute_bitmask()
+            assert allowed(np.frombuffer(mask, np.uint32)) == allowed(np.frombuffer(other.compute_bitmask(), np.uint32))
+            token = allowed(np.frombuffer(mask, np.uint32))[-1]
+            assert ours.consume_token(token)
+            assert other.consume_token(token)
+
+
+def test_eos_is_never_text() -> None:
+    """Its name is ordinary text to a grammar, but the token ends the output."""
+    matcher = make_grammars().matcher(structured(regex="(.|\n)*"))
+    assert EOS in allowed(np.frombuffer(matcher.compute_bitmask(), np.uint32))
+    matcher = make_grammars().matcher(structured(choice=["<eos>"]))
+    assert EOS not in allowed(np.frombuffer(matcher.compute_bitmask(), np.uint32))
+
+
+def request(params: StructuredOutputsParams | None) -> AddRequest:
+    return AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=params), 0)
+
+
+def test_a_compiled_grammar_is_kept_while_a_request_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CACHED", 2)
+    grammars, params = make_grammars(), structured(regex="a")
+    first = request(params)
+    assert grammars.needs(first)
+    assert not grammars.needs(request(None))
+    grammars.prepare(first)
+    assert not grammars.needs(first)
+    assert not grammars.needs(request(structured(regex="a")))  # equal, of another request
+    for text in "bcd":
+        grammars.prepare(request(structured(regex=text)))
+    assert not grammars.needs(first)  # it lives
+    assert grammars.needs(request(structured(regex="a")))  # and the cache has forgotten it
+    del first, params
+    gc.collect()
+    assert not grammars._held
+
+
+def test_many_threads_may_ask_at_once() -> None:
+    grammars, found = make_grammars(), list[bytes]()
+
+    def ask(text: str) -> None:
+        found.append(grammars.matcher(structured(regex=text)).compute_bitmask())
+
+    threads = [threading.Thread(target=ask, args=("[a-c]+" * (1 + number % 3),)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    assert len(set(found)) == 1
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedParameterError, match=r"pip install 'llm-engine-core\[structured\]'"):
+        make_grammars().prepare(request(structured(regex="a")))
+
+
+def test_without_a_tokenizer_or_an_end_they_are_refused() -> None:
+    with pytest.raises(UnsupportedParameterError, match="need the model's tokenizer: the model has no tokenizer"):
+        Grammars(dict, VOCAB_SIZE, (EOS,)).prepare(request(structured(regex="a")))
+    with pytest.raises(UnsupportedParameterError, match="need a model with an EOS token"):
+        Grammars(tokenizer_files, VOCAB_SIZE, ()).prepare(request(structured(regex="a")))
+
+
+def test_close_objects() -> None:
+    given = {
+        "properties": {
+            "properties": {"type": "object", "properties": {"x": {}}},
+            "open": {"additionalProperties": True},
+        },
+        "anyOf": [{"patternProperties": {"a": {}}}, True],
+        "items": [{"properties": {}}],
+        "enum": [{"properties": {}}],
+        "$defs": {"d": {"properties": {}, "additionalProperties": {"properties": {}}}},
+    }
+    closed = {"additionalProperties": False}
+    assert (
+        close_objects(given)
+        == {
+            "properties": {
+                "properties": {"type": "object", "properties": {"x": {}}} | closed,
+                "open": {"additionalProperties": True},
+            },
+            "anyOf": [{"patternProperties": {"a": {}}} | closed, True],
+            "items": [{"properties": {}} | closed],
+            "enum": [{"properties": {}}],
+            "$defs": {"d": {"properties": {}, "additionalProperties": {"properties": {}} | closed}},
+        }
+        | closed
+    )

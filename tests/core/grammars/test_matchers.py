@@ -1,0 +1,119 @@
+"""RowMatchers: masks behind drafts are those of a row that has them as tokens, and drafts leave no trace."""
+
+import random
+
+import numpy as np
+import pytest
+
+from core.grammars.matchers import RowMatchers
+from ipc.structured_outputs import StructuredOutputsParams
+from tests.grammar_vocabulary import EOS, allowed, make_grammars, schema, structured, tokenizer
+
+GRAMMARS = make_grammars()
+PARAMS = [
+    structured(
+        json=schema(name={"type": "string", "maxLength": 5}, age={"type": "integer"}), disable_any_whitespace=True
+    ),
+    structured(json_object=True),
+    structured(regex="[a-z]{2,9}(00)*"),
+    structured(choice=["yes", "no", "nothing"]),
+]
+
+
+def one_mask(params: StructuredOutputsParams, output: list[int]) -> list[int]:
+    matchers = RowMatchers(GRAMMARS, 1)
+    matchers.add(0, params, np.array(output, np.int32))
+    return allowed(matchers.masks(np.array([0]))[0])
+
+
+def some_output(params: StructuredOutputsParams, rng: random.Random, count: int) -> list[int]:
+    """Tokens that the grammar allows, up to EOS."""
+    matcher, output = GRAMMARS.matcher(params), list[int]()
+    while len(output) < count and (not output or output[-1] != EOS):
+        output.append(rng.choice(allowed(np.frombuffer(matcher.compute_bitmask(), np.uint32))))
+        assert matcher.consume_token(output[-1])
+    return output
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_masks_behind_drafts(number: int) -> None:
+    rng = random.Random(number)
+    matchers, rows, drafts, whole = RowMatchers(GRAMMARS, 8), [], [], []
+    for row in rng.sample(range(8), 5):
+        params, count = rng.choice(PARAMS), rng.randrange(5)
+        output = some_output(params, rng, 20)
+        known, draft = output[:count], output[count : count + rng.randrange(6)]
+        if known and known[-1] == EOS:
+            continue
+        matchers.add(row, params, np.array(known, np.int32))
+        rows.append(row)
+        drafts.append(draft)
+        whole.append((params, known))
+    masks = matchers.masks(np.array(rows), drafts).copy()
+    index = 0
+    for (params, known), draft in zip(whole, drafts, strict=True):
+        for end in range(len(draft) + 1):
+            if draft[:end][-1:] != [EOS]:  # nothing follows it
+                assert allowed(masks[index]) == one_mask(params, known + draft[:end])
+            index += 1
+    assert index == len(masks)
+    after = matchers.masks(np.array(rows))
+    assert [allowed(mask) for mask in after] == [one_mask(params, known) for params, known in whole]
+
+
+def test_a_draft_that_is_not_allowed_has_nothing_behind_it_and_changes_nothing() -> None:
+    matchers = RowMatchers(GRAMMARS, 2)
+    params = structured(choice=["yes", "no"])
+    matchers.add(1, params, np.zeros(0, np.int32))
+    yes, bad = tokenizer().encode("yes").ids[0], tokenizer().encode("x").ids[0]
+    before = allowed(matchers.masks(np.array([1]))[0])
+    masks = matchers.masks(np.array([1]), [[bad, yes, bad]])
+    assert [allowed(mask) for mask in masks] == [before, [], [], []]
+    assert matchers.num_allowed(1, [yes, bad]) == 1
+    assert allowed(matchers.masks(np.array([1]))[0]) == before
+    assert matchers.failure(0) is None
+
+
+def test_forced_tokens_are_those_of_the_tokenizer() -> None:
+    matchers = RowMatchers(GRAMMARS, 2)
+    matchers.add(0, PARAMS[0], np.zeros(0, np.int32))
+    forced = matchers.forced(0)
+    assert tokenizer().decode(forced).startswith('{"name')
+    assert forced == tokenizer().encode('{"name":"').ids[: len(forced)]
+    assert matchers.num_allowed(0, forced) == len(forced)
+    matchers.append(np.array([0] * len(forced)), np.array(forced, np.int32))
+    assert matchers.forced(0) == []
+
+
+def test_a_row_is_where_its_output_has_brought_it() -> None:
+    rng = random.Random(3)
+    for params in PARAMS:
+        output = some_output(params, rng, 12)
+        output = output[:-1] if output[-1] == EOS else output
+        matchers = RowMatchers(GRAMMARS, 4)
+        matchers.add(2, params, np.array(output[:3], np.int32))
+        for token in output[3:]:
+            matchers.append(np.array([1, 2]), np.array([0, token], np.int32))
+        assert allowed(matchers.masks(np.array([2]))[0]) == one_mask(params, output)
+        matchers.remove(2)
+        matchers.remove(2)
+        assert len(matchers) == 0
+
+
+def test_an_output_that_the_grammar_refuses_fails_the_row() -> None:
+    """A client said that it has been delivered, say."""
+    matchers = RowMatchers(GRAMMARS, 2)
+    matchers.add(0, structured(choice=["yes"]), np.array(tokenizer().encode("no").ids, np.int32))
+    assert allowed(matchers.masks(np.array([0]))[0]) == []
+    assert (matchers.failure(0) or "").startswith("structured_outputs: ")
+
+
+def test_a_matcher_that_reaches_a_limit_is_made_again_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the limit is a token that the grammar refuses, so the new matcher fails too."""
+    made = []
+    monkeypatch.setattr(GRAMMARS, "renew", lambda params: made.append(params) or GRAMMARS.matcher(params))
+    matchers = RowMatchers(GRAMMARS, 1)
+    matchers.add(0, PARAMS[3], np.array([5, 5], np.int32))
+    for _ in range(4):
+        assert allowed(matchers.masks(np.array([0]))[0]) == []
+    assert len(made) == 2
