@@ -227,6 +227,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "tokens; KIND is one of raise, row, memory, abort, segv, hang",
         ),
     ] = ""
+    fake_step_us: Annotated[
+        int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
+    ] = 0
     generation_config: Annotated[
         str,
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),

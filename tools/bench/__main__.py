@@ -13,6 +13,7 @@ import msgspec
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
+from tools.bench.http import measure_http
 from tools.bench.ipc import measure_ipc
 from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
@@ -32,6 +33,7 @@ DEFAULTS = {
     "throughput": ["batch8", "batch32", "prefix"],
     "startup": [],
     "ipc": [],
+    "http": [],
     "capture": [],
     "metrics": [],
     "gemm": [],
@@ -45,6 +47,7 @@ DEFAULTS = {
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
 _OWN_ENGINE = {
     "ipc": measure_ipc,
+    "http": measure_http,
     "capture": measure_capture,
     "metrics": measure_metrics,
     "scheduler": measure_scheduler,
