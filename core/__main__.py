@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 from core import log
+from core.border.doorway import raise_descriptor_limit
 from core.process.lease import Lease
 from core.process.loop import run
 from core.process.start import StartedEngine, bind, start_engine
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: {__doc__}", file=sys.stderr)
         return EXIT_START_FAILED
     faulthandler.enable()
+    raise_descriptor_limit()
     lease_fd, report_fd = map(int, arguments)
     started = _start(lease_fd, report_fd)
     if started is None:

@@ -1,8 +1,9 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM or SIGINT
-drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients and
-stops it at once, exit status 143. Where the engine dies too often, the exit status is 1.
+An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM, SIGINT or
+SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients
+and stops it at once, exit status 143. Under nohup, SIGHUP stays ignored. Where the engine dies too often, the exit
+status is 1.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import phase_printer
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STOP_S = 5.0  # seconds between a second signal and the kill
 
 
@@ -61,10 +62,10 @@ def main(arguments: Sequence[str]) -> int:
         resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
     )
     if parsed.owner_file is not None:
-        write_owner_file(parsed.owner_file, process.owner_token)
+        write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
     engine = SupervisedEngine(process, RestartRules(most=max(0, parsed.restarts)), on_news=_tell)
     stop = _Stop(engine)
-    for number in _SIGNALS:
+    for number in stop.signals:
         signal.signal(number, lambda *_: stop.tell())
     try:
         with served_metrics(parsed.metrics, lambda: process.last_address) as url:
@@ -106,6 +107,7 @@ class _Stop:
     def __init__(self, engine: SupervisedEngine) -> None:
         self._engine = engine
         self.count = 0
+        self.signals = tuple(number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
         self.is_fetching = False  # there is no engine process yet
 
     def tell(self) -> None:
@@ -177,7 +179,7 @@ async def _watch(engine: SupervisedEngine, stop: _Stop) -> int:
         stop.tell()
         limit()
 
-    for number in _SIGNALS:
+    for number in stop.signals:
         loop.add_signal_handler(number, on_signal)
     limit()  # for signals before
     loop.add_reader(engine.ended_fd, ended.set)

@@ -51,6 +51,7 @@ class EngineProcess:
             on_drain=self.drain,
             on_shutdown=lambda: None,
         )
+        self.border.sessions.has_read_all = lambda fd: True
         self.is_dead = False
         self.stopped_until_ns = 0
         self._round_at_ns: int | None = None  # when the next round is due
