@@ -13,6 +13,7 @@ import zmq
 from core.border.accounts import Load, load_of
 from core.border.departure import Departure
 from core.border.inbox import Inbox
+from core.border.isolation import QUARANTINED_TEXT, Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
@@ -48,6 +49,7 @@ from ipc.messages import (
     decode_client_message,
 )
 from ipc.metrics_messages import GetMetrics, Metrics
+from ipc.start_messages import Isolate
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
@@ -69,6 +71,7 @@ class Served(msgspec.Struct, frozen=True):
     owner_token: bytes = b""
     client_weights: dict[str, float] = {}
     meter: RequestMeter | None = None
+    isolate: Isolate = Isolate()
 
 
 class Reception:
@@ -86,6 +89,7 @@ class Reception:
         clock: LeaseClock,
         preparation: Preparation | None = None,
         *,
+        isolation: Isolation,
         departure: Departure,
         on_connect: Callable[[], None],
         on_drain: Callable[[], None],
@@ -101,6 +105,7 @@ class Reception:
         self._clock = clock
         self._preparation = preparation  # None: no request has anything to prepare
         self._restorable = Restorable(self._limits)
+        self._isolation = isolation
         self._departure = departure
         self._on_connect = on_connect
         self._on_drain = on_drain
@@ -186,7 +191,7 @@ class Reception:
     ) -> None:
         match message:
             case AddRequest():
-                refusal = self._admit(session, message, frame)
+                refusal = self._admit(session, message, frame, now)
                 if self._meter is not None:
                     self._meter.note_request(session.client, message, refusal, now)
                 if refusal is not None:
@@ -243,14 +248,18 @@ class Reception:
             text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
             self._reject(session.identity, session, b"", text, now)
         elif (abort := session.requests.live_among(message)) is not None:
-            rest, last = (abort, None) if self._preparation is None else self._preparation.abort(session.client, abort)
+            rest: Abort | None = abort
+            for waiting in (self._isolation, self._preparation):
+                if waiting is None or rest is None:
+                    continue
+                rest, last = waiting.abort(session.client, rest)
+                if last is not None:
+                    session.requests.note(last)
+                    self._sessions.send(session, last, now)
             if rest is not None:
                 self._inbox.put_abort(session.client, rest)
-            if last is not None:
-                session.requests.note(last)
-                self._sessions.send(session, last, now)
 
-    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
+    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame, now: float) -> RequestFailed | None:
         """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
         number = message.number
         status = session.requests.status(number, frame.buffer)
@@ -277,17 +286,25 @@ class Reception:
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
+        if self._isolation.is_quarantined(message):
+            return RequestFailed(number, ErrorCode.QUARANTINED, QUARANTINED_TEXT)
         preparation = self._preparation
-        if preparation is not None and preparation.needs(message):
-            if preparation.is_full and not is_resumed:
-                text = f"{len(preparation)} requests are being prepared; send again later"
-                return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-            session.requests.add(number, frame.buffer, load)
-            preparation.begin(session.client, message)
-            return None
+        if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
+            text = f"{len(preparation)} requests are being prepared; send again later"
+            return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
         session.requests.add(number, frame.buffer, load)
-        self._inbox.put(session.client, message)
+        if self._isolation.is_parked(message):
+            self._isolation.park(session.client, message, now)
+        else:
+            self.begin(session.client, message)
         return None
+
+    def begin(self, client: int, message: AddRequest) -> None:
+        """Pass an accepted request on: to its preparation, if it needs one, or into the inbox."""
+        if self._preparation is not None and self._preparation.needs(message):
+            self._preparation.begin(client, message)
+        else:
+            self._inbox.put(client, message)
 
     def _what_is_full(self, session: Session, load: Load) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""

@@ -340,7 +340,8 @@ class Scheduler:
         for index in failing:
             request = self.table.request[int(rows[index])]
             if request is not None:  # None: another choice of its request failed first
-                self._fail(request, ErrorCode.INTERNAL, texts.get(index, _NOT_FINITE))
+                code = ErrorCode.INTERNAL if index in texts else ErrorCode.NUMERIC
+                self._fail(request, code, texts.get(index, _NOT_FINITE))
 
     def _fail_overdue(self, now_ns: int) -> None:
         for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
