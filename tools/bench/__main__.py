@@ -1,7 +1,6 @@
 """`python -m tools.bench BENCHMARK`: print one JSON line per result; it never fails because of a time."""
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ipc.config import EngineConfig, config_from_options
+from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
 from tools.bench.http import measure_http
@@ -172,7 +172,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
 
 def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     config = config_from_options(**options)
-    threads, has_kernels = config.threads or len(os.sched_getaffinity(0)), parsed.kernel_cache == "filled"
+    threads, has_kernels = config.threads or usable_cpus(), parsed.kernel_cache == "filled"
     for rep in range(parsed.reps):
         measured = measure_cleanly(
             config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds, has_kernels=has_kernels
