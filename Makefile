@@ -2,6 +2,7 @@
 # make test   all that a change must pass: linters, types, import rules, tests
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
+# make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
 # make map    write docs/map.md anew
@@ -29,7 +30,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak gpu check map venv clean
+.PHONY: run test test-wheel soak clients gpu check map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
@@ -42,6 +43,9 @@ test-wheel: $(DEV_STAMP)
 
 soak: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
+
+clients: $(DEV_STAMP)
+	$(BIN)/python -m tests.clients $(ARGS)
 
 gpu: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
@@ -72,4 +76,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .clients build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

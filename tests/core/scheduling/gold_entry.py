@@ -28,6 +28,7 @@ class Entry:
     max_total: int
     salt: str
     eos: int
+    party: int  # under policy fair: its client, or its tenant's negative number
     rank: int = 0
     urgency: int = 0  # of policy priority: 1, 0, -1; the blocks of the less urgent are evicted first
     blocks: list[Block] = field(default_factory=list)
