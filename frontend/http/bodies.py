@@ -47,6 +47,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
@@ -66,7 +68,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -77,7 +78,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     lora_request: Any = None
     logits_processors: Any = None
     thinking_token_budget: Any = None
-    response_format: Any = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -133,7 +133,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-_GRAMMAR = "this server has no grammars yet"
+_GRAMMAR = "use response_format or structured_outputs"
 _BEAMS = "ask for n choices and take the best by its logprobs"
 #: Field -> (values that change nothing, what to do instead). None is always such a value.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -141,14 +141,12 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_beam_search": ((False,), _BEAMS),
     "length_penalty": ((1.0, 1), _BEAMS),
     "early_stopping": ((False,), _BEAMS),
-    "structured_outputs": (({},), _GRAMMAR),
     "guided_json": ((), _GRAMMAR),
     "guided_regex": ((), _GRAMMAR),
     "guided_choice": ((), _GRAMMAR),
     "guided_grammar": ((), _GRAMMAR),
     "guided_decoding_backend": ((), _GRAMMAR),
     "structural_tag": ((), _GRAMMAR),
-    "response_format": (({"type": "text"},), _GRAMMAR),
     "prompt_embeds": ((), "send text or token ids"),
     "lora_request": ((), "load the adapted model as a model of its own"),
     "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),

@@ -39,6 +39,8 @@ async def prepare_chat(service: Service, request: Request, body: ChatBody) -> li
         raise HttpError(400, f"{len(body.tools)} tools; {MAX_TOOLS} are allowed", param="tools")
     if body.chat_template is not None and not service.options.allow_request_templates:
         raise HttpError(400, "chat_template is a program: this server takes none from requests", param="chat_template")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise HttpError(400, "tool_choice is not supported but for auto and none", param="tool_choice")
     if body.max_tokens is None:
         body.max_tokens = body.max_completion_tokens
     if body.top_logprobs and not body.logprobs:

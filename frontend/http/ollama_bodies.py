@@ -67,9 +67,10 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
     """Return the options as fields of SamplingFields. Errors: HttpError 400, also for a num_ctx above max_model_len."""
-    if body.format not in (None, ""):
-        raise HttpError(400, "format is not supported: this server has no grammars yet", param="format")
     found: Json = {"stream": body.stream is not False}
+    if body.format not in (None, ""):
+        schema = {"type": "json_schema", "json_schema": {"schema": body.format}}
+        found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     for name, value in (body.options or {}).items():
         if name == "num_ctx":
             if not isinstance(value, int) or value > max_model_len:

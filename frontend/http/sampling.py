@@ -3,6 +3,7 @@
 from typing import Any
 
 from frontend.http.bodies import SamplingFields, refuse_fields
+from frontend.http.response_format import read_structure
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 
 #: Fields of a body with the names and meanings of SamplingParams.
@@ -21,4 +22,6 @@ def read_sampling(
     given = {name: value for name in _NAMES if (value := getattr(body, name)) is not None}
     limit = body.max_tokens if body.max_tokens is not None else defaults.get("max_tokens", max_tokens)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{**defaults, **given, "max_tokens": limit, "logprobs": logprobs, "output_kind": kind})
+    structure = read_structure(body.response_format, body.structured_outputs)
+    own = {"max_tokens": limit, "logprobs": logprobs, "output_kind": kind, "structured_outputs": structure}
+    return SamplingParams(**{**defaults, **given, **own})

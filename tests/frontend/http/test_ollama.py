@@ -51,7 +51,7 @@ def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> Non
         ({"options": {"mirostat": 1}}, "mirostat"),
         ({"options": {"speed": 1}}, "speed"),
         ({"options": {"temperature": "hot"}}, None),
-        ({"format": "json"}, "format"),
+        ({"format": "xml"}, "response_format"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages"),
     ],
 )
