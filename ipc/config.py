@@ -219,6 +219,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_tokens_per_step: Annotated[
         int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
     ] = 1
+    fake_poison: Annotated[
+        str,
+        Option(
+            "fake executor",
+            "KIND:TOKEN:POSITION: a request whose first token is TOKEN harms the fake executor when it has POSITION "
+            "tokens; KIND is one of raise, row, memory, abort, segv, hang",
+        ),
+    ] = ""
+    fake_step_us: Annotated[
+        int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
+    ] = 0
     generation_config: Annotated[
         str,
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),

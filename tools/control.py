@@ -1,7 +1,9 @@
 """`engine-core control`: pause, resume, drain, upgrade or shut down a running engine, as its owner."""
 
 import argparse
+import fcntl
 import os
+import re
 from collections.abc import Callable, Sequence
 
 from frontend.client.client import EngineClient
@@ -19,6 +21,7 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "shutdown": lambda client, _: client.shutdown(),
     "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
 }
+_OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,16 +54,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_owner_file(path: str, token: bytes) -> None:
-    """Write the owner token to a new file that only this user can read. Errors: ConfigError if the file exists."""
+def write_owner_file(path: str, token: bytes) -> int:
+    """Write the owner token to a file that only this user can read; return its descriptor, which holds a lock.
+
+    The lock ends with the process, however it ends: the file of an engine that was killed is taken over. Errors:
+    ConfigError if the file is in use, or is no owner file.
+    """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"--owner-file {path} exists: remove it if no engine is using it, or name another") from None
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise ConfigError(f"--owner-file {path} cannot be written: {error.strerror}") from None
-    with os.fdopen(fd, "w") as file:
-        file.write(token.hex() + "\n")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _OWNER_FILE.fullmatch(os.pread(fd, 1000, 0)) or os.fstat(fd).st_uid != os.geteuid():
+            raise ConfigError(f"--owner-file {path} exists and is not an owner file: name another")
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, token.hex().encode() + b"\n", 0)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(f"--owner-file {path} is in use by a running `engine-core serve`: name another") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def read_owner_file(path: str) -> bytes:

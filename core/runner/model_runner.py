@@ -25,7 +25,7 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
-from ipc.arrays import AnyInts, Int32s, Ints, Rows
+from ipc.arrays import NO_INT32S, AnyInts, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 
@@ -79,14 +79,21 @@ class ModelRunner:
             samples = inputs.sample_rows, inputs.sample_offsets
             token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
             self.table.accept(plan, counts)
-            return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts, self._take_failures())
+            return self._output(plan, token_ids, logprobs, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
-        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), failures=self._take_failures())
+        return self._output(plan, token_ids, logprobs)
 
-    def _take_failures(self) -> list[tuple[int, str]]:
-        """Return the texts of this step's failed rows."""
+    def _output(
+        self,
+        plan: SchedulerOutput,
+        token_ids: Int32s,
+        logprobs: list[LogprobColumns],
+        counts: Int32s | None = None,
+    ) -> ModelRunnerOutput:
+        """Return the step's result, with the drafts that grammars force."""
         failures, self._failures = self._failures, []
-        return failures
+        drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
+        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts)
 
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
