@@ -56,7 +56,7 @@ def test_what_is_no_vocabulary_of_bytes_is_refused() -> None:
     wordpiece = json.dumps({"model": {"vocab": {"a": 0}}, "decoder": {"type": "WordPiece"}})
     with pytest.raises(UnsupportedModelError, match="are not bytes"):
         token_bytes_of_json(wordpiece.encode())
-    with pytest.raises(ModelFileError, match="tokenizer.json is not a tokenizer"):
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is not a tokenizer"):
         token_bytes_of_json(b"[]")
     with pytest.raises(ModelFileError, match=r"the id -1"):
         token_bytes_of_json(b'{"model": {"vocab": {"a": -1}}}')
