@@ -162,14 +162,16 @@ class EngineHandle:
         recommended: dict[str, Any] = self.client.welcome.default_sampling
         return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
-    def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
-        """Submit a request; request_id None = its number. Errors: those of EngineClient.submit."""
+    def submit(self, prepared: PreparedRequest, request_id: str | None = None, seed: int | None = None) -> RequestState:
+        """Submit a request; request_id None = its number, seed None = derive_seed() of its number, where its
+        parameters have none. Errors: those of EngineClient.submit.
+        """
         prompt, params, priority, deadline = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
             prompt.token_ids,
             params,
-            seed=self._derive_seed if params.seed is None else params.seed,
+            seed=next((one for one in (params.seed, seed) if one is not None), self.derive_seed),
             priority=priority,
             deadline_ms=0 if left_s is None else max(1, math.ceil(left_s * 1000)),
             cache_salt=prompt.cache_salt,
@@ -271,7 +273,7 @@ class EngineHandle:
             self.close()
             raise ModelFileError(f"the model's tokenizer files changed while the engine started: {theirs} and {ours}")
 
-    def _derive_seed(self, number: int) -> int:
+    def derive_seed(self, number: int) -> int:
         """Return the uint64 seed of a request without one of its own.
 
         It depends on LLM(seed=), the request's number and, with connect=, the session, so that two clients of one

@@ -219,6 +219,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_tokens_per_step: Annotated[
         int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
     ] = 1
+    fake_poison: Annotated[
+        str,
+        Option(
+            "fake executor",
+            "KIND:TOKEN:POSITION: a request whose first token is TOKEN harms the fake executor when it has POSITION "
+            "tokens; KIND is one of raise, row, memory, abort, segv, hang",
+        ),
+    ] = ""
     generation_config: Annotated[
         str,
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),

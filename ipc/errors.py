@@ -18,9 +18,17 @@ EngineCoreError
 └── MalformedMessageError               received bytes are not a message of this protocol
 """
 
+from collections.abc import Sequence
+
 
 class EngineCoreError(Exception):
-    """Root of the tree above."""
+    """Root of the tree above.
+
+    outputs: of an error of LLM.generate() or chat() that came after the start: the outputs of the prompts that have
+    finished, in the prompts' order; None for a prompt that has not.
+    """
+
+    outputs: Sequence[object | None] = ()
 
 
 class ConfigError(EngineCoreError, ValueError):
@@ -36,7 +44,12 @@ class UnsupportedParameterError(InvalidRequestError):
 
 
 class RequestFailedError(EngineCoreError):
-    """The engine accepted the request and could not finish it."""
+    """The engine accepted the request and could not finish it, or refused it because a bound is reached.
+
+    retry_after_ms: milliseconds after which the same request may be accepted; 0 = it is not for want of room.
+    """
+
+    retry_after_ms = 0
 
 
 class DeadlineExceededError(RequestFailedError):

@@ -161,7 +161,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     max_message_bytes: int
     max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not reported
     max_num_queued_tokens: int = 0  # of those requests
-    max_client_bytes: int = 0  # of one session's unfinished requests, as sent
+    max_client_bytes: int = 0  # of one session's unfinished requests, as the engine keeps them
     heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
     lease_ms: int = 0  # a session without a message for so long ends; 0 = never
     max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported

@@ -19,16 +19,16 @@ import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
-import zmq
-
 from core import log
 from core.border.departure import Departure
+from core.border.doorway import Doorway, max_connections, monitor_of
 from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import AddressedMessage, Border
 from core.inputs import EngineInput
 from ipc.messages import EngineStopping
 from ipc.sockets import BoundRouter, Context, signal_fd
+from ipc.start_messages import Isolate
 
 MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MAX_SENT_BY_ENGINE = 2  # messages of a step that cost its thread less than to wake this one
@@ -56,7 +56,7 @@ class IOThread:
         self._context = context
         self._router = router
         self._socket = router.socket
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = monitor_of(context, self._socket)
         self._using = threading.Lock()  # socket, monitor and border; the last to use them keeps it
         self._socket_fd = signal_fd(self._socket)
         self._sources = select.epoll()
@@ -71,6 +71,7 @@ class IOThread:
             served,
             time.monotonic(),
             preparer,
+            Doorway(max_connections()),
             on_drain=self.drain,
             on_shutdown=self._wake_up,
             on_prepared=self._wake_up,
@@ -101,6 +102,11 @@ class IOThread:
         self._outbox.put(messages)
         if self._is_asleep:
             self._wake_up()
+
+    def isolate(self, which: Isolate) -> None:
+        """Keep these requests from running from now on, and let the others run."""
+        self._border.isolate = which
+        self._wake_up()
 
     def drain(self) -> None:
         """Refuse new requests from now on and end the inbox."""

@@ -10,14 +10,16 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from core.border.accounts import Load, load_of
 from core.border.departure import Departure
-from core.border.inbox import Inbox, num_tokens
+from core.border.inbox import Inbox
+from core.border.isolation import QUARANTINED_TEXT, Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
 from core.border.restorable import Restorable
-from core.border.sessions import MAX_SESSIONS, Session, Sessions
+from core.border.sessions import Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.messages import (
@@ -47,6 +49,7 @@ from ipc.messages import (
     decode_client_message,
 )
 from ipc.metrics_messages import GetMetrics, Metrics
+from ipc.start_messages import Isolate
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
@@ -68,6 +71,7 @@ class Served(msgspec.Struct, frozen=True):
     owner_token: bytes = b""
     client_weights: dict[str, float] = {}
     meter: RequestMeter | None = None
+    isolate: Isolate = Isolate()
 
 
 class Reception:
@@ -85,6 +89,7 @@ class Reception:
         clock: LeaseClock,
         preparation: Preparation | None = None,
         *,
+        isolation: Isolation,
         departure: Departure,
         on_connect: Callable[[], None],
         on_drain: Callable[[], None],
@@ -100,6 +105,7 @@ class Reception:
         self._clock = clock
         self._preparation = preparation  # None: no request has anything to prepare
         self._restorable = Restorable(self._limits)
+        self._isolation = isolation
         self._departure = departure
         self._on_connect = on_connect
         self._on_drain = on_drain
@@ -143,8 +149,8 @@ class Reception:
         for lost in self._sessions.of_token(hello.session_token):
             if lost is not session:
                 self._sessions.lose(lost)  # its connection was cut, which only the client has noticed so far
-        if session is None and len(self._sessions) >= MAX_SESSIONS:
-            text = f"the engine has {MAX_SESSIONS} clients, which is its limit; try again later"
+        if session is None and len(self._sessions) >= self._sessions.max_sessions:
+            text = f"the engine has {len(self._sessions)} clients, which is its limit; try again later"
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
             return
         if session is None:
@@ -185,7 +191,7 @@ class Reception:
     ) -> None:
         match message:
             case AddRequest():
-                refusal = self._admit(session, message, frame)
+                refusal = self._admit(session, message, frame, now)
                 if self._meter is not None:
                     self._meter.note_request(session.client, message, refusal, now)
                 if refusal is not None:
@@ -242,14 +248,18 @@ class Reception:
             text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
             self._reject(session.identity, session, b"", text, now)
         elif (abort := session.requests.live_among(message)) is not None:
-            rest, last = (abort, None) if self._preparation is None else self._preparation.abort(session.client, abort)
+            rest: Abort | None = abort
+            for waiting in (self._isolation, self._preparation):
+                if waiting is None or rest is None:
+                    continue
+                rest, last = waiting.abort(session.client, rest)
+                if last is not None:
+                    session.requests.note(last)
+                    self._sessions.send(session, last, now)
             if rest is not None:
-                self._inbox.put(session.client, rest)
-            if last is not None:
-                session.requests.note(last)
-                self._sessions.send(session, last, now)
+                self._inbox.put_abort(session.client, rest)
 
-    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
+    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame, now: float) -> RequestFailed | None:
         """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
         number = message.number
         status = session.requests.status(number, frame.buffer)
@@ -260,8 +270,9 @@ class Reception:
             return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
+        load = load_of(message, len(frame.buffer))
         is_resumed = number in session.resumable or session.num_restorable > 0
-        full = "" if is_resumed else self._what_is_full(session, message, len(frame.buffer))
+        full = "" if is_resumed else self._what_is_full(session, load)
         session.resumable.discard(number)
         session.num_restorable -= session.num_restorable > 0
         if full:
@@ -275,30 +286,50 @@ class Reception:
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
+        if self._isolation.is_quarantined(message):
+            return RequestFailed(number, ErrorCode.QUARANTINED, QUARANTINED_TEXT)
         preparation = self._preparation
-        if preparation is not None and preparation.needs(message):
-            if preparation.is_full and not is_resumed:
-                text = f"{len(preparation)} requests are being prepared; send again later"
-                return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-            session.requests.add(number, frame.buffer, message.params.n)
-            preparation.begin(session.client, message)
-            return None
-        session.requests.add(number, frame.buffer, message.params.n)
-        self._inbox.put(session.client, message)
+        if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
+            text = f"{len(preparation)} requests are being prepared; send again later"
+            return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
+        session.requests.add(number, frame.buffer, load)
+        if self._isolation.is_parked(message):
+            self._isolation.park(session.client, message, now)
+        else:
+            self.begin(session.client, message)
         return None
 
-    def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
+    def begin(self, client: int, message: AddRequest) -> None:
+        """Pass an accepted request on: to its preparation, if it needs one, or into the inbox."""
+        if self._preparation is not None and self._preparation.needs(message):
+            self._preparation.begin(client, message)
+        else:
+            self._inbox.put(client, message)
+
+    def _what_is_full(self, session: Session, load: Load) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
-        inbox, limits = self._inbox, self._limits
-        if inbox.num_queued_requests >= limits.max_num_queued_requests:
-            return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
-        tokens = inbox.num_queued_tokens
-        if tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
-            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
-        held = session.requests.num_bytes
-        if held > 0 and held + num_bytes > limits.max_client_bytes:
+        limits, account = self._limits, session.requests.account
+        if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
             return (
-                f"this client's unfinished requests have {held} bytes and max_client_bytes is {limits.max_client_bytes}"
+                f"this client's unfinished requests take {account.num_bytes} bytes of memory, this one takes "
+                f"{load.num_bytes}, and max_client_bytes is {limits.max_client_bytes}"
+            )
+        queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
+        left = limits.max_num_queued_requests - queued
+        if left <= 0:
+            return f"{queued} requests wait to begin, which is max_num_queued_requests"
+        if account.num_queued >= left + limits.max_num_seqs:
+            return (
+                f"{account.num_queued} of the {queued} requests that wait to begin are this client's, and the last "
+                f"{left} places are for others"
+            )
+        left = limits.max_num_queued_tokens - tokens
+        if tokens > 0 and load.num_tokens > left:
+            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
+        if account.num_queued_tokens + load.num_tokens > left + limits.max_model_len:
+            return (
+                f"{account.num_queued_tokens} of the {tokens} tokens that wait to begin are this client's, and the "
+                f"last {left} are for others"
             )
         return ""
 

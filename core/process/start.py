@@ -21,6 +21,7 @@ from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
 from core.executors.by_name import import_executor, load_executor
 from core.model_files.default_sampling import read_default_sampling
+from core.process.black_box import BlackBox, WatchedExecutor
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
@@ -49,6 +50,7 @@ class StartedEngine(NamedTuple):
     engine: Engine
     executor: Executor
     io: IOThread  # bound, not yet running
+    box: BlackBox
     close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
 
 
@@ -98,6 +100,8 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     )
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
+    watched = WatchedExecutor(executor, box)
     served = Served(
         _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,
@@ -105,15 +109,20 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         start.owner_token,
         config.client_weights,
         _meter(config),
+        start.isolate,
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     io = IOThread(context, router, served, executor.grammars)
     if capture is None:
-        return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
+        core = EngineCore(config, watched, start.epoch)
+        box.watch(core.scheduler.table.num_computed_tokens)
+        return StartedEngine(core, executor, io, box, lambda: None)
     writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
     log.say(f"engine-core: every prompt and answer is captured to {capture}")
-    return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
+    captured = CapturedEngine(config, watched, writer, start.epoch)
+    box.watch(captured.engine.scheduler.table.num_computed_tokens)
+    return StartedEngine(captured, executor, io, box, writer.close)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
 
+#: Most requests that one step fails because their deadlines have passed: it costs 10 microseconds each.
+MAX_OVERDUE = 512
 #: Error text for a failed row without a text of its own.
 _NOT_FINITE = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
 
@@ -81,9 +83,9 @@ class Scheduler:
             self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
             return
         for request in choices:
-            finish = self.batch.stop_check.finish_of_delivered(request)
+            finish, stop_token = self.batch.stop_check.finish_of_delivered(request)
             if finish:  # the message came with all of its tokens
-                self.outputs.add_finish(request, request.num_output_tokens, finish)
+                self.outputs.add_finish(request, request.num_output_tokens, finish, stop_token)
                 continue
             request.arrival_ns = now_ns
             self._requests.add(request, deadline_ns)
@@ -338,10 +340,11 @@ class Scheduler:
         for index in failing:
             request = self.table.request[int(rows[index])]
             if request is not None:  # None: another choice of its request failed first
-                self._fail(request, ErrorCode.INTERNAL, texts.get(index, _NOT_FINITE))
+                code = ErrorCode.INTERNAL if index in texts else ErrorCode.NUMERIC
+                self._fail(request, code, texts.get(index, _NOT_FINITE))
 
     def _fail_overdue(self, now_ns: int) -> None:
-        for request in self._requests.pop_overdue(now_ns):
+        for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
             if not request.is_finished:  # it may have failed with another choice
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
 

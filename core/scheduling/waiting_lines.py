@@ -57,14 +57,25 @@ class Line:
         return None
 
     def first(self, count: int) -> list[Request]:
-        """Return the first `count` requests, in order; O(n log count)."""
-        live = (entry for entry in self._heap if entry[2] == entry[3].ticket)
-        return [entry[3] for entry in heapq.nsmallest(count, live)]
+        """Return the first `count` requests, in order; O(count log count), besides stale entries that are passed.
+
+        An entry of a heap is not before its parent, so the next one is a child of those that were taken.
+        """
+        heap, found = self._heap, list[Request]()
+        frontier = [(heap[0][:3], 0)] if heap else []
+        while frontier and len(found) < count:
+            _, at = heapq.heappop(frontier)
+            entry = heap[at]
+            if entry[2] == entry[3].ticket:
+                found.append(entry[3])
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(frontier, (heap[child][:3], child))
+        return found
 
     def position(self, request: Request) -> int:
         """Return how many requests are before this one, which waits here; O(n)."""
-        key = (request.rank, request.serial)
-        return sum(entry[:2] < key and entry[2] == entry[3].ticket for entry in self._heap)
+        key = (request.rank, request.serial, request.ticket)
+        return sum([1 for entry in self._heap if entry < key and entry[2] == entry[3].ticket])
 
     def in_order(self) -> list[Request]:
         """Return all requests in order; O(n log n)."""

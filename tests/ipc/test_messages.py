@@ -252,7 +252,7 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("max_tokens", 0, "max_tokens must be in"),
         ("min_tokens", -1, "min_tokens must be in"),
         ("seed", 0.5, "Expected `int"),
-        ("stop", ["x"] * 17, "at most 16 stop strings"),
+        ("stop", ["x"] * 17, "Expected `array` of length <= 16"),
         ("stop_token_ids", [-1], "stop_token_ids must be"),
         ("n", 129, "n must be in"),
         ("n", 1.5, "Expected `int`"),

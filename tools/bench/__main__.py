@@ -19,6 +19,7 @@ from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
 from tools.bench.scheduler_cost import measure_scheduler
+from tools.bench.speculation import measure_speculation
 from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import write_tiny_model
@@ -37,6 +38,7 @@ DEFAULTS = {
     "kernels": [],
     "scheduler": [],
     "step": [],
+    "speculation": [],
     "structured": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
@@ -142,6 +144,11 @@ def _run_workloads(
 
 
 def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
+    if parsed.benchmark == "speculation" and parsed.connect is None and not parsed.workload:
+        names = parsed.only.split(",") if parsed.only else []
+        for record in measure_speculation(options, rounds=parsed.reps, names=names):
+            print_record(record)
+        return
     if parsed.connect is not None or parsed.only is not None or parsed.workload:
         raise ConfigError(
             f"{parsed.benchmark} starts its own engine and has no workload: leave out --connect, --only, --workload"

@@ -70,7 +70,7 @@ def decided_by(gold: Gold) -> dict[str, Any]:
     copied, slots = (gold.copied, gold.slots) if isinstance(gold, GoldWithOptions) else (dict[Entry, int](), 0)
     counts = (gold.budget(), gold.b.free, len(gold.b.fenced), slots)
     return {
-        "batch": [(r.number, r.n) for r in gold.running if r.n],
+        "batch": [(r.number, r.n + len(r.drafts)) for r in gold.running if r.n],
         "started": [(q.number, q.computed - q.n) for q in gold.starts],
         "preempted": [(r.number, cause, copied.get(r, 0)) for r, cause in gold.preempted.items()],
         "refused": [(q.number, refusal) for q, refusal in gold.refused.items()],
