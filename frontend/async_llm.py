@@ -115,12 +115,12 @@ class AsyncLLM:
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
-            continue_final_message=continue_final_message,
         )
         (prompt,) = self._engine.render_chats(
             [messages],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             kwargs=chat_template_kwargs,
         )

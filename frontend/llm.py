@@ -147,13 +147,13 @@ class LLM:
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
-            continue_final_message=continue_final_message,
         )
         conversations = split_conversations(messages)
         rendered = self._engine.render_chats(
             conversations,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             kwargs=chat_template_kwargs,
         )

@@ -134,6 +134,7 @@ class EngineHandle:
         *,
         chat_template: str | None,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
@@ -148,7 +149,11 @@ class EngineHandle:
             )
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidRequestError(f"chat_template must be a str, got {type(chat_template).__name__}")
-        arguments = {"add_generation_prompt": add_generation_prompt, "tools": tools} | read_template_kwargs(kwargs)
+        arguments = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        } | read_template_kwargs(kwargs)
         return [
             render_chat(
                 self.tokenizer.choose_chat_template(chat_template, with_tools=bool(arguments["tools"])),

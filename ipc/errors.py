@@ -3,7 +3,8 @@
 EngineCoreError
 ├── ConfigError (ValueError)            an engine option is unknown or has a bad value
 ├── InvalidRequestError (ValueError)    a prompt or a sampling parameter is wrong
-│   └── UnsupportedParameterError       this version does not support the parameter
+│   ├── UnsupportedParameterError       this version does not support the parameter
+│   └── PromptTooLongError              prompt and output do not fit the model's context
 ├── RequestFailedError                  the engine accepted the request and could not finish it
 │   └── DeadlineExceededError           the request's deadline came first
 ├── ModelFileError                      a model file is missing, truncated or corrupt
@@ -43,12 +44,18 @@ class UnsupportedParameterError(InvalidRequestError):
     """This version does not support the parameter."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for an output in the model's context."""
+
+
 class RequestFailedError(EngineCoreError):
     """The engine accepted the request and could not finish it, or refused it because a bound is reached.
 
-    retry_after_ms: milliseconds after which the same request may be accepted; 0 = it is not for want of room.
+    code: name of the engine's ErrorCode; "" where the client itself failed the request. retry_after_ms: milliseconds
+    after which the same request may be accepted; 0 = it is not for want of room.
     """
 
+    code = ""
     retry_after_ms = 0
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": ("tools.chat", "chat with a model in the terminal, or answer one prompt as plain text"),
     "run": ("tools.chat", "the same as chat"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
+    "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
     "top": ("tools.top.__main__", "show a running engine live"),
     "control": ("tools.control", "pause, resume or drain a running engine"),

@@ -19,7 +19,7 @@ from core.execution.plan import (
 from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import model_grammars
 from core.grammars.matchers import RowMatchers
-from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.arrays import NO_INT32S, AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 from ipc.config import EngineConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -138,7 +138,8 @@ class FakeExecutor:
         logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
         if counts is not None:
             table.accept(plan, counts)
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures))
+        drafts = self._matchers.drafts(plan.rows) if self._matchers else (None, NO_INT32S)
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts))
 
     def _sample(self, rows: Rows) -> Int32s:
         """The next token of each; it counts in the checksum, and is not in the table yet.

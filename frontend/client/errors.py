@@ -20,7 +20,7 @@ def request_error(failed: RequestFailed) -> EngineCoreError:
         return InvalidRequestError(failed.message)
     kind = DeadlineExceededError if failed.code == ErrorCode.DEADLINE_EXCEEDED else RequestFailedError
     error = kind(f"{failed.message} ({ErrorCode(failed.code).name})")
-    error.retry_after_ms = failed.retry_after_ms
+    error.code, error.retry_after_ms = ErrorCode(failed.code).name, failed.retry_after_ms
     return error
 
 
