@@ -9,6 +9,7 @@ import errno
 import faulthandler
 import importlib.util
 import os
+import signal
 import sys
 import time
 import traceback
@@ -76,12 +77,13 @@ def main(arguments: list[str]) -> int:
         return EXIT_START_FAILED
     faulthandler.enable()
     raise_descriptor_limit()
+    faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to a process that hangs: where is each thread?
     lease_fd, report_fd = map(int, arguments)
     started = _start(lease_fd, report_fd)
     if started is None:
         return EXIT_START_FAILED
     try:
-        return run(started.engine, started.io, started.executor.prepare_ahead)
+        return run(started.engine, started.io, started.executor.prepare_ahead, started.box.turn)
     finally:
         started.close_capture()
         started.executor.close()

@@ -73,6 +73,7 @@ class LLM:
         tokenization_kwargs: None = None,
         *,
         deadline: float | None = None,
+        tenant: str = "",
         return_exceptions: Literal[False] = False,
     ) -> list[RequestOutput]: ...
 
@@ -87,6 +88,7 @@ class LLM:
         tokenization_kwargs: None = None,
         *,
         deadline: float | None = None,
+        tenant: str = "",
         return_exceptions: Literal[True],
     ) -> list[RequestOutput | EngineCoreError]: ...
 
@@ -100,6 +102,7 @@ class LLM:
         tokenization_kwargs: None = None,
         *,
         deadline: float | None = None,
+        tenant: str = "",
         return_exceptions: bool = False,
     ) -> list[RequestOutput] | list[RequestOutput | EngineCoreError]:
         """Complete one prompt or many; return the outputs in the prompts' order.
@@ -107,15 +110,17 @@ class LLM:
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
         sampling_params: one for all, or one per prompt; None = get_default_sampling_params(). priority: a smaller one
         runs sooner, where the scheduling policy uses priorities (fcfs does not). deadline: seconds from now in which
-        every request must finish. use_tqdm: whether to show progress, or a class such as tqdm. return_exceptions:
-        return the error of a failed prompt in its place, instead of raising one at the end. lora_request,
-        tokenization_kwargs: vLLM's arguments, None only. A prompt that the engine refuses for want of room is sent
-        again, until the deadline. Errors: InvalidRequestError before anything is submitted; RequestFailedError at the
+        every request must finish. tenant: for whom they are, where this program sends for several: each tenant has
+        its own share (policy fair), its own bounds and its own prefix cache. use_tqdm: whether to show progress, or a
+        class such as tqdm. return_exceptions: return the error of a failed prompt in its place, instead of raising
+        one at the end. lora_request, tokenization_kwargs: vLLM's arguments, None only. A prompt that the engine
+        refuses for want of room is sent again, until the deadline. Errors: InvalidRequestError before anything is
+        submitted; RequestFailedError at the
         end when the engine failed a request, DeadlineExceededError when the deadline was the reason; EngineDeadError
         at once. The last three have the finished outputs in `outputs`.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline)
+        prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline, tenant=tenant)
         return run_all(self._engine, prepared, use_tqdm, return_exceptions=return_exceptions)
 
     def chat(
@@ -132,6 +137,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         *,
         deadline: float | None = None,
+        tenant: str = "",
     ) -> list[RequestOutput]:
         """Complete one conversation or many, each a list of {"role", "content"}.
 
@@ -151,7 +157,9 @@ class LLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        prepared = self._engine.prepare(rendered, sampling_params, deadline=deadline, add_special_tokens=False)
+        prepared = self._engine.prepare(
+            rendered, sampling_params, deadline=deadline, tenant=tenant, add_special_tokens=False
+        )
         return run_all(self._engine, prepared, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:

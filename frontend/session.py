@@ -42,6 +42,7 @@ class PreparedRequest(NamedTuple):
     params: SamplingParams
     priority: int
     deadline: float | None = None  # monotonic seconds; the request fails unless it has finished by then
+    tenant: str = ""
 
 
 class EngineHandle:
@@ -102,12 +103,15 @@ class EngineHandle:
         priority: int | Sequence[int] | None = None,
         deadline: float | None = None,
         *,
+        tenant: str = "",
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
         """Check and tokenize all prompts, before any is submitted; return one PreparedRequest each.
 
-        deadline: seconds from now. Errors: InvalidRequestError.
+        deadline: seconds from now. tenant: see LLM.generate(). Errors: InvalidRequestError.
         """
+        if not isinstance(tenant, str):
+            raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
         end = read_deadline(deadline)
         all_params = self._read_params(params, len(prompts))
         vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
@@ -122,7 +126,7 @@ class EngineHandle:
             truncation=[one.truncate_prompt_tokens for one in all_params],
         )
         priorities = read_priorities(priority, len(read))
-        return [PreparedRequest(*parts, end) for parts in zip(read, all_params, priorities, strict=True)]
+        return [PreparedRequest(*parts, end, tenant) for parts in zip(read, all_params, priorities, strict=True)]
 
     def render_chats(
         self,
@@ -171,7 +175,7 @@ class EngineHandle:
         """Submit a request; request_id None = its number, seed None = derive_seed() of its number, where its
         parameters have none. Errors: those of EngineClient.submit.
         """
-        prompt, params, priority, deadline = prepared
+        prompt, params, priority, deadline, tenant = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
             prompt.token_ids,
@@ -180,6 +184,7 @@ class EngineHandle:
             priority=priority,
             deadline_ms=0 if left_s is None else max(1, math.ceil(left_s * 1000)),
             cache_salt=prompt.cache_salt,
+            tenant=tenant,
             streaming=needs_every_token(params),
         )
         name = str(number) if request_id is None else request_id

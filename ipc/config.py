@@ -65,7 +65,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
     ] = "L2"
     threads: Annotated[
-        int | None, Option("machine", "compute threads; default: the CPUs this process may use", 1, 1024, flags=("-t",))
+        int | None,
+        Option(
+            "machine",
+            "compute threads; default: the CPUs this process may use, by affinity and CPU quota",
+            1,
+            1024,
+            flags=("-t",),
+        ),
     ] = None
     max_model_len: Annotated[
         int | None,
@@ -219,6 +226,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fake_tokens_per_step: Annotated[
         int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
     ] = 1
+    fake_poison: Annotated[
+        str,
+        Option(
+            "fake executor",
+            "KIND:TOKEN:POSITION: a request whose first token is TOKEN harms the fake executor when it has POSITION "
+            "tokens; KIND is one of raise, row, memory, abort, segv, hang",
+        ),
+    ] = ""
     fake_step_us: Annotated[
         int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
     ] = 0

@@ -96,6 +96,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     deadline_ms: int = 0  # milliseconds from receipt after which the request fails; 0 = none
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
     delivered: list[bytes] = []  # per choice, int32 tokens that the client already has; generation continues after them
+    tenant: str = ""  # whose the request is, of a client that sends for many; "" = the client's own
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -13,6 +13,13 @@ from ipc.config import EngineConfig
 EXIT_RESTART = 75
 
 
+class Isolate(msgspec.Struct, frozen=True, array_like=True, tag=116):
+    """Which requests are kept from running, by ipc.black_box.request_digest(); each message replaces the one before."""
+
+    parked: list[bytes] = []  # they wait: one of them may have killed the engine
+    quarantined: list[bytes] = []  # they are refused: they have
+
+
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     """The first frame: what to run and where to listen."""
 
@@ -21,6 +28,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     epoch: int = 0  # counts the engine's restarts under one owner
     owner_token: bytes = b""  # a client that sends it in Hello is the owner; empty = no client is
     is_private: bool = False  # the address was made for this engine alone: its directory is removed with it
+    isolate: Isolate = Isolate()
+    black_box_fd: int = -1  # of a memory file for ipc/black_box.py, inherited; -1 = nobody reads it
     resume_ms: int = 0  # if this engine dies, another answers in its place within so long; 0 = none does
 
 
@@ -51,5 +60,5 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
     message: str
 
 
-OwnerMessage: TypeAlias = Start | Drain
+OwnerMessage: TypeAlias = Start | Drain | Isolate
 StartReport: TypeAlias = StartPhase | Ready | StartFailed

@@ -10,6 +10,7 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
 from ipc.messages import PauseMode
+from tools.address import address_to_connect, owner_file_to_read
 from tools.options import ArgumentParser
 
 _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Steer a running engine. All but reset-prefix-cache are owner only: see serve --owner-file.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
-    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
+    parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
     parser.add_argument(
         "--mode", choices=("new", "all"), default="new", help="of pause: no request begins, or none runs; default: new"
@@ -43,8 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         help="of drain: end after so many seconds; what has not finished goes on at the next engine",
     )
     parsed = parser.parse_args(arguments)
-    token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
-    client = EngineClient(ZmqTransport(parsed.connect), name="control", owner_token=token)
+    owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
+    token = b"" if owner_file is None else read_owner_file(owner_file)
+    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
     try:
         _ACTIONS[parsed.action](client, parsed)
     finally:

@@ -19,16 +19,19 @@ import uvloop
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.death import Cause
-from frontend.engine.process import EngineProcess
+from frontend.engine.process import EngineProcess, OnPhase
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.config import config_from_options
+from frontend.engine.watchdog import DEFAULT_HANG_S
+from ipc.config import EngineConfig, config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from ipc.log_lines import log_line
 from ipc.sockets import private_ipc_address, remove_private_address
+from tools.address import default_address, fresh_owner_file
 from tools.control import write_owner_file
 from tools.http import HttpFront, add_http_options
 from tools.metrics import measuring, served_metrics
+from tools.notify import notify
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import phase_printer
 
@@ -46,7 +49,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
-    parser.add_argument("--listen", metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so")
+    parser.add_argument(
+        "--listen",
+        metavar="ADDR",
+        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so; default: a socket of this user's, where "
+        "other commands look too; with --http a private one",
+    )
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
     parser.add_argument(
         "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
@@ -56,21 +64,26 @@ def main(arguments: Sequence[str]) -> int:
     add_http_options(parser)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
-    if parsed.listen is None and parsed.http is None:
-        parser.error("nothing to serve on: give --http HOST:PORT, --listen ADDR or both")
-    model = {} if parsed.model_name is None else {"model": parsed.model_name}
-    config = config_from_options(**measuring(parsed.metrics), **{**engine_options(parsed), **model})
-    private = private_ipc_address() if parsed.listen is None else None  # one for all engines that follow each other
+    private = None
+    if parsed.listen is None and parsed.http is not None:
+        private = private_ipc_address()  # one for all engines that follow each other
+    elif parsed.listen is None:
+        parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
+    options = measuring(parsed.metrics) | engine_options(parsed)
+    if parsed.model_name is not None:
+        options["model"] = parsed.model_name
+    config = config_from_options(**options)
     process = EngineProcess(
         config,
         listen=parsed.listen or private,
         start_timeout=parsed.start_timeout,
-        on_phase=phase_printer(config.log_format),
+        on_phase=_phase_teller(config),
         resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
     )
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
-    engine = SupervisedEngine(process, RestartRules(most=max(0, parsed.restarts)), on_news=_tell)
+    rules = RestartRules(most=max(0, parsed.restarts))
+    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, on_news=_tell)
     stop = _Stop(engine)
     for number in stop.signals:
         signal.signal(number, lambda *_: stop.tell())
@@ -95,6 +108,14 @@ def _add_restart_options(parser: ArgumentParser) -> None:
         default=RestartRules().most,
         metavar="N",
         help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=DEFAULT_HANG_S,
+        metavar="S",
+        help="seconds after which a step that takes 20 times as long as any of its size counts as hung, and the engine "
+        "is killed and started again; 0 = never; default: %(default)g",
     )
     parser.add_argument(
         "--resume-timeout",
@@ -128,6 +149,7 @@ class _Stop:
             raise _Stopped
         if self.count == 1:
             os.write(2, b"engine-core: draining\n")  # sys.stderr may be in the middle of a line that this interrupts
+            notify("STOPPING=1")
         if self.count <= 2:
             self._engine.drain()
 
@@ -160,6 +182,7 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront
         if front is not None:
             front.start(process.address)
             print(log_line(process.config.log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
+        notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
@@ -178,6 +201,16 @@ def _describe(process: EngineProcess) -> str:
 
 def _tell(text: str) -> None:
     print(f"engine-core: {text}", file=sys.stderr, flush=True)
+
+
+def _phase_teller(config: EngineConfig) -> OnPhase:
+    show = phase_printer(config.log_format)
+
+    def tell(name: str, seconds: float) -> None:
+        show(name, seconds)
+        notify(f"STATUS=starting: {name}")
+
+    return tell
 
 
 async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None) -> int:

@@ -28,6 +28,7 @@ from core.border.socket_rounds import AddressedMessage, Border
 from core.inputs import EngineInput
 from ipc.messages import EngineStopping
 from ipc.sockets import BoundRouter, Context, signal_fd
+from ipc.start_messages import Isolate
 
 MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MAX_SENT_BY_ENGINE = 2  # messages of a step that cost its thread less than to wake this one
@@ -101,6 +102,11 @@ class IOThread:
         self._outbox.put(messages)
         if self._is_asleep:
             self._wake_up()
+
+    def isolate(self, which: Isolate) -> None:
+        """Keep these requests from running from now on, and let the others run."""
+        self._border.isolate = which
+        self._wake_up()
 
     def drain(self) -> None:
         """Refuse new requests from now on and end the inbox."""

@@ -1,8 +1,8 @@
 """Preparation: work for a request before the engine thread receives it, done by a thread of its own.
 
 A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
-holds only prepared requests. One client's requests without preparation keep their order, and so do those with it. There
-is no order between the two kinds.
+holds only prepared requests. Clients take turns. One client's requests without preparation keep their order, and so do
+those with it. There is no order between the two kinds.
 """
 
 import threading
@@ -16,6 +16,7 @@ import numpy as np
 
 from core import log
 from core.border.inbox import Inbox
+from core.border.turns import Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
@@ -49,49 +50,38 @@ class Preparer(Protocol):
         ...
 
 
-class _Job(msgspec.Struct, eq=False):
+class Job(msgspec.Struct, eq=False):
+    """A request that waits at the border."""
+
     client: int
     message: AddRequest
     aborts: list[Abort] = msgspec.field(default_factory=list)  # of some of its choices
     is_dropped: bool = False
     error: str = ""
+    code: ErrorCode = ErrorCode.INVALID_ARGUMENT  # of the error
 
 
-class Preparation:
-    """Requests in preparation. All methods are for the thread that holds the socket's lock, except _run().
+class Waiting:
+    """Requests that wait at the border and count as queued. For the thread that holds the socket's lock."""
 
-    wake: called by the preparation thread when take_done() has a result.
-    """
-
-    def __init__(self, preparer: Preparer, inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
-        self.needs = preparer.needs
-        self._preparer = preparer
+    def __init__(self, inbox: Inbox, epoch: int) -> None:
         self._inbox = inbox
         self._epoch = epoch
-        self._wake = wake
-        self._jobs: dict[tuple[int, int], _Job] = {}  # by client and request number
-        self._waiting: SimpleQueue[_Job | None] = SimpleQueue()
-        self._done: SimpleQueue[_Job] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
-        self._thread.start()
+        self._jobs: dict[tuple[int, int], Job] = {}  # by client and request number
+        self._done: SimpleQueue[Job] = SimpleQueue()
 
     def __len__(self) -> int:
-        """Return the number of requests in preparation."""
+        """Return the number of requests that wait."""
         return len(self._jobs)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether MAX_PREPARING requests are in preparation."""
-        return len(self._jobs) >= MAX_PREPARING
-
-    def begin(self, client: int, message: AddRequest) -> None:
-        """Start to prepare a request; take_done() puts it into the inbox."""
-        job = self._jobs[client, message.number] = _Job(client, message)
+    def keep(self, client: int, message: AddRequest) -> Job:
+        """Let a request wait; take_done() puts it into the inbox once it is done."""
+        job = self._jobs[client, message.number] = Job(client, message)
         self._inbox.begin_preparation(message)
-        self._waiting.put(job)
+        return job
 
     def abort(self, client: int, abort: Abort) -> tuple[Abort | None, Outputs | None]:
-        """Abort requests that are in preparation.
+        """Abort requests that wait here.
 
         Return an Abort of the other requests, for the engine, and the last rows of the requests that ended here. Where
         n > 1, an abort of one choice follows the request into the inbox.
@@ -101,7 +91,7 @@ class Preparation:
             return abort, None
         choices = unpack_choices(abort.choices) if abort.choices else [None] * len(numbers)
         left: list[tuple[int, int]] = []
-        ended: dict[int, _Job] = {}
+        ended: dict[int, Job] = {}
         for number, choice in zip(numbers, choices, strict=True):
             job = self._jobs.get((client, number))
             if job is None:
@@ -121,7 +111,7 @@ class Preparation:
             self._drop(job)
 
     def take_done(self) -> list[tuple[int, ServerMessage]]:
-        """Put prepared requests into the inbox; return (client, RequestFailed) for those whose preparation failed."""
+        """Put requests that are done into the inbox; return (client, RequestFailed) for those that fail."""
         failed: list[tuple[int, ServerMessage]] = []
         for _ in range(self._done.qsize()):
             job = self._done.get_nowait()
@@ -129,27 +119,20 @@ class Preparation:
                 continue
             self._drop(job)
             if job.error:
-                failed.append((job.client, RequestFailed(job.message.number, ErrorCode.INVALID_ARGUMENT, job.error)))
+                failed.append((job.client, RequestFailed(job.message.number, job.code, job.error)))
             else:
                 self._inbox.put(job.client, job.message)
                 for abort in job.aborts:
                     self._inbox.put(job.client, abort)
         return failed
 
-    def close(self) -> None:
-        """Drop all requests and end the thread, after the preparation that is running."""
-        for job in list(self._jobs.values()):
-            self._drop(job)
-        self._waiting.put(None)
-        self._thread.join(_JOIN_S)
-
-    def _drop(self, job: _Job) -> None:
-        """Remove a request from preparation."""
+    def _drop(self, job: Job) -> None:
+        """Let a request wait no longer."""
         job.is_dropped = True
         del self._jobs[job.client, job.message.number]
         self._inbox.end_preparation(job.message)
 
-    def _last_rows(self, jobs: list[_Job]) -> Outputs:
+    def _last_rows(self, jobs: list[Job]) -> Outputs:
         """Return a row with finish code ABORT for each choice of these requests."""
         rows = []
         for job in jobs:
@@ -168,10 +151,42 @@ class Preparation:
             finish=bytes([FinishReason.ABORT]) * len(rows),
         )
 
+
+class Preparation(Waiting):
+    """Requests in preparation. All methods are for the thread that holds the socket's lock, except _run().
+
+    wake: called by the preparation thread when take_done() has a result.
+    """
+
+    def __init__(self, preparer: Preparer, inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
+        super().__init__(inbox, epoch)
+        self.needs = preparer.needs
+        self._preparer = preparer
+        self._wake = wake
+        self._waiting: Turns[Job] = Turns()
+        self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether MAX_PREPARING requests are in preparation."""
+        return len(self._jobs) >= MAX_PREPARING
+
+    def begin(self, client: int, message: AddRequest) -> None:
+        """Start to prepare a request; take_done() puts it into the inbox."""
+        self._waiting.put(client, self.keep(client, message))
+
+    def close(self) -> None:
+        """Drop all requests and end the thread, after the preparation that is running."""
+        for job in list(self._jobs.values()):
+            self._drop(job)
+        self._waiting.close()
+        self._thread.join(_JOIN_S)
+
     # --- the preparation thread ---
 
     def _run(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (job := self._waiting.take()) is not None:
             if job.is_dropped:
                 continue
             try:

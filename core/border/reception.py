@@ -10,9 +10,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from core.border.accounts import Load, load_of
+from core.border.accounts import Account, Load, load_of
 from core.border.departure import Departure
 from core.border.inbox import Inbox
+from core.border.isolation import QUARANTINED_TEXT, Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
@@ -48,6 +49,7 @@ from ipc.messages import (
     decode_client_message,
 )
 from ipc.metrics_messages import GetMetrics, Metrics
+from ipc.start_messages import Isolate
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
@@ -69,6 +71,7 @@ class Served(msgspec.Struct, frozen=True):
     owner_token: bytes = b""
     client_weights: dict[str, float] = {}
     meter: RequestMeter | None = None
+    isolate: Isolate = Isolate()
 
 
 class Reception:
@@ -86,6 +89,7 @@ class Reception:
         clock: LeaseClock,
         preparation: Preparation | None = None,
         *,
+        isolation: Isolation,
         departure: Departure,
         on_connect: Callable[[], None],
         on_drain: Callable[[], None],
@@ -101,6 +105,7 @@ class Reception:
         self._clock = clock
         self._preparation = preparation  # None: no request has anything to prepare
         self._restorable = Restorable(self._limits)
+        self._isolation = isolation
         self._departure = departure
         self._on_connect = on_connect
         self._on_drain = on_drain
@@ -186,7 +191,7 @@ class Reception:
     ) -> None:
         match message:
             case AddRequest():
-                refusal = self._admit(session, message, frame)
+                refusal = self._admit(session, message, frame, now)
                 if self._meter is not None:
                     self._meter.note_request(session.client, message, refusal, now)
                 if refusal is not None:
@@ -243,14 +248,18 @@ class Reception:
             text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
             self._reject(session.identity, session, b"", text, now)
         elif (abort := session.requests.live_among(message)) is not None:
-            rest, last = (abort, None) if self._preparation is None else self._preparation.abort(session.client, abort)
+            rest: Abort | None = abort
+            for waiting in (self._isolation, self._preparation):
+                if waiting is None or rest is None:
+                    continue
+                rest, last = waiting.abort(session.client, rest)
+                if last is not None:
+                    session.requests.note(last)
+                    self._sessions.send(session, last, now)
             if rest is not None:
                 self._inbox.put_abort(session.client, rest)
-            if last is not None:
-                session.requests.note(last)
-                self._sessions.send(session, last, now)
 
-    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame) -> RequestFailed | None:
+    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame, now: float) -> RequestFailed | None:
         """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
         number = message.number
         status = session.requests.status(number, frame.buffer)
@@ -263,7 +272,7 @@ class Reception:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
         load = load_of(message, len(frame.buffer))
         is_resumed = number in session.resumable or session.num_restorable > 0
-        full = "" if is_resumed else self._what_is_full(session, load)
+        full = "" if is_resumed else self._what_is_full(session, message.tenant, load)
         session.resumable.discard(number)
         session.num_restorable -= session.num_restorable > 0
         if full:
@@ -277,19 +286,28 @@ class Reception:
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
+        if self._isolation.is_quarantined(message):
+            return RequestFailed(number, ErrorCode.QUARANTINED, QUARANTINED_TEXT)
         preparation = self._preparation
-        if preparation is not None and preparation.needs(message):
-            if preparation.is_full and not is_resumed:
-                text = f"{len(preparation)} requests are being prepared; send again later"
-                return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-            session.requests.add(number, frame.buffer, load)
-            preparation.begin(session.client, message)
-            return None
-        session.requests.add(number, frame.buffer, load)
-        self._inbox.put(session.client, message)
+        if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
+            text = f"{len(preparation)} requests are being prepared; send again later"
+            return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
+        tenants = (self._sessions.tenant(message.tenant),) if message.tenant else ()
+        session.requests.add(number, frame.buffer, load, *tenants)
+        if self._isolation.is_parked(message):
+            self._isolation.park(session.client, message, now)
+        else:
+            self.begin(session.client, message)
         return None
 
-    def _what_is_full(self, session: Session, load: Load) -> str:
+    def begin(self, client: int, message: AddRequest) -> None:
+        """Pass an accepted request on: to its preparation, if it needs one, or into the inbox."""
+        if self._preparation is not None and self._preparation.needs(message):
+            self._preparation.begin(client, message)
+        else:
+            self._inbox.put(client, message)
+
+    def _what_is_full(self, session: Session, tenant: str, load: Load) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
         limits, account = self._limits, session.requests.account
         if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
@@ -298,23 +316,28 @@ class Reception:
                 f"{load.num_bytes}, and max_client_bytes is {limits.max_client_bytes}"
             )
         queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
-        left = limits.max_num_queued_requests - queued
-        if left <= 0:
+        num_left, tokens_left = limits.max_num_queued_requests - queued, limits.max_num_queued_tokens - tokens
+        if num_left <= 0:
             return f"{queued} requests wait to begin, which is max_num_queued_requests"
-        if account.num_queued >= left + limits.max_num_seqs:
-            return (
-                f"{account.num_queued} of the {queued} requests that wait to begin are this client's, and the last "
-                f"{left} places are for others"
-            )
-        left = limits.max_num_queued_tokens - tokens
-        if tokens > 0 and load.num_tokens > left:
+        if tokens > 0 and load.num_tokens > tokens_left:
             return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
-        if account.num_queued_tokens + load.num_tokens > left + limits.max_model_len:
-            return (
-                f"{account.num_queued_tokens} of the {tokens} tokens that wait to begin are this client's, and the "
-                f"last {left} are for others"
-            )
-        return ""
+        full = self._beyond_share("this client's", account, load, num_left, tokens_left)
+        if tenant and not full:  # half of that, so that other tenants of the same client find room, too
+            account = self._sessions.tenant(tenant)
+            num_left += limits.max_num_seqs - account.num_queued
+            tokens_left += limits.max_model_len - account.num_queued_tokens
+            full = self._beyond_share("this tenant's", account, load, num_left, tokens_left)
+        return full
+
+    def _beyond_share(self, whose: str, account: Account, load: Load, num_left: int, tokens_left: int) -> str:
+        """Return why the request is more than a share of what is left; "" where it is not."""
+        if account.num_queued >= max(0, num_left) + self._limits.max_num_seqs:
+            waiting, left = f"{account.num_queued} of the requests", f"{num_left} places"
+        elif account.num_queued_tokens + load.num_tokens > max(0, tokens_left) + self._limits.max_model_len:
+            waiting, left = f"{account.num_queued_tokens} of the tokens", f"{tokens_left}"
+        else:
+            return ""
+        return f"{waiting} that wait to begin are {whose}, and the last {left} are for others"
 
     # --- malformed messages ---
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 import zmq
 
+from core.border.accounts import Account
 from core.border.backlog import Backlog
 from core.border.inbox import MAX_ABORTED_AT_ONCE, Inbox
 from core.border.ledger import MAX_FINISHED, RequestLedger
@@ -36,6 +37,7 @@ DRAIN_HOLD_S = 5.0  # the same while the engine drains: a service manager does n
 #: Bytes given to the socket for one client since it was last seen to have read all. The next ones wait in the backlog.
 MAX_UNREAD_BYTES = 1 << 20
 MAX_NAME_CHARS = 200
+MAX_TENANTS = 4096  # accounts, beyond which those without live requests are dropped
 
 
 class Session(msgspec.Struct, eq=False):
@@ -73,6 +75,7 @@ class Sessions:
         self.max_sessions = MAX_SESSIONS
         self.has_read_all = has_read_all  # of a connection's file descriptor
         self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
+        self._tenants: dict[str, Account] = {}  # of those with live requests
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
@@ -172,6 +175,15 @@ class Sessions:
     def of_token(self, token: bytes) -> list[Session]:
         """Return the sessions with this token."""
         return [session for session in self.all if session.token == token]
+
+    def tenant(self, name: str) -> Account:
+        """Return the account of a tenant over all sessions; it is kept while the tenant has live requests."""
+        account = self._tenants.get(name)
+        if account is None:
+            if len(self._tenants) >= MAX_TENANTS:
+                self._tenants = {name: one for name, one in self._tenants.items() if one.num_requests}
+            account = self._tenants[name] = Account()
+        return account
 
     # --- sending ---
 

@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from core.border.departure import Departure
 from core.border.doorway import Doorway
 from core.border.inbox import Inbox
+from core.border.isolation import Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.preparation import Preparation, Preparer
 from core.border.reception import Reception, Served
@@ -21,6 +22,7 @@ from core.border.sessions import MAX_SESSIONS, Sessions
 from core.inputs import EndPause
 from ipc.messages import CallResult, ErrorCode, ServerMessage
 from ipc.sockets import Socket, pending_events
+from ipc.start_messages import Isolate
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 
@@ -76,12 +78,16 @@ class Border:
         self._meter = meter
         if doorway is not None:
             self.sessions.max_sessions = min(MAX_SESSIONS, doorway.max_connections)
+        self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
+        self.sessions.on_close.append(self._isolation.forget)
+        self.isolate: Isolate | None = None  # set by any thread: the next round takes it in
         self._reception = Reception(
             served,
             self.sessions,
             self.inbox,
             self._clock,
             self._preparation,
+            isolation=self._isolation,
             departure=self.departure,
             on_connect=self._close_disconnected,
             on_drain=on_drain,
@@ -100,6 +106,10 @@ class Border:
         self._end_silent(now, has_read=has_read)
         if self._preparation is not None:
             self.send(self._preparation.take_done(), now)
+        if (isolate := self.isolate) is not None:
+            self.isolate = None
+            self._isolation.change(isolate, now, self._reception.begin)
+            self.send(self._isolation.take_done(), now)
         if self.drain_asked and not self._has_ended_inbox:
             self._end_inbox()
         self._send_outbox(now)
@@ -109,11 +119,11 @@ class Border:
         return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
 
     def _end_inbox(self) -> None:
-        """Refuse new requests at once; end the inbox when what is in preparation has gone into it."""
+        """Refuse new requests at once; end the inbox when what waits for something has gone into it."""
         if not self._reception.is_draining:
             self._reception.is_draining = self.sessions.is_draining = True
             self.inbox.put(_NOBODY, EndPause())
-        if not self._preparation:
+        if not self._preparation and not self._isolation:
             self._has_ended_inbox = True
             self.inbox.put_end()
 

@@ -18,7 +18,7 @@ from core.border.io_thread import IOThread
 from ipc.messages import EngineStopping
 from ipc.pipes import FrameReader, decode_owner_message
 from ipc.sockets import remove_private_address
-from ipc.start_messages import Drain, Start
+from ipc.start_messages import Drain, Isolate, Start
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _STOP_S = 1.0  # to report the end to the clients
@@ -93,8 +93,11 @@ class Lease:
 
     def _take(self, frames: list[bytes]) -> None:
         for frame in frames:
-            if isinstance(decode_owner_message(frame), Drain):
+            message = decode_owner_message(frame)
+            if isinstance(message, Drain):
                 self._drain_or_stop(Drain)
+            elif isinstance(message, Isolate) and self._io is not None:
+                self._io.isolate(message)
 
     def _drain_or_stop(self, kind: object) -> None:
         self._num_commands[kind] += 1

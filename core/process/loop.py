@@ -13,6 +13,7 @@ from ipc.messages import EngineStopping
 EXIT_FAILED = 1
 _FINISH_S = 2.0  # to report to the clients how the engine ended
 _LOG_S = 0.5  # for the last lines on standard error
+_IDLE_S = 5.0  # between two turns of an idle loop, which frontend/engine/watchdog.py waits for
 _HELD_S = 0.1  # between checks of the deadlines of requests that wait for their client or for the end of a pause
 
 
@@ -36,13 +37,18 @@ class Engine(Protocol):
         """
 
 
-def run(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> int:
-    """Serve until drained; return the exit code of the process. prepare_ahead: the executor's method of that name.
+def run(
+    engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn: Callable[[int], None] = lambda _: None
+) -> int:
+    """Serve until drained; return the exit code of the process.
+
+    prepare_ahead: the executor's method of that name. turn: called in every round of the loop, with the number of
+    waiting requests.
 
     An exception in a step ends the engine, because its state can no longer be trusted. Every client receives the error.
     """
     try:
-        _loop(engine, io, prepare_ahead)
+        _loop(engine, io, prepare_ahead, turn)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.say(traceback.format_exc())
@@ -54,12 +60,14 @@ def run(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> int:
     return io.departure.exit_code
 
 
-def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool]) -> None:
-    inbox = io.inbox
+def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn: Callable[[int], None]) -> None:
+    inbox, num_waiting = io.inbox, 0
     while engine.has_unfinished or not inbox.has_ended:
         waits = not engine.has_work and not prepare_ahead()
-        messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else None)
+        messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else _IDLE_S)
+        turn(num_waiting)
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
-            inbox.settle(*engine.count_waiting())  # before io.put(): the counts are right when clients see the outputs
+            num_waiting, num_waiting_tokens = engine.count_waiting()
+            inbox.settle(num_waiting, num_waiting_tokens)  # before io.put(): clients who see the outputs see the counts
             io.put(outputs)

@@ -21,9 +21,11 @@ from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
 from core.executors.by_name import import_executor, load_executor
 from core.model_files.default_sampling import read_default_sampling
+from core.process.black_box import BlackBox, WatchedExecutor
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
+from ipc.cpus import usable_cpus
 from ipc.files.model_files import tokenizer_hash
 from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import (
@@ -49,6 +51,7 @@ class StartedEngine(NamedTuple):
     engine: Engine
     executor: Executor
     io: IOThread  # bound, not yet running
+    box: BlackBox
     close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
 
 
@@ -81,7 +84,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         # Imported late: the check that `kernels` is ours runs after the import of core.
         from kernels.cpu.library_file import find_library_soon
 
-        find_library_soon()  # meanwhile torch's import takes a second of one core
+        find_library_soon()  # beside the import of the executor
     with keeping_all():
         import_executor(config)
     report("load model")
@@ -93,11 +96,13 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         executor.info,
         executor.determine_num_available_blocks,
         total_memory_bytes=total_memory_bytes(),
-        num_cpus=len(os.sched_getaffinity(0)),
+        num_cpus=usable_cpus(),
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
+    watched = WatchedExecutor(executor, box)
     served = Served(
         _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,
@@ -105,23 +110,28 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         start.owner_token,
         config.client_weights,
         _meter(config),
+        start.isolate,
     )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     io = IOThread(context, router, served, executor.grammars)
     if capture is None:
-        return StartedEngine(EngineCore(config, executor, start.epoch), executor, io, lambda: None)
+        core = EngineCore(config, watched, start.epoch)
+        box.watch(core.scheduler.table.num_computed_tokens)
+        return StartedEngine(core, executor, io, box, lambda: None)
     writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
     log.say(f"engine-core: every prompt and answer is captured to {capture}")
-    return StartedEngine(CapturedEngine(config, executor, writer, start.epoch), executor, io, writer.close)
+    captured = CapturedEngine(config, watched, writer, start.epoch)
+    box.watch(captured.engine.scheduler.table.num_computed_tokens)
+    return StartedEngine(captured, executor, io, box, writer.close)
 
 
 @contextlib.contextmanager
 def keeping_all() -> Iterator[None]:
     """Keep all objects that exist at the end for the life of the process: the garbage collector never scans them again.
 
-    It does not run inside this context either. torch's import makes a quarter of a million objects. Scanning them
-    during the import took a tenth of the start; a later scan took a tenth of a second between two steps.
+    It does not run inside this context either. An import of torch, where there is one, makes a quarter of a million
+    objects. Scanning them meanwhile took a tenth of the start; a later scan took a tenth of a second between two steps.
     """
     gc.disable()
     try:

@@ -20,6 +20,7 @@ from core.scheduling.admission import Admission
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.outputs import ClientOutput, OutputCollector
+from core.scheduling.parties import Parties
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
@@ -63,6 +64,7 @@ class Scheduler:
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
+        self._parties = Parties(self.policy, config.client_weights)
         self._step = 0
         self.decision: Decision | None = None  # of the last step
 
@@ -88,6 +90,8 @@ class Scheduler:
                 self.outputs.add_finish(request, request.num_output_tokens, finish, stop_token)
                 continue
             request.arrival_ns = now_ns
+            if request.tenant:
+                self._parties.enter(request)
             self._requests.add(request, deadline_ns)
             if not self.waiting.is_held(client):  # else it arrives with the client's others when the hold ends
                 self.policy.arrive(request)
@@ -213,7 +217,9 @@ class Scheduler:
     def _prompts_first(self, draft: Draft) -> None:
         """Fill a step without chunked prefill: either start requests, with whole prompts, or serve running rows."""
         self.admission.fill(draft, self.max_num_seqs)
-        if not draft.starts:
+        if draft.starts:
+            draft.num_skipped += self._running_rows.num_wanting()
+        else:
             self._running_rows.fill(draft)
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
@@ -340,7 +346,8 @@ class Scheduler:
         for index in failing:
             request = self.table.request[int(rows[index])]
             if request is not None:  # None: another choice of its request failed first
-                self._fail(request, ErrorCode.INTERNAL, texts.get(index, _NOT_FINITE))
+                code = ErrorCode.INTERNAL if index in texts else ErrorCode.NUMERIC
+                self._fail(request, code, texts.get(index, _NOT_FINITE))
 
     def _fail_overdue(self, now_ns: int) -> None:
         for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
@@ -375,6 +382,8 @@ class Scheduler:
             request.is_finished = True
             if not is_held(request.client):
                 end(request)
+            if request.tenant:
+                self._parties.leave(request)
         self._requests.remove(requests)
 
     def _num_output_tokens(self, request: Request) -> int:

@@ -83,7 +83,7 @@ class Line:
 
 
 class FairLine:
-    """A line per client. The client that has been served least, in virtual time, goes first; ties by client."""
+    """A line per client or tenant. The one that has been served least, in virtual time, goes first; ties by number."""
 
     def __init__(self, times: VirtualTime) -> None:
         self._times = times
@@ -97,16 +97,16 @@ class FairLine:
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        line = self._lines.get(request.client)
+        line = self._lines.get(request.party)
         if line is None:
-            line = self._lines[request.client] = Line()
-            heapq.heappush(self._heap, (self._times.of(request.client), request.client))
+            line = self._lines[request.party] = Line()
+            heapq.heappush(self._heap, (self._times.of(request.party), request.party))
         line.push(request)
         self._length += 1
 
     def discard(self, request: Request) -> None:
         """Remove a request that waits here."""
-        self._lines[request.client].discard(request)
+        self._lines[request.party].discard(request)
         self._length -= 1
 
     def peek(self) -> Request | None:
@@ -128,7 +128,7 @@ class FairLine:
         """Remove the first request and return it, None when nothing waits."""
         first = self.peek()
         if first is not None:
-            self._lines[first.client].pop()
+            self._lines[first.party].pop()
             self._length -= 1
         return first
 
@@ -150,9 +150,9 @@ class FairLine:
 
         The order is the one that holds while no client is served.
         """
-        before = self._lines[request.client].position(request)
+        before = self._lines[request.party].position(request)
         for client in self._clients():
-            if client == request.client:
+            if client == request.party:
                 break
             before += len(self._lines[client])
         return before

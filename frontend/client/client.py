@@ -120,6 +120,7 @@ class EngineClient(JournalReader, TypedCalls):
         seed: int | Callable[[int], int],
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
         deadline_ms: int = 0,
         streaming: bool = False,
     ) -> int:
@@ -135,7 +136,7 @@ class EngineClient(JournalReader, TypedCalls):
             number = self._next_number
             assert number <= _MAX_NUMBER, number
             key = seed if isinstance(seed, int) else seed(number)
-            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt)
+            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant)
             frame = encode(request)
             if len(frame) > self.welcome.limits.max_message_bytes:
                 raise InvalidRequestError(

@@ -17,12 +17,13 @@ import msgspec
 
 from frontend.engine.child import Child, engine_defaults, spawn
 from ipc import errors
+from ipc.black_box import BlackBoxFile, BlackBoxReader
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.files.model_files import locate_model
 from ipc.pipes import FrameReader, decode_start_report, write_frame
 from ipc.sockets import check_address, private_ipc_address, remove_private_address
-from ipc.start_messages import Drain, Ready, Start, StartFailed, StartPhase
+from ipc.start_messages import Drain, Isolate, Ready, Start, StartFailed, StartPhase
 
 OnPhase = Callable[[str, float], None]
 
@@ -71,6 +72,8 @@ class EngineProcess:
         self._phase = "start of Python"
         self._address: str | None = None
         self._exit = "has not been started"
+        self._isolate = Isolate()
+        self._box: BlackBoxFile | None = None  # of all processes, one after the other
         self._exit_code: int | None = None  # of the last process
         self.last_address = ""  # that the present process was told, or the last one had
 
@@ -89,16 +92,19 @@ class EngineProcess:
         private = private_ipc_address() if self._listen is None else None
         try:
             address = self._listen or private or ""
+            self._box = self._box or BlackBoxFile(self.config.max_num_seqs)
             start = Start(
                 self.config,
                 address,
                 self.epoch,
                 self.owner_token,
                 is_private=private is not None,
+                isolate=self._isolate,
+                black_box_fd=self._box.fd,
                 resume_ms=self._resume_ms,
             )
             defaults = engine_defaults(self.config)
-            self._child = spawn("core", start, defaults=defaults, private_address=private)
+            self._child = spawn("core", start, pass_fds=[self._box.fd], defaults=defaults, private_address=private)
         except BaseException:
             if private is not None:
                 remove_private_address(private)
@@ -159,6 +165,13 @@ class EngineProcess:
         return self._exit_code if self._child is None else self._child.process.poll()
 
     @property
+    def black_box(self) -> BlackBoxReader:
+        """Return the reader of what the present or the last process notes. Errors: EngineStartError."""
+        if self._box is None:
+            raise EngineStartError("an engine that has not been started has no black box")
+        return self._box.reader
+
+    @property
     def is_public(self) -> bool:
         """Return whether the address was given, so that clients of others may know it."""
         return self._listen is not None
@@ -168,6 +181,13 @@ class EngineProcess:
         if self._child is None:
             return f"the engine process {self._exit}"
         return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
+
+    def isolate(self, which: Isolate) -> None:
+        """Keep these requests from running, in this process and in those that are started later."""
+        self._isolate, child = which, self._child
+        if child is not None and child.lease_fd >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                write_frame(child.lease_fd, which)
 
     def drain(self) -> None:
         """Let the engine take no more requests, finish the running ones and exit. This does not wait.

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from frontend.engine.last_words import say_last_words
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervisor import State, Supervisor
+from frontend.engine.watchdog import DEFAULT_HANG_S, Watchdog
+from ipc.black_box import Suspect
 from ipc.errors import EngineCoreError
 
 _TICK_S = 0.5  # between two looks at a running engine
+_STACKS_S = 0.5  # for a process that hangs to print its stacks
 _LAST_WORDS_S = 1.0  # in which clients that wait for the engine learn that it does not come back
 
 DEFAULT_RULES = RestartRules()
@@ -23,7 +27,8 @@ OnNews = Callable[[str], None]
 class SupervisedEngine:
     """An engine that outlives its processes.
 
-    process: not started yet; this object owns it. rules: how often it is started again. on_news: called by the
+    process: not started yet; this object owns it. rules: how often it is started again. hang_s: seconds after
+    which a step may count as hung (frontend/engine/watchdog.py); 0 = none does. on_news: called by the
     supervisor's thread with a line for each death and each restart. start() and wait_ready() are those of the first
     process, whose failure is the caller's error; afterwards the thread watches.
     """
@@ -33,6 +38,7 @@ class SupervisedEngine:
         process: EngineProcess,
         rules: RestartRules = DEFAULT_RULES,
         *,
+        hang_s: float = DEFAULT_HANG_S,
         on_news: OnNews = lambda text: None,
     ) -> None:
         self.process = process
@@ -45,6 +51,8 @@ class SupervisedEngine:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_oom_kills = 0
+        self._watchdog = Watchdog(hang_s)
+        self._was_hung = False  # the present process, which is being killed for it
         self._address: str | None = None
         self.ended_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once the engine has ended for good
         self.last_cause: Cause | None = None  # of the last death
@@ -116,9 +124,27 @@ class SupervisedEngine:
             poller.register(fd, select.POLLIN)
         if self.process.pidfd in dict(poller.poll(_TICK_S * 1000)):
             self._bury()
+        elif self._watchdog.look(self.process.black_box.read(), time.monotonic()):
+            self._kill_hung()
+        elif (hunt := self.supervisor.hunt).is_searching and hunt.on_step(self._rows(), time.monotonic()):
+            self.process.isolate(hunt.isolate(time.monotonic()))
         elif self.supervisor.take_drain(time.monotonic()):
             for _ in range(self._num_drains):
                 self.process.drain()
+
+    def _rows(self) -> list[Suspect]:
+        """Return what the present process runs; nothing of the one before it."""
+        box = self.process.black_box
+        return box.last_rows() if box.read().epoch == self.process.epoch else []
+
+    def _kill_hung(self) -> None:
+        """End a process that hangs. First it is asked for its stacks; one that is stopped cannot answer."""
+        self._tell(f"the engine process ({self.process.pid}) hangs: {self._watchdog.text}")
+        self._was_hung = True
+        os.kill(self.process.pid, signal.SIGUSR1)
+        if not self.process.wait(_STACKS_S):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self._bury()
 
     def _sleep(self, seconds: float) -> bool:
         """Sleep; return whether close() has ended it."""
@@ -157,11 +183,18 @@ class SupervisedEngine:
 
     def _death(self, text: str, *, was_ready: bool) -> Death:
         num_oom_kills = count_oom_kills() - self._num_oom_kills
-        return classify(self.process.exit_code, text, was_ready=was_ready, num_oom_kills=num_oom_kills)
+        was_hung, self._was_hung = self._was_hung, False
+        return classify(
+            self.process.exit_code, text, was_ready=was_ready, was_hung=was_hung, num_oom_kills=num_oom_kills
+        )
 
     def _mourn(self, death: Death) -> None:
         self.last_cause = death.cause
-        self.supervisor.on_death(death, time.monotonic())
+        now = time.monotonic()
+        box = self.process.black_box
+        is_its_own = box.read().epoch == self.process.epoch  # not that of a process before it
+        self.supervisor.on_death(death, now, box.suspects() if is_its_own else [])
+        self.process.isolate(self.supervisor.hunt.isolate(now))
         if self._is_closing:
             return
         if self.supervisor.state is State.WAITING:

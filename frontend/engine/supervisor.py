@@ -4,10 +4,13 @@ frontend/engine/supervised_engine.py tells it what happens, does what it says, a
 any clock that only grows.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 from frontend.engine.death import Cause, Death
+from frontend.engine.poison_hunt import PoisonHunt
 from frontend.engine.restart_policy import RestartPolicy, RestartRules
+from ipc.black_box import Suspect
 
 _RESUME_S = 2.0  # for clients to come back to an engine that died while it was draining, before it drains again
 
@@ -28,6 +31,7 @@ class Supervisor:
         self.state = State.STARTING
         self.text = ""  # of the last death, for people
         self.num_deaths = 0
+        self.hunt = PoisonHunt()
         self._policy = RestartPolicy(rules)
         self._start_at = 0.0  # in WAITING
         self._is_draining = False
@@ -47,13 +51,14 @@ class Supervisor:
         """Note that the engine was told to drain: its next end is the last, unless something else causes it."""
         self._is_draining = True
 
-    def on_death(self, death: Death, now: float) -> None:
-        """Decide what follows a death: WAITING or ENDED."""
+    def on_death(self, death: Death, now: float, suspects: Sequence[Suspect] = ()) -> None:
+        """Decide what follows a death: WAITING or ENDED. suspects: the rows of its unfinished steps."""
         self.text = death.text
         self._drain_at = None
         if death.cause is not Cause.ENDED:
             self.num_deaths += 1
-        verdict = self._policy.on_death(death, now)
+        is_free = self.hunt.on_death(death.cause, list(suspects), now)
+        verdict = self._policy.on_death(death, now, is_free=is_free)
         if verdict.delay_s is None:
             self.state, self.text = State.ENDED, verdict.text
         else:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from frontend.llm import LLM
-from ipc.errors import EngineDeadError, RequestFailedError
+from ipc.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from ipc.messages import AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
 from ipc.sampling_params import SamplingParams
 from tests.frontend.conftest import greedy, ids_of
@@ -86,3 +86,12 @@ def test_the_window_counts_choices(played_llm, played_connection):
     outputs = played_llm.generate([[1]] * 10, SamplingParams(n=100), use_tqdm=False)
     assert [len(output.outputs) for output in outputs] == [100] * 10
     assert most <= 4
+
+
+def test_requests_name_their_tenant(played_llm, played_connection):
+    refuse_first(played_connection, 0)
+    played_llm.generate([[1]], greedy(), use_tqdm=False, tenant="alice")
+    played_llm.generate([[1]], greedy(), use_tqdm=False)
+    assert [request.tenant for request in played_connection.sent(AddRequest)] == ["alice", ""]
+    with pytest.raises(InvalidRequestError, match="tenant must be a str, got int"):
+        played_llm.generate([[1]], greedy(), use_tqdm=False, tenant=7)

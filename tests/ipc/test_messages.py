@@ -84,7 +84,7 @@ PARAMS = SamplingParams(
 CONSTRAINT = StructuredOutputsParams(json='{"type":"object"}', disable_any_whitespace=True)
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     Hello(1, 0, "näme"),
-    AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"]),
+    AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"], "tenant"),
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
     AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=CONSTRAINT), 0),
     Abort(pack_numbers([0, 7, 2**32 - 1])),

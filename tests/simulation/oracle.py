@@ -105,7 +105,7 @@ _EXCUSES: list[tuple[type[EngineCoreError], str, tuple[Excuse, ...]]] = [
     (InvalidRequestError, "not in the vocabulary", (Excuse.INVALID,)),
     (RequestFailedError, "are not finite", (Excuse.POISONED,)),
     (DeadlineExceededError, "deadline has passed", (Excuse.DEADLINE,)),
-    (RequestFailedError, "send again later", (Excuse.NOT_BEGUN, Excuse.STOPPED, Excuse.ENGINE_DIED)),
+    (RequestFailedError, "send again later", (Excuse.NOT_BEGUN, Excuse.STOPPED)),
     (RequestFailedError, "takes no more requests", (Excuse.DRAINED,)),
     (EngineDeadError, "nothing was heard", (Excuse.STOPPED,)),
     (EngineDeadError, "there is no session", (Excuse.STOPPED, Excuse.SLOW)),

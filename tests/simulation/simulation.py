@@ -167,4 +167,5 @@ class Simulation:
         stats = engine.core.scheduler.stats
         census["preemption"] += stats.num_preemptions
         census["swapped block"] += stats.num_swapped_in_blocks
+        census["accepted draft"] += stats.num_accepted_tokens
         census["prefix cache hit"] += stats.prefix_cache_hits

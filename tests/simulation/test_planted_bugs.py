@@ -12,6 +12,7 @@ import core.engine
 from core.batch.request import request_from_message
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import RequestLedger
+from core.border.restorable import Restorable
 from core.border.sessions import Session, Sessions
 from core.border.socket_rounds import Border
 from core.scheduling.scheduler import Scheduler
@@ -123,9 +124,14 @@ def the_ledger_never_learns_of_an_end(patch: Patch) -> None:
     patch.setattr(RequestLedger, "note", lambda ledger, message: None)
 
 
+def a_new_engine_asks_its_bounds_of_what_was_accepted(patch: Patch) -> None:
+    patch.setattr(Restorable, "grant", lambda restorable, num_resumed: 0)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        a_new_engine_asks_its_bounds_of_what_was_accepted,
         the_journal_keeps_duplicates,
         the_engine_ignores_delivered_tokens,
         a_block_is_leaked_at_an_abort,

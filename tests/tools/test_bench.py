@@ -21,7 +21,8 @@ from ipc.files.safetensors import read_safetensors_folder
 from kernels.cpu.build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
-from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step
+from tests import grammar_vocabulary
+from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step, structured
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -151,9 +152,9 @@ def test_startup_parts_and_an_empty_kernel_cache(tmp_path: Path) -> None:
         assert os.listdir(environment["XDG_CACHE_HOME"]) == []
         parts = measure_parts(config, environment)
     assert list(parts) == [
-        *("python", "tokenizer", "import torch", "import ours", "map", "dequantize", "pack", "kv cache"),
+        *("python", "tokenizer", "import ours", "map", "dequantize", "pack", "kv cache"),
     ]
-    assert parts["import torch"].cpu_s > parts["map"].cpu_s
+    assert parts["import ours"].cpu_s > 0
     with kernel_cache(is_filled=True) as environment:
         assert environment == dict(os.environ)
 
@@ -339,6 +340,26 @@ def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> N
         next(kernels.measure_kernels(EngineConfig(cpu_kernels="torch"), rep=0))
 
 
+def test_structured_outputs_are_measured_beside_free_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count in {"_ROWS": 2, "_STEPS": 2, "_TURNS": 1, "ID_LOW": 10, "ID_SPAN": 200}.items():
+        monkeypatch.setattr(structured, name, count)
+    write_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": grammar_vocabulary.EOS}))
+    for name, content in grammar_vocabulary.tokenizer_files().items():
+        (tmp_path / name).write_bytes(content)
+    before = torch.get_num_threads()
+    try:
+        first, forced, *steps = structured.measure_structured(EngineConfig(model=str(tmp_path), threads=1), rep=0)
+    finally:
+        torch.set_num_threads(before)
+    assert first["first_ms"] > first["later_ms"] > 0
+    assert [(record["batch"], record["temperature"]) for record in steps] == [(2, 0.0), (2, 1.0)]
+    assert all(record["ratio"] > 0 for record in steps)
+    assert forced["tokens"] == forced["tokens_without"]
+    assert forced["steps"] < forced["steps_without"]
+
+
 @pytest.mark.parametrize("cpu_kernels", ["c", "torch"])
 def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "SIZES", (1, 3))
@@ -356,3 +377,12 @@ def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypa
         parts = [record[f"{name}_us"] for name in ("schedule", "prepare", "forward", "sample", "update", "encode")]
         assert min(parts) > 0
         assert set(record["operations_us"]) == operations
+
+
+def test_speculation_is_measured_turn_about_and_changes_no_token() -> None:
+    records = bench("speculation", "--only", "batch32", "--max-model-len", "1024", "--max-num-seqs", "32")
+    assert [record["temperature"] for record in records] == [0.0, 0.7]
+    for record in records:
+        assert record["num_different_requests"] == 0
+        assert record["num_tokens"] == SHAPES["batch32"][2]
+        assert min(float(str(record[name])) for name in ("ratio", "tokens_per_s_with", "tokens_per_s_without")) > 0

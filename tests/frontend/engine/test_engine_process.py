@@ -359,3 +359,12 @@ def test_clash_of_package_names_says_what_to_do(tmp_path: Path) -> None:
     text = run_python(code, tmp_path, ROOT)
     assert f"'kernels' that Python finds ({tmp_path}/kernels/__init__.py) is not the engine's own" in text
     assert "pip uninstall kernels" in text
+
+
+def test_the_owners_token_is_in_no_argument_and_no_environment() -> None:
+    with EngineProcess(FAKE) as engine:
+        token = engine.owner_token
+        for name in ("cmdline", "environ"):
+            seen = Path(f"/proc/{engine.pid}/{name}").read_bytes()
+            assert token not in seen
+            assert token.hex().encode() not in seen

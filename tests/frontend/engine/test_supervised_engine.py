@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,16 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from core.executors.fake import _terms, checksum, next_token
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
+from frontend.engine.death import Cause
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.supervisor import State
+from frontend.engine.watchdog import Watchdog
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
 from ipc.arrays import Ints
@@ -324,3 +328,103 @@ def test_a_killed_supervisor_leaves_nothing_after_100_ms() -> None:
     owner.wait()
     owner.stdout.close()
     assert took_s < 0.1 or os.getloadavg()[0] > 2.0, took_s
+
+
+# --- hangs and poisons ----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_engine_is_found_and_replaced(tmp_path: Path) -> None:
+    """SIGSTOP in a step; the limit is shortened, so that the test is."""
+    news: list[str] = []
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        engine._watchdog, engine._on_news = Watchdog(0.5), news.append
+        client = connected(engine)
+        numbers = submit(client)
+        client.wait(np.array(numbers), 0.1)
+        kill(engine.process, signal.SIGSTOP)
+        check(client, numbers)
+        assert client.welcome.epoch == 1
+        assert engine.last_cause is Cause.HUNG
+        assert "hangs: its" in news[0]
+        client.close()
+
+
+SOAK = (pytest.mark.soak, pytest.mark.timeout(300))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("segv", 8),
+        *(pytest.param(kind, count, marks=SOAK) for kind in ("raise", "abort", "memory", "hang") for count in (6, 64)),
+    ],
+)
+def test_a_poison_fails_alone(kind: str, count: int, tmp_path: Path) -> None:
+    """Streams in lockstep with it: all of them are suspects."""
+    config = msgspec.structs.replace(FAKE, fake_poison=f"{kind}:5:40", max_num_seqs=count)
+    with supervised(config, listen=f"ipc://{tmp_path}/s") as engine:
+        engine._watchdog = Watchdog(0.5)
+        client = connected(engine)
+        numbers = submit(client, count, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        finish(client, numbers)
+        assert client.read(numbers[5]).token_ids.tolist() == undisturbed(np.array([[5, 7]]), 38)[0].tolist()
+        error = client.read(numbers[5]).error
+        assert isinstance(error, RequestFailedError)
+        assert "(QUARANTINED)" in str(error)
+        check(client, numbers[:5] + numbers[6:], 200)
+        assert engine.supervisor.num_deaths <= math.ceil(math.log2(count)) + 2
+        assert "(QUARANTINED)" in str(failure(client, [5, 7])), "and it does not come again"
+        client.close()
+
+
+def failure(client: EngineClient, prompt: list[int]) -> Exception | None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    number = client.submit(prompt, params, seed=0)
+    finish(client, [number])
+    return client.read(number).error
+
+
+def test_a_row_that_fails_is_no_death(tmp_path: Path) -> None:
+    with supervised(msgspec.structs.replace(FAKE, fake_poison="row:5:40"), listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        numbers = submit(client, 12)
+        finish(client, numbers)
+        assert "the request is poisoned" in str(client.read(numbers[5]).error)
+        check(client, numbers[:5] + numbers[6:])
+        assert engine.supervisor.num_deaths == 0
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "num_upgrades", [2, pytest.param(10, marks=(pytest.mark.soak, pytest.mark.timeout(300)))], ids=str
+)
+def test_upgrades_lose_nothing(num_upgrades: int, tmp_path: Path) -> None:
+    with supervised(FAKE, RestartRules(), listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        owner = EngineClient(ZmqTransport(engine.address), owner_token=engine.process.owner_token)
+        numbers = []
+        for epoch in range(num_upgrades):
+            numbers += submit(client, 32)[: 32 if epoch == 0 else 0]
+            while owner.welcome.epoch < epoch or not owner._is_connected:
+                time.sleep(0.005)
+            owner.upgrade()
+        check(client, numbers)
+        assert engine.supervisor.num_deaths == num_upgrades
+        assert engine.process.epoch == num_upgrades
+        owner.close()
+        client.close()
+
+
+def test_a_drain_moves_what_does_not_finish(tmp_path: Path) -> None:
+    """To another service at the same address: so a supervisor is replaced, too."""
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        owner = EngineClient(ZmqTransport(engine.address), owner_token=engine.process.owner_token)
+        numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True))
+        owner.drain(move_after=0.2)
+        assert wait_for_end(engine)
+        assert engine.process.exit_code == 0
+        with supervised(FAKE, listen=f"ipc://{tmp_path}/s"):
+            check(client, numbers, 4000)
+            client.close()
+            owner.close()

@@ -1,0 +1,69 @@
+"""Isolation: requests that the engine must not run, because one of them has killed it or may have.
+
+The supervisor says which, by digests (ipc/black_box.py). Quarantined requests are refused. Parked ones wait here until
+they are released, and count as queued. The step knows of neither.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from core.border.inbox import Inbox
+from core.border.preparation import Waiting
+from ipc.black_box import request_digest
+from ipc.messages import AddRequest, ErrorCode
+from ipc.start_messages import Isolate
+
+QUARANTINED_TEXT = (
+    "the engine died or hung repeatedly while it ran this request, so it does not run it again; change the prompt or "
+    "the parameters"
+)
+
+
+class Isolation(Waiting):
+    """The requests kept apart. All methods are for the thread that holds the socket's lock."""
+
+    def __init__(self, inbox: Inbox, epoch: int, isolate: Isolate) -> None:
+        super().__init__(inbox, epoch)
+        self._parked = frozenset(isolate.parked)
+        self._quarantined = frozenset(isolate.quarantined)
+        self._since: dict[tuple[int, int], float] = {}  # by client and number; those of aborted requests stay
+
+    def is_quarantined(self, message: AddRequest) -> bool:
+        """Return whether the request is to be refused."""
+        return bool(self._quarantined) and _digest(message) in self._quarantined
+
+    def is_parked(self, message: AddRequest) -> bool:
+        """Return whether the request is to wait."""
+        return bool(self._parked) and _digest(message) in self._parked
+
+    def park(self, client: int, message: AddRequest, now: float) -> None:
+        """Let a request wait. now: seconds, also of change()."""
+        self.keep(client, message)
+        self._since[client, message.number] = now
+
+    def change(self, isolate: Isolate, now: float, begin: Callable[[int, AddRequest], None]) -> None:
+        """Take in what the supervisor says now. begin: called with each request that need not wait any more.
+
+        take_done() has the requests that are quarantined now.
+        """
+        self._parked, self._quarantined = frozenset(isolate.parked), frozenset(isolate.quarantined)
+        for key, job in list(self._jobs.items()):
+            if self.is_parked(job.message):
+                continue
+            since, message = self._since.pop(key), job.message
+            if self.is_quarantined(message):
+                job.error, job.code = QUARANTINED_TEXT, ErrorCode.QUARANTINED
+                self._done.put(job)
+                continue
+            self._drop(job)
+            if message.deadline_ms:
+                left_ms = message.deadline_ms - int((now - since) * 1000)
+                message = msgspec.structs.replace(message, deadline_ms=max(1, left_ms))
+            begin(job.client, message)
+            for abort in job.aborts:
+                self._inbox.put(job.client, abort)
+
+
+def _digest(message: AddRequest) -> bytes:
+    return request_digest(message.prompt_token_ids, message.params)

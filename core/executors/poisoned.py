@@ -1,0 +1,72 @@
+"""PoisonedExecutor: a FakeExecutor that one kind of request harms, to show what engine and supervisor do then."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import msgspec
+
+from core.execution.executor import FinishedStep, StepHandle
+from core.execution.plan import FAILED_TOKEN, SchedulerOutput
+from core.executors.fake import FakeExecutor
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+
+
+class PoisonError(Exception):
+    """The exception of a poisoned step."""
+
+
+def _raise() -> None:
+    raise PoisonError("the request is poisoned")
+
+
+def _run_out_of_memory() -> None:
+    raise MemoryError("the request is poisoned")
+
+
+def _hang() -> None:
+    while True:
+        pass
+
+
+_KINDS: dict[str, Callable[[], None]] = {
+    "raise": _raise,
+    "row": lambda: None,  # the row fails alone, as a row whose work can be told apart does
+    "memory": _run_out_of_memory,
+    "abort": os.abort,
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "hang": _hang,
+}
+
+
+class PoisonedExecutor(FakeExecutor):
+    """A FakeExecutor with a poison."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Read the poison. Errors: ConfigError."""
+        super().__init__(config)
+        kind, _, place = config.fake_poison.partition(":")
+        token, _, position = place.partition(":")
+        if kind not in _KINDS or not token.isdigit() or not position.isdigit():
+            raise ConfigError(f"fake_poison is KIND:TOKEN:POSITION, KIND one of {', '.join(_KINDS)}")
+        self._kind, self._token, self._position = kind, int(token), int(position)
+        self._poisoned: set[int] = set()  # rows
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Run one step, unless a poisoned row reaches its place in it."""
+        self._poisoned -= set(plan.removed_rows.tolist())
+        self._poisoned |= {new.row for new in plan.added if int(new.token_ids[0]) == self._token}
+        handle = super().execute(plan)
+        bad = [
+            index
+            for index, row in enumerate(plan.rows.tolist())
+            if row in self._poisoned and int(self._table.num_computed_tokens[row]) >= self._position
+        ]
+        if not bad:
+            return handle
+        _KINDS[self._kind]()
+        output = handle.result()
+        output.token_ids[bad] = FAILED_TOKEN
+        failures = [(index, "the request is poisoned") for index in bad]
+        return FinishedStep(msgspec.structs.replace(output, failures=failures))

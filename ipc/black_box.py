@@ -1,0 +1,168 @@
+"""The black box: a page of shared memory in which an engine notes what it is doing, and which survives its death.
+
+The engine process writes (core/process/black_box.py); its supervisor, health checks and `top` read it without asking
+the engine, also while it hangs and after it has died. The page is made by the engine's owner and outlives restarts. All
+numbers are little-endian int64 where nothing else is said; times are ns of the machine's monotonic clock.
+"""
+
+import mmap
+import os
+import struct
+import weakref
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.sampling_params import SamplingParams
+
+DIGEST_BYTES = 16
+NUM_SIZES = 32  # classes of steps by their tokens: 1, 2-3, 4-7, ...
+NAME = "engine-core-black-box"  # of the memory file, as /proc/PID/fd shows it
+
+#: The numbers of a Reading, between two copies of a counter that differ while they are being written.
+HEADER = struct.Struct("<14q")
+_MAX_TRIES = 100
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def request_digest(prompt_token_ids: bytes, params: SamplingParams) -> bytes:
+    """Return the digest by which requests are told apart that kill an engine: of the prompt (int32) and its options.
+
+    Requests that differ in their seeds alone are one, unless the caller gave the seeds.
+    """
+    if params.prompt_logprobs is not None:  # of the first choice only
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    return blake2b(prompt_token_ids + _encoder.encode(params), digest_size=DIGEST_BYTES).digest()
+
+
+class Reading(NamedTuple):
+    """What the page says at one moment."""
+
+    epoch: int  # -1 = no engine has written yet
+    pid: int
+    num_begun: int  # steps
+    num_ended: int
+    begun_ns: int  # of the last step that began
+    ended_ns: int  # of the last one that ended
+    num_tokens: int  # of the last step that began
+    expected_ns: int  # the slowest recent step of its size; 0 = none is known
+    num_turns: int  # of the engine's loop, which turns at least every 5 s
+    turned_ns: int
+    num_running: int  # requests
+    num_waiting: int
+
+    @property
+    def is_in_step(self) -> bool:
+        """Return whether a step has begun that has not ended."""
+        return self.num_begun > self.num_ended
+
+    @property
+    def last_sign_ns(self) -> int:
+        """Return when the engine last showed that it lives; compare it with time.monotonic_ns()."""
+        return max(self.begun_ns, self.ended_ns, self.turned_ns)
+
+
+NO_READING = Reading(-1, *(0,) * 11)
+
+
+class Suspect(NamedTuple):
+    """A row of a step: its request, and the positions that the step computed."""
+
+    digest: bytes
+    start: int
+    end: int
+
+
+class Page:
+    """The page's parts as arrays, over a memory file of size_of(num_rows) bytes."""
+
+    def __init__(self, memory: mmap.mmap, num_rows: int) -> None:
+        self.memory = memory
+        at = HEADER.size
+
+        def take(dtype: str, *shape: int) -> NDArray[np.generic]:
+            nonlocal at
+            part = np.frombuffer(memory, dtype, int(np.prod(shape)), at).reshape(shape)
+            at += part.nbytes
+            return part
+
+        self.slowest_ns = take("<i8", 2, NUM_SIZES)  # by size of steps: in this window of steps, and in the last one
+        self.plan_sizes = take("<i8", 2)  # rows of the last two plans, the even and the odd one
+        self.ends = take("<i8", 2, num_rows)  # by row: tokens computed when that plan has run
+        self.rows = take("<i4", 2, num_rows)  # of the plan
+        self.counts = take("<i4", 2, num_rows)  # of the plan: tokens that it computes of each row
+        self.digests = take("u1", num_rows, DIGEST_BYTES)  # by row
+
+
+def size_of(num_rows: int) -> int:
+    """Return the bytes of a page for an engine with so many rows."""
+    return HEADER.size + 16 * NUM_SIZES + 16 + num_rows * (16 + 8 + 8 + DIGEST_BYTES)
+
+
+class BlackBoxReader:
+    """Read an engine's black box. fd: of the memory file (not closed here); num_rows: the engine's max_num_seqs.
+
+    Reading costs a few microseconds and never waits for the engine.
+    """
+
+    def __init__(self, fd: int, num_rows: int) -> None:
+        self._page = Page(mmap.mmap(fd, size_of(num_rows), prot=mmap.PROT_READ), num_rows)
+
+    def read(self) -> Reading:
+        """Return the present numbers."""
+        for _ in range(_MAX_TRIES):
+            first, *numbers, last = HEADER.unpack_from(self._page.memory)
+            if first == last:
+                return Reading(*numbers) if first else NO_READING
+        return Reading(*numbers)  # its writer died in the middle: each number is right by itself
+
+    def suspects(self) -> list[Suspect]:
+        """Return the rows of the steps that have begun and not ended; each request once, with its widest range."""
+        reading = self.read()
+        return self._rows(range(max(reading.num_ended, reading.num_begun - 2) + 1, reading.num_begun + 1))
+
+    def last_rows(self) -> list[Suspect]:
+        """Return the rows of the last step that has begun."""
+        reading = self.read()
+        return self._rows(range(reading.num_begun, reading.num_begun + min(1, reading.num_begun)))
+
+    def _rows(self, steps: range) -> list[Suspect]:
+        found = dict[bytes, Suspect]()
+        for step in steps:
+            slot = step % 2
+            size = int(self._page.plan_sizes[slot])
+            rows, counts = self._page.rows[slot, :size].tolist(), self._page.counts[slot, :size].tolist()
+            for row, count in zip(rows, counts, strict=True):
+                digest, end = self._page.digests[row].tobytes(), int(self._page.ends[slot, row])
+                known = found.get(digest, Suspect(digest, end - count, end))
+                found[digest] = Suspect(digest, min(known.start, end - count), max(known.end, end))
+        return list(found.values())
+
+
+class BlackBoxFile:
+    """A new page in memory, for the owner of an engine. It is freed with this object, and with all who mapped it."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, size_of(num_rows))
+        self.reader = BlackBoxReader(self.fd, num_rows)
+
+
+def find_black_box(pid: int) -> int | None:
+    """Return a descriptor of the black box of an engine process of this user, or of its supervisor; None for none.
+
+    The caller closes it. PATH.lock beside an engine's ipc socket has the engine's pid.
+    """
+    folder = f"/proc/{pid}/fd"
+    try:
+        for name in os.listdir(folder):
+            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME}"):
+                return os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    return None

@@ -1,0 +1,105 @@
+"""The black box: what the engine notes is what a reader finds, while it runs and after it died."""
+
+import os
+
+import numpy as np
+import pytest
+
+from core.execution.plan import NewRow, SchedulerOutput
+from core.process.black_box import BlackBox
+from frontend.engine.process import EngineProcess
+from ipc.arrays import NO_INT32S
+from ipc.black_box import NO_READING, BlackBoxFile, BlackBoxReader, find_black_box, request_digest
+from ipc.config import EngineConfig
+from ipc.sampling_params import SamplingParams
+from tests.raw_client import PATIENCE_S, RawClient
+
+PARAMS = SamplingParams(temperature=0.0)
+
+
+def new_row(row: int, prompt: list[int], output: list[int], params: SamplingParams = PARAMS) -> NewRow:
+    return NewRow(row, np.array(prompt + output, np.int32), len(prompt), 0, NO_INT32S, params, 0)
+
+
+def plan(rows: list[int], counts: list[int], *added: NewRow) -> SchedulerOutput:
+    columns = np.array(rows, np.int32), np.array(counts, np.int32)
+    return SchedulerOutput(1, NO_INT32S, list(added), NO_INT32S, NO_INT32S, *columns)
+
+
+def digest(prompt: list[int], params: SamplingParams = PARAMS) -> bytes:
+    return request_digest(np.array(prompt, "<i4").tobytes(), params)
+
+
+def test_a_reader_finds_the_steps_in_flight() -> None:
+    page = BlackBoxFile(8)
+    assert page.reader.read() == NO_READING
+    assert page.reader.suspects() == []
+    box = BlackBox(page.fd, 8, epoch=3)
+    computed = np.zeros(8, np.int64)
+    box.watch(computed)
+    computed[[5, 2]] = 4, 3
+    box.begin(plan([5, 2], [4, 1], new_row(5, [1, 2, 3], [9]), new_row(2, [4], [8, 8])))
+    box.turn(7)
+    reading = page.reader.read()
+    assert (reading.epoch, reading.pid, reading.num_begun, reading.num_ended) == (3, os.getpid(), 1, 0)
+    assert (reading.num_tokens, reading.num_running, reading.num_waiting, reading.num_turns) == (5, 2, 7, 1)
+    assert reading.is_in_step
+    assert reading.last_sign_ns == reading.turned_ns >= reading.begun_ns > 0
+    assert page.reader.suspects() == [(digest([1, 2, 3]), 0, 4), (digest([4]), 2, 3)]
+    computed[5] = 5
+    box.begin(plan([5], [1]))  # the second step in flight
+    assert page.reader.suspects() == [(digest([1, 2, 3]), 0, 5), (digest([4]), 2, 3)]
+    box.end()
+    assert page.reader.suspects() == [(digest([1, 2, 3]), 4, 5)]
+    box.end()
+    assert page.reader.suspects() == []
+    assert not page.reader.read().is_in_step
+
+
+def test_a_digest_is_of_the_prompt_and_the_options() -> None:
+    assert digest([1]) != digest([2])
+    assert digest([1]) != digest([1], SamplingParams(temperature=0.5))
+    with_prompt = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    assert digest([1], with_prompt) == digest([1]), "only the first choice of a request has its prompt's"
+
+
+def test_what_a_step_may_take_survives_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("core.process.black_box.time.monotonic_ns", lambda: now[0])
+    page = BlackBoxFile(8)
+
+    def step(box: BlackBox, count: int, took_ns: int) -> int:
+        """Return what was expected of it."""
+        box.begin(plan([0], [count]))
+        now[0] += took_ns
+        box.end()
+        return page.reader.read().expected_ns
+
+    box = BlackBox(page.fd, 8, 0)
+    assert step(box, 1, 100) == 0, "nothing is known"
+    assert step(box, 1, 50) == 100
+    assert step(box, 8, 700) == 800, "eight times as many tokens"
+    assert step(box, 9, 10) == 700
+    box = BlackBox(page.fd, 8, 1)
+    assert step(box, 1, 1) == 100
+    for _ in range(1200):
+        step(box, 1, 7)
+    assert step(box, 1, 7) == 7, "slow steps are forgotten ..."
+    assert step(box, 12, 7) == 700, "... but not those of other sizes"
+
+
+def test_the_box_of_a_running_engine_is_found_by_its_process() -> None:
+    config = EngineConfig(executor="fake", max_num_seqs=4)
+    with EngineProcess(config) as engine, RawClient(engine.address) as client:
+        client.add(1, [1, 2])
+        client.finish(1)
+        fd = find_black_box(engine.pid)
+        assert fd is not None
+        reader = BlackBoxReader(fd, 4)
+        os.close(fd)
+        reading = reader.read()
+        assert (reading.epoch, reading.pid) == (0, engine.pid)
+        assert reading.num_begun >= 8
+        engine.stop()
+        engine.wait(PATIENCE_S)
+        assert engine.black_box.read().num_ended == reading.num_begun
