@@ -6,6 +6,7 @@ break and continue, generation blocks). It gets plain JSON-like data only, never
 """
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -69,7 +70,7 @@ def render_chat(
         name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
     }
 
-    def render(arguments_as_text: bool = False) -> str:
+    def render(arguments_as_text: bool) -> str:
         read = read_messages(
             messages,
             keep_parts=compiled.takes_parts,
@@ -78,16 +79,21 @@ def render_chat(
         )
         return _render(compiled.template, variables | {"messages": read})
 
+    prompt = _in_either_form(render)
+    return cut_at_mark(prompt, final) if continue_final_message else prompt
+
+
+def _in_either_form(render: Callable[[bool], str]) -> str:
+    """Return the prompt with arguments of tool calls as mappings, or as text where the template fails with those."""
     try:
-        prompt = render()
+        return render(False)
     except InvalidRequestError as error:
         if not isinstance(error.__cause__, TypeError):
             raise
         try:
-            prompt = render(arguments_as_text=True)
+            return render(True)
         except InvalidRequestError:
             raise error from error.__cause__
-    return cut_at_mark(prompt, final) if continue_final_message else prompt
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:

@@ -59,8 +59,8 @@ def test_what_breaks_a_bound(served: Caller, request_bytes: bytes, status: int) 
 
 
 def test_a_chunked_body_has_its_bound_too(served: Caller) -> None:
-    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
-    head += b"connection: close\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
     small = b'{"prompt": "x"}'
     assert status_of(served.raw(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(small), small))) == 200
     chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
@@ -79,12 +79,13 @@ def test_a_pipeline_has_its_bound(served: Caller) -> None:
     assert answer.count(b"HTTP/1.1 ") <= 1
 
 
-def test_who_leaves_frees_the_engine(served: Caller, llm: LLM) -> None:
-    """200 clients leave at random bytes of a request or an answer; a witness's streams stay right."""
+@pytest.mark.parametrize("count", [60, pytest.param(400, marks=[pytest.mark.soak])])
+def test_who_leaves_frees_the_engine(served: Caller, llm: LLM, count: int) -> None:
+    """Clients leave at random bytes of a request or an answer; a witness's streams stay right."""
     rng, before = random.Random(5), free_blocks(llm)
     wanted = llm.generate("Witness", SamplingParams(max_tokens=50, temperature=0), use_tqdm=False)[0].outputs[0].text
     request = post_bytes("/v1/completions", LONG)
-    for index in range(200):
+    for index in range(count):
         with served.socket() as peer:
             peer.sendall(request[: rng.choice((len(request), rng.randrange(1, len(request))))])
             left = rng.randrange(4000)
@@ -134,11 +135,11 @@ def _read_text(peer) -> str:
     import json
 
     data = b""
-    while b"data: [DONE]" not in data:
-        part = peer.recv(65_536)
+    time.sleep(1)  # the engine is long done, and the connection full
+    while b"data: [DONE]" not in data[-100:]:
+        part = peer.recv(1 << 20)
         assert part, data[-300:]
         data += part
-        time.sleep(0.001)
     chunks = data.split(b"\r\n\r\n", 1)[1]
     body = b""
     while chunks:
