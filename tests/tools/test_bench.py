@@ -22,7 +22,18 @@ from kernels.cpu.build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
 from tests import grammar_vocabulary
-from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step, structured
+from tools.bench import (
+    capture_cost,
+    gemm,
+    gpu_kernels,
+    ipc,
+    kernels,
+    metrics_cost,
+    quiet,
+    speculation,
+    step,
+    structured,
+)
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -379,10 +390,13 @@ def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypa
         assert set(record["operations_us"]) == operations
 
 
-def test_speculation_is_measured_turn_about_and_changes_no_token() -> None:
-    records = bench("speculation", "--only", "batch32", "--max-model-len", "1024", "--max-num-seqs", "32")
-    assert [record["temperature"] for record in records] == [0.0, 0.7]
-    for record in records:
-        assert record["num_different_requests"] == 0
-        assert record["num_tokens"] == SHAPES["batch32"][2]
-        assert min(float(str(record[name])) for name in ("ratio", "tokens_per_s_with", "tokens_per_s_without")) > 0
+def test_speculation_is_measured_turn_about_and_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speculation, "_CASES", speculation._CASES[-1:])
+    options = ("--executor", "fake", "--max-model-len", "1024")
+    assert main(["speculation", *options]) == 0
+    (record,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (record["name"], record["temperature"]) == ("batch32", 0.7)
+    assert (record["num_different_requests"], record["num_tokens"]) == (0, SHAPES["batch32"][2])
+    assert min(record[name] for name in ("ratio", "tokens_per_s_with", "tokens_per_s_without")) > 0
