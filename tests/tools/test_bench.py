@@ -30,7 +30,6 @@ from tools.bench import (
     kernels,
     metrics_cost,
     quiet,
-    speculation,
     step,
     structured,
 )
@@ -388,15 +387,3 @@ def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypa
         parts = [record[f"{name}_us"] for name in ("schedule", "prepare", "forward", "sample", "update", "encode")]
         assert min(parts) > 0
         assert set(record["operations_us"]) == operations
-
-
-def test_speculation_is_measured_turn_about_and_changes_no_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(speculation, "_CASES", speculation._CASES[-1:])
-    options = ("--executor", "fake", "--max-model-len", "1024")
-    assert main(["speculation", *options]) == 0
-    (record,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (record["name"], record["temperature"]) == ("batch32", 0.7)
-    assert (record["num_different_requests"], record["num_tokens"]) == (0, SHAPES["batch32"][2])
-    assert min(record[name] for name in ("ratio", "tokens_per_s_with", "tokens_per_s_without")) > 0
