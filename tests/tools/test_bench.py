@@ -22,7 +22,17 @@ from kernels.cpu.build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
 from tests import grammar_vocabulary
-from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step, structured
+from tools.bench import (
+    capture_cost,
+    gemm,
+    gpu_kernels,
+    ipc,
+    kernels,
+    metrics_cost,
+    quiet,
+    step,
+    structured,
+)
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -377,12 +387,3 @@ def test_step_is_split_into_its_parts(cpu_kernels: str, tmp_path: Path, monkeypa
         parts = [record[f"{name}_us"] for name in ("schedule", "prepare", "forward", "sample", "update", "encode")]
         assert min(parts) > 0
         assert set(record["operations_us"]) == operations
-
-
-def test_speculation_is_measured_turn_about_and_changes_no_token() -> None:
-    records = bench("speculation", "--only", "batch32", "--max-model-len", "1024", "--max-num-seqs", "32")
-    assert [record["temperature"] for record in records] == [0.0, 0.7]
-    for record in records:
-        assert record["num_different_requests"] == 0
-        assert record["num_tokens"] == SHAPES["batch32"][2]
-        assert min(float(str(record[name])) for name in ("ratio", "tokens_per_s_with", "tokens_per_s_without")) > 0
