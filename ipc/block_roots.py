@@ -10,6 +10,7 @@ from hashlib import blake2b
 #: Root of a request without parts.
 PLAIN_ROOT = -1
 CACHE_SALT = "salt"
+TENANT = "tenant"
 
 
 def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
@@ -29,6 +30,8 @@ def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
     return PLAIN_ROOT if is_plain else -2 - (int.from_bytes(digest.digest(), "little") >> 2)
 
 
-def root_of_salt(cache_salt: str) -> int:
-    """Return the root of a request that has a cache salt ("" = none) and no other part."""
-    return root_content([(CACHE_SALT, cache_salt.encode())]) if cache_salt else PLAIN_ROOT
+def root_of_salt(cache_salt: str, tenant: str = "") -> int:
+    """Return the root of a request that has a cache salt and a tenant ("" = none) and no other part."""
+    if not (cache_salt or tenant):
+        return PLAIN_ROOT
+    return root_content([(TENANT, tenant.encode()), (CACHE_SALT, cache_salt.encode())])

@@ -65,7 +65,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
     ] = "L2"
     threads: Annotated[
-        int | None, Option("machine", "compute threads; default: the CPUs this process may use", 1, 1024, flags=("-t",))
+        int | None,
+        Option(
+            "machine",
+            "compute threads; default: the CPUs this process may use, by affinity and CPU quota",
+            1,
+            1024,
+            flags=("-t",),
+        ),
     ] = None
     max_model_len: Annotated[
         int | None,
@@ -227,6 +234,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "tokens; KIND is one of raise, row, memory, abort, segv, hang",
         ),
     ] = ""
+    fake_step_us: Annotated[
+        int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
+    ] = 0
     generation_config: Annotated[
         str,
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),

@@ -3,7 +3,8 @@
 EngineCoreError
 ├── ConfigError (ValueError)            an engine option is unknown or has a bad value
 ├── InvalidRequestError (ValueError)    a prompt or a sampling parameter is wrong
-│   └── UnsupportedParameterError       this version does not support the parameter
+│   ├── UnsupportedParameterError       this version does not support the parameter
+│   └── PromptTooLongError              prompt and output do not fit the model's context
 ├── RequestFailedError                  the engine accepted the request and could not finish it
 │   └── DeadlineExceededError           the request's deadline came first
 ├── ModelFileError                      a model file is missing, truncated or corrupt
@@ -18,9 +19,17 @@ EngineCoreError
 └── MalformedMessageError               received bytes are not a message of this protocol
 """
 
+from collections.abc import Sequence
+
 
 class EngineCoreError(Exception):
-    """Root of the tree above."""
+    """Root of the tree above.
+
+    outputs: of an error of LLM.generate() or chat() that came after the start: the outputs of the prompts that have
+    finished, in the prompts' order; None for a prompt that has not.
+    """
+
+    outputs: Sequence[object | None] = ()
 
 
 class ConfigError(EngineCoreError, ValueError):
@@ -35,8 +44,19 @@ class UnsupportedParameterError(InvalidRequestError):
     """This version does not support the parameter."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for an output in the model's context."""
+
+
 class RequestFailedError(EngineCoreError):
-    """The engine accepted the request and could not finish it."""
+    """The engine accepted the request and could not finish it, or refused it because a bound is reached.
+
+    code: name of the engine's ErrorCode; "" where the client itself failed the request. retry_after_ms: milliseconds
+    after which the same request may be accepted; 0 = it is not for want of room.
+    """
+
+    code = ""
+    retry_after_ms = 0
 
 
 class DeadlineExceededError(RequestFailedError):

@@ -96,6 +96,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     deadline_ms: int = 0  # milliseconds from receipt after which the request fails; 0 = none
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
     delivered: list[bytes] = []  # per choice, int32 tokens that the client already has; generation continues after them
+    tenant: str = ""  # whose the request is, of a client that sends for many; "" = the client's own
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -161,7 +162,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     max_message_bytes: int
     max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not reported
     max_num_queued_tokens: int = 0  # of those requests
-    max_client_bytes: int = 0  # of one session's unfinished requests, as sent
+    max_client_bytes: int = 0  # of one session's unfinished requests, as the engine keeps them
     heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
     lease_ms: int = 0  # a session without a message for so long ends; 0 = never
     max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported

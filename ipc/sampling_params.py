@@ -2,11 +2,14 @@
 
 import copy
 import numbers
+from collections.abc import Collection
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
+from ipc.arrays import Ints
 from ipc.errors import InvalidRequestError
 from ipc.refused_parameters import refuse_parameters
 from ipc.structured_outputs import StructuredOutputsParams
@@ -18,6 +21,10 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
+#: Most entries of allowed_token_ids: the largest vocabularies have 262,208 tokens.
+MAX_ALLOWED_TOKENS = 300_000
+#: Most entries of logit_bias.
+MAX_LOGIT_BIASES = 65_536
 #: Logit biases are clamped to [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS], as in vLLM.
 MAX_LOGIT_BIAS = 100.0
 #: Temperatures in (0, MIN_TEMPERATURE) are raised to it, as in vLLM: 1/temperature must stay finite in float32.
@@ -30,6 +37,16 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0  # all text and tokens so far
     DELTA = 1  # what is new since the last one
     FINAL_ONLY = 2  # one output, when the request has finished
+
+
+#: What a decoder takes. It looks at a list's length before it makes the list, so a long one costs nothing.
+_StopStrings = Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+_StopTokenIds = Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)]
+_LogitBias = Annotated[dict[int, float], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
+_AllowedTokenIds = Annotated[list[int], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)]
+_BadWords = Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)]
+_BadWord = Annotated[list[int], msgspec.Meta(max_length=MAX_BAD_WORD_TOKENS)]
+_BadWordsTokenIds = Annotated[list[_BadWord], msgspec.Meta(max_length=2 * MAX_BAD_WORDS)]
 
 
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
@@ -49,8 +66,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     top_k: int = 0  # 0 or -1 = all
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _StopStrings | None = None
+    stop_token_ids: _StopTokenIds | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = up to max_model_len
     min_tokens: int = 0
@@ -61,14 +78,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: _LogitBias | None = None
+    allowed_token_ids: _AllowedTokenIds | None = None
+    bad_words: _BadWords | None = None
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: None = None
     truncate_prompt_tokens: int | None = None  # keep this many tokens at the prompt's end; -1 = what the model takes
     flat_logprobs: bool = False
-    bad_words_token_ids: list[list[int]] | None = None  # bad_words in token ids, written by the frontend
+    bad_words_token_ids: _BadWordsTokenIds | None = None  # bad_words in token ids, written by the frontend
     # Parameters of vLLM that this version does not support, and refuses by name.
     prompt_logprob_token_ids: None = None
     prompt_logprob_start: None = None
@@ -238,19 +255,36 @@ def _num_logprobs(name: str, value: object) -> int | None:
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:
+    """Return a copy with every bias clamped. Whole columns are checked at once: there may be tens of thousands."""
     if bias is None or bias == {}:
         return None
     if not isinstance(bias, dict):
         raise InvalidRequestError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
-    checked = {}
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(f"logit_bias has at most {MAX_LOGIT_BIASES} entries, got {len(bias)}")
+    if not {*map(type, bias)} <= {int} or not {*map(type, bias.values())} <= {int, float}:
+        bias = _plain_bias(bias)
+    keys = _token_ids("a token id in logit_bias", bias).tolist()
+    try:
+        values = np.fromiter(bias.values(), np.float64, len(bias))
+    except OverflowError:  # an int beyond float64
+        values = np.array([max(-MAX_LOGIT_BIAS, min(value, MAX_LOGIT_BIAS)) for value in bias.values()], np.float64)
+    if np.isnan(values).any():
+        raise InvalidRequestError(
+            f"logit_bias of token {keys[int(np.isnan(values).argmax())]} must be a number, got nan"
+        )
+    return dict(zip(keys, values.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
+
+
+def _plain_bias(bias: dict[Any, Any]) -> dict[int, float]:
+    """Return the same with Python's own ints and floats: keys of JSON are strings, and NumPy has scalars."""
+    plain = {}
     for token, value in bias.items():
         key = int(token) if isinstance(token, str) and token.isdecimal() else token
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidRequestError(f"logit_bias of token {token!r:.80} must be a number, got {value!r:.80}")
-        checked[_integer("a token id in logit_bias", key, 0, 2**31 - 1)] = min(
-            max(float(value), -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS
-        )
-    return checked
+        plain[_integer("a token id in logit_bias", key, 0, 2**31 - 1)] = value
+    return plain
 
 
 def _allowed_token_ids(ids: object) -> list[int] | None:
@@ -259,7 +293,22 @@ def _allowed_token_ids(ids: object) -> list[int] | None:
         return None
     if not isinstance(ids, (list, tuple)) or not ids:
         raise InvalidRequestError(f"allowed_token_ids must be a list of at least one token id, got {ids!r:.80}")
-    return sorted({_integer("allowed_token_ids", token, 0, 2**31 - 1) for token in ids})
+    if len(ids) > MAX_ALLOWED_TOKENS:
+        raise InvalidRequestError(f"allowed_token_ids has at most {MAX_ALLOWED_TOKENS} entries, got {len(ids)}")
+    sorted_ids: list[int] = np.unique(_token_ids("allowed_token_ids", ids)).tolist()
+    return sorted_ids
+
+
+def _token_ids(name: str, ids: Collection[Any]) -> Ints:
+    """Return these token ids as an array. Errors: InvalidRequestError for the first that is none."""
+    if {*map(type, ids)} == {int}:
+        try:
+            column = np.fromiter(ids, np.int64, len(ids))
+        except OverflowError:
+            column = np.array([-1])
+        if column.min() >= 0 and column.max() < 2**31:
+            return column
+    return np.array([_integer(name, token, 0, 2**31 - 1) for token in ids], np.int64)
 
 
 def _bad_words(words: object) -> list[str] | None:

@@ -13,6 +13,7 @@ import re
 import socket as sockets
 import stat
 import tempfile
+import time
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,6 +32,8 @@ ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
+_PRIVATE_SOCKET = "engine.sock"
+_SWEEP_AGE_S = 60.0  # seconds after which an address without a lock's owner is stale
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
@@ -185,19 +188,42 @@ def private_ipc_address() -> str:
     The directory is under XDG_RUNTIME_DIR or the temporary directory. The caller owns it and ends it with
     `remove_private_address`. Errors: AddressError if no directory can be made.
     """
-    tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/engine.sock")
+    tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/{_PRIVATE_SOCKET}")
     failures = []
     for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if not parent or not os.path.isabs(parent) or len(os.fsencode(parent)) + tail > MAX_IPC_PATH_BYTES:
             continue
+        _sweep(parent)
         try:
-            return f"ipc://{tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=parent)}/engine.sock"
+            return f"ipc://{tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=parent)}/{_PRIVATE_SOCKET}"
         except OSError as error:
             failures.append(str(error))
     raise AddressError(
         f"no directory for a socket could be made ({'; '.join(failures) or 'every candidate path is too long'}): "
         f"set TMPDIR to a writable directory of at most {MAX_IPC_PATH_BYTES - tail} bytes"
     )
+
+
+def _sweep(parent: str) -> None:
+    """Remove the private addresses in a directory whose owner and engine were killed together: nobody else does.
+
+    The lock of a dead engine is free. One that was made a moment ago is left alone: it may not have its lock yet.
+    """
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if not entry.name.startswith(PRIVATE_PREFIX) or not entry.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid != os.getuid() or time.time() - status.st_mtime < _SWEEP_AGE_S:
+                    continue
+                path = f"{entry.path}/{_PRIVATE_SOCKET}"
+                fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_private_address(f"ipc://{path}")
+                finally:
+                    os.close(fd)
 
 
 def remove_private_address(address: str) -> None:

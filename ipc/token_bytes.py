@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.files.gguf import parse_gguf_metadata
-from ipc.files.model_files import GGUF_HEADER
+from ipc.files.gguf import GgufValue
 
 _SPACE = "▁"  # SentencePiece's
 #: llama.cpp's types of tokens that are not text: 2 unknown, 3 control, 5 unused.
@@ -41,20 +40,11 @@ class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def read_token_bytes(files: Mapping[str, bytes]) -> TokenBytes:
-    """Return the vocabulary of these tokenizer files (see ipc/files/model_files.py).
+def token_bytes_of_json(content: bytes) -> TokenBytes:
+    """Return the vocabulary of a tokenizer.json.
 
-    Errors: ModelFileError for files without a tokenizer; UnsupportedModelError for a vocabulary whose tokens are not
-    bytes.
+    Errors: ModelFileError; UnsupportedModelError for a vocabulary whose tokens are not bytes.
     """
-    if "tokenizer.json" in files:
-        return _of_tokenizer_json(files["tokenizer.json"])
-    if GGUF_HEADER in files:
-        return _of_gguf(files[GGUF_HEADER])
-    raise ModelFileError("the model has no tokenizer")
-
-
-def _of_tokenizer_json(content: bytes) -> TokenBytes:
     try:
         file = msgspec.json.decode(content, type=_TokenizerFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -82,8 +72,8 @@ def _to_bytes(texts: Sequence[str], decoder: str) -> list[bytes]:
     raise UnsupportedModelError("the tokens of this model's vocabulary are not bytes: its decoder has no such step")
 
 
-def _of_gguf(header: bytes) -> TokenBytes:
-    metadata = parse_gguf_metadata(header)
+def token_bytes_of_gguf(metadata: Mapping[str, GgufValue]) -> TokenBytes:
+    """Return the vocabulary of a GGUF file. Errors: as of token_bytes_of_json()."""
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.tokens is missing")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +42,17 @@ def run(command: list[str], folder: Path) -> tuple[int, str, str]:
         return code, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", range(6))
 def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
     language, text = snippets()[index]
-    text = text.replace("/tmp/", f"{tmp_path}/")
+    text = text.replace("/tmp/", f"{tmp_path}/").replace(":8000", f":{free_port()}")
     command = ["bash", "-eu", "-c", text] if language == "sh" else [sys.executable, "-c", text]
     code, output, errors = run(command, tmp_path)
     assert code == 0, errors[-2000:]
@@ -53,4 +60,4 @@ def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
 
 
 def test_there_are_as_many_as_are_run() -> None:
-    assert [language for language, _ in snippets()] == ["sh", "python", "python", "sh", "sh"]
+    assert [language for language, _ in snippets()] == ["sh", "sh", "python", "python", "sh", "sh"]

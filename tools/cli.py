@@ -10,17 +10,22 @@ from collections.abc import Sequence
 
 from ipc.errors import EngineCoreError
 from ipc.version import NAME, VERSION
+from tools.hints import COMMANDS as OTHER_COMMANDS
 from tools.options import ArgumentParser, print_error
 
 #: Subcommand -> (module with main(arguments) -> exit status, line in --help).
 COMMANDS = {
     "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
+    "chat": ("tools.chat", "chat with a model in the terminal, or answer one prompt as plain text"),
+    "run": ("tools.chat", "the same as chat"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
+    "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
     "top": ("tools.top.__main__", "show a running engine live"),
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
+    "prove": ("tools.prove", "show that tokens do not depend on neighbours, preemption and cache"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
 }
 #: What comes before "tools": "" in a checkout, "engine_core." in an installed wheel.
@@ -67,6 +72,11 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         parser.print_help(sys.stdout if words else sys.stderr)
         return 0 if words else EXIT_USAGE
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
+        return _run(words)
+    if words[0] in OTHER_COMMANDS:
+        parser.error(f"unknown command {words[0]}: {OTHER_COMMANDS[words[0]]}")
     command = parser.parse_args(words[:1]).command
     return int(importlib.import_module(f"{_HOME}{COMMANDS[command][0]}").main(words[1:]))
 

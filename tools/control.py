@@ -1,13 +1,16 @@
 """`engine-core control`: pause, resume, drain, upgrade or shut down a running engine, as its owner."""
 
 import argparse
+import fcntl
 import os
+import re
 from collections.abc import Callable, Sequence
 
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
 from ipc.messages import PauseMode
+from tools.address import address_to_connect, owner_file_to_read
 from tools.options import ArgumentParser
 
 _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
@@ -18,6 +21,7 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "shutdown": lambda client, _: client.shutdown(),
     "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
 }
+_OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Steer a running engine. All but reset-prefix-cache are owner only: see serve --owner-file.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
-    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
+    parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
     parser.add_argument(
         "--mode", choices=("new", "all"), default="new", help="of pause: no request begins, or none runs; default: new"
@@ -40,8 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         help="of drain: end after so many seconds; what has not finished goes on at the next engine",
     )
     parsed = parser.parse_args(arguments)
-    token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
-    client = EngineClient(ZmqTransport(parsed.connect), name="control", owner_token=token)
+    owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
+    token = b"" if owner_file is None else read_owner_file(owner_file)
+    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
     try:
         _ACTIONS[parsed.action](client, parsed)
     finally:
@@ -49,16 +54,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_owner_file(path: str, token: bytes) -> None:
-    """Write the owner token to a new file that only this user can read. Errors: ConfigError if the file exists."""
+def write_owner_file(path: str, token: bytes) -> int:
+    """Write the owner token to a file that only this user can read; return its descriptor, which holds a lock.
+
+    The lock ends with the process, however it ends: the file of an engine that was killed is taken over. Errors:
+    ConfigError if the file is in use, or is no owner file.
+    """
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"--owner-file {path} exists: remove it if no engine is using it, or name another") from None
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise ConfigError(f"--owner-file {path} cannot be written: {error.strerror}") from None
-    with os.fdopen(fd, "w") as file:
-        file.write(token.hex() + "\n")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _OWNER_FILE.fullmatch(os.pread(fd, 1000, 0)) or os.fstat(fd).st_uid != os.geteuid():
+            raise ConfigError(f"--owner-file {path} exists and is not an owner file: name another")
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, token.hex().encode() + b"\n", 0)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(f"--owner-file {path} is in use by a running `engine-core serve`: name another") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def read_owner_file(path: str) -> bytes:

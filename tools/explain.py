@@ -10,6 +10,7 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
 from ipc.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explanation, Reason, RequestExplanation, SchedulingState
+from tools.address import address_to_connect
 from tools.options import ArgumentParser
 
 _PAUSES = ("", "paused: nothing begins, what has begun goes on", "paused: nothing runs")
@@ -19,18 +20,18 @@ def main(arguments: Sequence[str]) -> int:
     """Print the explanation of one request or of the scheduler, and return the exit status. Errors: ConfigError."""
     parser = ArgumentParser(
         prog="engine-core explain",
-        usage="engine-core explain --connect ADDR [REQUEST] [--limit N] [--json]",
+        usage="engine-core explain [REQUEST] [--connect ADDR] [--limit N] [--json]",
         description="Say why a request of a running engine does not run. Without REQUEST: the scheduler in short.",
     )
     parser.add_argument("request", nargs="?", metavar="REQUEST", help="SESSION/NUMBER, as the table shows it")
-    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
+    parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument(
         "--limit", type=int, default=20, metavar="N", help="requests in the table; default: %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
     parsed = parser.parse_args(arguments)
     session, number = read_request(parsed.request)
-    client = EngineClient(ZmqTransport(parsed.connect), name="explain")
+    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="explain")
     try:
         explanation = client.explain(number, session=session, limit=parsed.limit)
     finally:

@@ -1,4 +1,4 @@
-"""Install torch for `make venv`: PyTorch's CPU build where pip would bring a CUDA build to a machine without a GPU.
+"""Install torch for the tests: PyTorch's CPU build where pip would bring a CUDA build to a machine without a GPU.
 
 usage: python tools/install_torch.py REQUIREMENT [PIP OPTION ...]
 
@@ -62,9 +62,9 @@ def install_cpu_build(arguments: Sequence[str], packages: Sequence[str]) -> int:
     print(
         f"stopped: the CPU build could not be installed from {CPU_INDEX}.\n"
         "To try again, there or at another address:\n"
-        f"  make run TORCH={shlex.quote(' '.join(from_cpu_index))}\n"
+        f"  make check TORCH={shlex.quote(' '.join(from_cpu_index))}\n"
         "To have the CUDA build all the same:\n"
-        f"  {shlex.join([sys.executable, '-m', 'pip', 'install', *arguments])} && make run",
+        f"  {shlex.join([sys.executable, '-m', 'pip', 'install', *arguments])} && make check",
         file=sys.stderr,
     )
     return 1

@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import re
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -10,7 +12,10 @@ import msgspec
 from ipc.config import OPTIONS
 from ipc.option import DeclaredOption
 from ipc.speculation import SpeculativeConfig
+from tools.hints import FLAGS
+from tools.option_sources import CONFIG_FLAG, words_from_elsewhere
 
+_SHORT = re.compile(r"-[A-Za-z]+")
 _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -19,23 +24,41 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.has_engine_options = False  # then they may come from the environment and a file too
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the namespace of the arguments; end the process with a message for an unknown one."""
+        args = list(sys.argv[1:] if args is None else args)
+        self._refuse_abbreviations(args)
+        if self.has_engine_options:
+            args = [*words_from_elsewhere(args), *args]
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
         return parsed
 
+    def _refuse_abbreviations(self, words: Sequence[str]) -> None:
+        """Refuse -n where only -np exists: argparse takes it for that, whatever allow_abbrev says."""
+        known = {flag for action in self._actions for flag in action.option_strings}
+        for word in words[: words.index("--")] if "--" in words else words:
+            if _SHORT.fullmatch(word) and word not in known and word[:2] not in known:
+                self._refuse([word])
+
     def _refuse(self, unknown: list[str]) -> NoReturn:
         shown = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
         name = unknown[0].split("=", 1)[0]
+        if name in FLAGS and name not in shown:
+            self.error(f"unknown argument {unknown[0]}: {FLAGS[name]}")
         near = difflib.get_close_matches(name, shown, n=1)
         self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: ArgumentParser) -> None:
     """Add one flag for each field of EngineConfig, in groups; options not given stay out of the namespace."""
+    parser.has_engine_options = True
+    parser.add_argument(
+        CONFIG_FLAG, metavar="FILE", help="engine options from a TOML file; ENGINE_CORE_MAX_NUM_SEQS=8 works too"
+    )
     groups = dict.fromkeys(declared.option.group for declared in OPTIONS.values())
     sections = {group: parser.add_argument_group(f"engine options: {group}") for group in groups}
     for name, declared in OPTIONS.items():

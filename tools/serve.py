@@ -1,8 +1,9 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM or SIGINT
-drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients and
-stops it at once, exit status 143. Where the engine dies too often, the exit status is 1.
+An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM, SIGINT or
+SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients
+and stops it at once, exit status 143. Under nohup, SIGHUP stays ignored. Where the engine dies too often, the exit
+status is 1.
 """
 
 import asyncio
@@ -18,20 +19,24 @@ import uvloop
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.death import Cause
-from frontend.engine.process import EngineProcess
+from frontend.engine.process import EngineProcess, OnPhase
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.watchdog import DEFAULT_HANG_S
-from ipc.config import config_from_options
+from ipc.config import EngineConfig, config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from ipc.log_lines import log_line
+from ipc.sockets import private_ipc_address, remove_private_address
+from tools.address import default_address, fresh_owner_file
 from tools.control import write_owner_file
+from tools.http import HttpFront, add_http_options
 from tools.metrics import measuring, served_metrics
+from tools.notify import notify
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import phase_printer
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STOP_S = 5.0  # seconds between a second signal and the kill
 
 
@@ -39,11 +44,16 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
     parser = ArgumentParser(
         prog="engine-core serve",
-        usage="engine-core serve --listen ADDR [--model PATH] [OPTION ...]",
-        description="Run an engine that clients connect to.",
+        usage="engine-core serve [MODEL] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
+        description="Run an engine that clients connect to, over HTTP, ZeroMQ or both.",
     )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
     parser.add_argument(
-        "--listen", required=True, metavar="ADDR", help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so"
+        "--listen",
+        metavar="ADDR",
+        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so; default: a socket of this user's, where "
+        "other commands look too; with --http a private one",
     )
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
     parser.add_argument(
@@ -51,28 +61,41 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
     _add_restart_options(parser)
+    add_http_options(parser)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
-    config = config_from_options(**measuring(parsed.metrics), **engine_options(parsed))
+    private = None
+    if parsed.listen is None and parsed.http is not None:
+        private = private_ipc_address()  # one for all engines that follow each other
+    elif parsed.listen is None:
+        parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
+    options = measuring(parsed.metrics) | engine_options(parsed)
+    if parsed.model_name is not None:
+        options["model"] = parsed.model_name
+    config = config_from_options(**options)
     process = EngineProcess(
         config,
-        listen=parsed.listen,
+        listen=parsed.listen or private,
         start_timeout=parsed.start_timeout,
-        on_phase=phase_printer(config.log_format),
+        on_phase=_phase_teller(config),
         resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
     )
     if parsed.owner_file is not None:
-        write_owner_file(parsed.owner_file, process.owner_token)
+        write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
     rules = RestartRules(most=max(0, parsed.restarts))
     engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, on_news=_tell)
     stop = _Stop(engine)
-    for number in _SIGNALS:
+    for number in stop.signals:
         signal.signal(number, lambda *_: stop.tell())
     try:
-        with served_metrics(parsed.metrics, lambda: process.last_address) as url:
-            return _serve(engine, stop, url)
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(served_metrics(parsed.metrics, lambda: process.last_address))
+            front = None if parsed.http is None else stack.enter_context(HttpFront(parsed))
+            return _serve(engine, stop, url, front)
     finally:
         engine.close()
+        if private is not None:
+            remove_private_address(private)
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)
@@ -116,6 +139,7 @@ class _Stop:
     def __init__(self, engine: SupervisedEngine) -> None:
         self._engine = engine
         self.count = 0
+        self.signals = tuple(number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
         self.is_fetching = False  # there is no engine process yet
 
     def tell(self) -> None:
@@ -125,6 +149,7 @@ class _Stop:
             raise _Stopped
         if self.count == 1:
             os.write(2, b"engine-core: draining\n")  # sys.stderr may be in the middle of a line that this interrupts
+            notify("STOPPING=1")
         if self.count <= 2:
             self._engine.drain()
 
@@ -133,7 +158,7 @@ class _Stop:
         return EXIT_STOPPED if self.count > 1 else 0
 
 
-def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str) -> int:
+def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront | None) -> int:
     process = engine.process
     begin = time.monotonic()
     try:
@@ -154,10 +179,14 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str) -> int:
         told = f", metrics at {metrics}" if metrics else ""
         text = f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}"
         print(log_line(process.config.log_format, text, {}), flush=True)
+        if front is not None:
+            front.start(process.address)
+            print(log_line(process.config.log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
+        notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
-    return uvloop.run(_watch(engine, stop))
+    return uvloop.run(_watch(engine, stop, front))
 
 
 def _describe(process: EngineProcess) -> str:
@@ -174,7 +203,17 @@ def _tell(text: str) -> None:
     print(f"engine-core: {text}", file=sys.stderr, flush=True)
 
 
-async def _watch(engine: SupervisedEngine, stop: _Stop) -> int:
+def _phase_teller(config: EngineConfig) -> OnPhase:
+    show = phase_printer(config.log_format)
+
+    def tell(name: str, seconds: float) -> None:
+        show(name, seconds)
+        notify(f"STATUS=starting: {name}")
+
+    return tell
+
+
+async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None) -> int:
     """Wait until the engine has ended for good; return the exit status. Errors: EngineDeadError if it crashed."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -185,11 +224,15 @@ async def _watch(engine: SupervisedEngine, stop: _Stop) -> int:
 
     def on_signal() -> None:
         stop.tell()
+        if front is not None:
+            front.drain()
         limit()
 
-    for number in _SIGNALS:
+    for number in stop.signals:
         loop.add_signal_handler(number, on_signal)
     limit()  # for signals before
+    if front is not None:
+        front.watch(loop)
     loop.add_reader(engine.ended_fd, ended.set)
     await ended.wait()
     loop.remove_reader(engine.ended_fd)

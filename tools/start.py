@@ -3,13 +3,37 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 
 from frontend.engine.process import EngineProcess, OnPhase
-from ipc.config import EngineConfig
+from ipc.config import EngineConfig, config_from_options
+from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat, log_line
+
+
+def check_connect(connect: str | None, options: Mapping[str, Any]) -> None:
+    """Check that no engine options were given beside --connect. Errors: ConfigError that names them."""
+    if connect is not None and options:
+        given = ", ".join("--" + name.replace("_", "-") for name in options)
+        raise ConfigError(f"--connect uses an engine as it runs; leave out {given}")
+
+
+@contextlib.contextmanager
+def engine_at(
+    connect: str | None, options: Mapping[str, Any]
+) -> Iterator[tuple[str, EngineProcess | None, float | None]]:
+    """Yield (address, process, seconds of its start) of an engine with these options, or of that at `connect`.
+
+    The last two are None for an engine that was already running. Errors: those of started_engine().
+    """
+    if connect is not None:
+        yield connect, None, None
+        return
+    with started_engine(config_from_options(**options)) as (process, start_s):
+        yield process.address, process, start_s
 
 
 @contextlib.contextmanager

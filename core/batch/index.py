@@ -55,10 +55,10 @@ class RequestIndex:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
             heapq.heapify(self._deadlines)
 
-    def pop_overdue(self, now_ns: int) -> list[Request]:
-        """Remove and return the requests whose deadline has come. Finished ones are left out."""
-        overdue = []
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
+    def pop_overdue(self, now_ns: int, limit: int) -> list[Request]:
+        """Remove and return at most `limit` requests whose deadline has come. Finished ones are left out."""
+        overdue: list[Request] = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns and len(overdue) < limit:
             request = heapq.heappop(self._deadlines)[2]
             if not request.is_finished:
                 overdue.append(request)

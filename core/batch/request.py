@@ -37,6 +37,8 @@ class Request(msgspec.Struct, eq=False):
     seed: int
     priority: int
     root: int  # content that its first block follows, by its cache salt; see ipc/block_roots.py
+    party: int = 0  # who pays for it under policy fair: the client, or a negative number of its tenant
+    tenant: str = ""
     choice: int = 0
     row: int = NO_ROW
     rank: int = 0  # set by the scheduling policy: smaller goes first, then the smaller serial
@@ -97,6 +99,8 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params=params,
         seed=message.seed,
         priority=message.priority,
-        root=root_of_salt(message.cache_salt),
+        root=root_of_salt(message.cache_salt, message.tenant),
+        party=client,
+        tenant=message.tenant,
         choice=choice,
     )

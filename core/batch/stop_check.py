@@ -26,14 +26,18 @@ class StopCheck:
         if len(self._keys):
             self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
 
-    def finish_of_delivered(self, request: Request) -> FinishReason:
-        """Return how the tokens that a request arrives with have ended it; NONE where it goes on."""
+    def finish_of_delivered(self, request: Request) -> tuple[FinishReason, int | None]:
+        """Return how the tokens that a request arrives with have ended it, NONE where it goes on; and its stop token,
+        if one of stop_token_ids has ended it.
+        """
         params, num_output_tokens = request.params, request.num_output_tokens
         if num_output_tokens and num_output_tokens >= params.min_tokens:
             last = int(request.token_ids[-1])
-            if (last in self._eos and not params.ignore_eos) or last in (params.stop_token_ids or ()):
-                return FinishReason.STOP
-        return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE
+            if last in self._eos and not params.ignore_eos:
+                return FinishReason.STOP, None
+            if last in (params.stop_token_ids or ()):
+                return FinishReason.STOP, last
+        return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else FinishReason.NONE, None
 
     def __call__(self, rows: Rows, tokens: TokenIds, lengths: Ints) -> tuple[UInt8s, Bools]:
         """Return each row's FinishReason after its new token, uint8 [n], and whether a stop token ended it, bool [n].

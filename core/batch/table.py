@@ -43,6 +43,7 @@ class BatchTable(Columns):
 
     tenancy: Ints = column(FREE_ROW)  # number of the occupancy, never reused
     client: Ints = column()  # with number and choice: where the outputs go
+    party: Ints = column()  # who pays for it under policy fair
     number: Ints = column()
     choice: Ints = column()
     num_tokens: Ints = column()  # prompt and known output tokens
@@ -182,6 +183,7 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
     return (
         tenancy,
         request.client,
+        request.party,
         request.number,
         request.choice,
         len(request.token_ids),

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ipc.arrays import Ints
-from ipc.messages import Outputs, ServerMessage, encode
+from ipc.messages import Outputs, ServerMessage, TokenizerFiles, encode
 from ipc.scheduling_messages import RequestEvents
 
 #: Bytes of columns that are merged into one message. No row in it comes near the 65,535 tokens that a count can hold.
@@ -32,7 +32,7 @@ class Backlog:
     """A queue of messages, first in, first out. num_bytes: bytes of all that waits."""
 
     def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[bytes | TokenizerFiles] = deque()  # files are all sessions' own: encoded when they are sent
         self._outputs: list[Outputs] = []  # after the frames; not merged yet
         self._outputs_bytes = 0
         self._frames_bytes = 0
@@ -49,6 +49,10 @@ class Backlog:
             self._outputs_bytes += _num_bytes(message)
             if self._outputs_bytes >= MAX_MERGED_BYTES:
                 self._seal()
+        elif isinstance(message, TokenizerFiles):
+            self._seal()
+            self._frames.append(message)
+            self._frames_bytes += _files_bytes(message)
         else:
             self._seal()
             self._append_frame(encode(message))
@@ -57,11 +61,15 @@ class Backlog:
         """Return the next frame to send, None when nothing waits."""
         if not self._frames:
             self._seal()
-        return self._frames[0] if self._frames else None
+        if not self._frames:
+            return None
+        head = self._frames[0]
+        return head if isinstance(head, bytes) else encode(head)
 
     def pop_head(self) -> None:
         """Remove the frame that head() returned."""
-        self._frames_bytes -= len(self._frames.popleft())
+        head = self._frames.popleft()
+        self._frames_bytes -= len(head) if isinstance(head, bytes) else _files_bytes(head)
 
     def _seal(self) -> None:
         if self._outputs:
@@ -126,6 +134,10 @@ def _stop_tokens(parts: Sequence[Outputs], row_of: Ints) -> list[tuple[int, int]
         stop_tokens += [(int(row_of[base + row]), token) for row, token in part.stop_tokens]
         base += len(part.counts) // 2
     return stop_tokens
+
+
+def _files_bytes(message: TokenizerFiles) -> int:
+    return sum(map(len, message.files.values()))
 
 
 def _is_mergeable(message: Outputs) -> bool:

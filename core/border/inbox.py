@@ -4,7 +4,14 @@ from queue import SimpleQueue
 
 from core.inputs import EngineInput
 from ipc.messages import Abort, AddRequest
+from ipc.scheduling_messages import Explain
 
+#: Units of work that the engine thread takes in before a step, at some 20 microseconds each. The rest waits for the
+#: next steps. A unit is a choice of a request, 1024 of its tokens, or 4 numbers of an Abort.
+WORK_PER_STEP = 512
+#: Most numbers of an Abort: longer ones are put in parts.
+MAX_ABORTED_AT_ONCE = 1024
+_EXPLAIN_WORK = WORK_PER_STEP  # of 1000 requests
 #: Queued messages and bytes beyond which no client is read. Requests have bounds of their own; aborts and calls do not.
 MAX_MESSAGES = 131_072
 MAX_BYTES = 512 << 20
@@ -53,6 +60,13 @@ class Inbox:
         """Whether no message waits for the consumer."""
         return self._queue.empty()
 
+    def put_abort(self, client: int, abort: Abort) -> None:
+        """Queue an Abort in parts; for the producer."""
+        numbers, choices = abort.numbers, abort.choices
+        for at in range(0, len(numbers), 4 * MAX_ABORTED_AT_ONCE):
+            end = at + 4 * MAX_ABORTED_AT_ONCE
+            self.put(client, Abort(numbers[at:end], choices[at // 2 : end // 2]))
+
     def put(self, client: int, message: EngineInput) -> None:
         """Queue a client's message; for the producer."""
         self._bytes_put += _num_bytes(message)
@@ -81,15 +95,18 @@ class Inbox:
         return self._ended
 
     def drain(self) -> list[tuple[int, EngineInput]]:
-        """Take and return all queued (client, message), in order; for the consumer."""
+        """Take and return queued (client, message), in order, up to WORK_PER_STEP; for the consumer."""
         items: list[tuple[int, EngineInput]] = []
-        for _ in range(self._queue.qsize()):
+        num_left, work = self._queue.qsize(), 0
+        while num_left and work < WORK_PER_STEP:
+            num_left -= 1
             item = self._queue.get_nowait()
             if item is None:
                 self._ended = True
             else:
                 self._take(item[1])
                 items.append(item)
+                work += _work(item[1])
         return items
 
     def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
@@ -102,6 +119,15 @@ class Inbox:
         if isinstance(message, AddRequest):
             self._requests_taken += message.params.n
             self._tokens_taken += num_tokens(message)
+
+
+def _work(message: EngineInput) -> int:
+    """Return what a message costs the engine thread, in units of WORK_PER_STEP."""
+    if isinstance(message, AddRequest):
+        return message.params.n + num_tokens(message) // 1024
+    if isinstance(message, Abort):
+        return 1 + len(message.numbers) // 16  # numbers of 4 bytes
+    return _EXPLAIN_WORK if isinstance(message, Explain) else 1
 
 
 def num_tokens(message: AddRequest) -> int:

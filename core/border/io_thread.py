@@ -19,10 +19,9 @@ import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
-import zmq
-
 from core import log
 from core.border.departure import Departure
+from core.border.doorway import Doorway, max_connections, monitor_of
 from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import AddressedMessage, Border
@@ -57,7 +56,7 @@ class IOThread:
         self._context = context
         self._router = router
         self._socket = router.socket
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = monitor_of(context, self._socket)
         self._using = threading.Lock()  # socket, monitor and border; the last to use them keeps it
         self._socket_fd = signal_fd(self._socket)
         self._sources = select.epoll()
@@ -72,6 +71,7 @@ class IOThread:
             served,
             time.monotonic(),
             preparer,
+            Doorway(max_connections()),
             on_drain=self.drain,
             on_shutdown=self._wake_up,
             on_prepared=self._wake_up,

@@ -8,7 +8,9 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage, unpack_choices, unpack_numbers
+from core.border.accounts import Account, Load
+from ipc.arrays import UInt32s
+from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage
 
 #: Numbers of finished requests that a session remembers. This is more than the rows, of at least 10 bytes each, that
 #: core/border/backlog.py merges into one message: a number's second use must not be merged with its first.
@@ -28,20 +30,22 @@ class NumberStatus(Enum):
 
 class _Live(msgspec.Struct):
     digest: bytes
-    num_bytes: int
     num_unfinished: int  # choices
+    load: Load
+    accounts: tuple[Account, ...]  # that it counts for
 
 
 class RequestLedger:
     """The live and finished request numbers of one session, which owns the ledger.
 
-    It learns of a request's end from the messages on their way to the client.
+    It learns of a request's beginning and end from the messages on their way to the client. account: what the
+    session's live requests take.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, _Live] = {}
         self._finished: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self.num_bytes = 0  # of the frames of live requests
+        self.account = Account()
 
     def status(self, number: int, frame: bytes | memoryview) -> NumberStatus:
         """Return the status of a number for the request in this frame."""
@@ -54,10 +58,23 @@ class RequestLedger:
         """Return the number of live requests."""
         return len(self._live)
 
-    def add(self, number: int, frame: bytes | memoryview, num_choices: int) -> None:
-        """Enter a new request with its frame and number of choices."""
-        self._live[number] = _Live(_digest(frame), len(frame), num_choices)
-        self.num_bytes += len(frame)
+    def add(self, number: int, frame: bytes | memoryview, load: Load, *others: Account) -> None:
+        """Enter a new request with its frame and what it takes. others: accounts that it counts for, too."""
+        accounts = (self.account, *others)
+        self._live[number] = _Live(_digest(frame), load.num_choices, load, accounts)
+        for account in accounts:
+            account.add(load)
+
+    def live(self) -> UInt32s:
+        """Return the numbers of the live requests."""
+        return np.fromiter(self._live, np.uint32, len(self._live))
+
+    def close(self) -> None:
+        """Take the live requests out of all accounts: the session has ended."""
+        for live in self._live.values():
+            for account in live.accounts:
+                account.remove(live.load)
+        self._live.clear()
 
     def unconfirmed(self) -> set[int]:
         """Numbers of the requests that a client whose connection was cut may believe unfinished: the live ones, and the
@@ -69,13 +86,19 @@ class RequestLedger:
 
         So the rest costs the engine thread nothing.
         """
-        numbers = unpack_numbers(abort.numbers)
-        choices = unpack_choices(abort.choices) if abort.choices else [0] * len(numbers)
-        named = dict.fromkeys(zip(numbers, choices, strict=False))  # a number without its choice names nothing
-        kept = np.array([pair for pair in named if pair[0] in self._live], np.uint32).reshape(-1, 2).T
+        numbers = np.frombuffer(abort.numbers, "<u4", len(abort.numbers) // 4)
+        named = {number: None for number in numbers.tolist() if number in self._live}
+        if not named:
+            return None
+        if not abort.choices:
+            return Abort(np.array(list(named), "<u4").tobytes())
+        choices = np.frombuffer(abort.choices, "<u2", len(abort.choices) // 2)
+        count = min(len(numbers), len(choices))  # a number without its choice names nothing
+        pairs = dict.fromkeys(zip(numbers[:count].tolist(), choices[:count].tolist(), strict=True))
+        kept = np.array([pair for pair in pairs if pair[0] in named], np.uint32).reshape(-1, 2).T
         if not kept.size:
             return None
-        return Abort(kept[0].astype("<u4").tobytes(), kept[1].astype("<u2").tobytes() if abort.choices else b"")
+        return Abort(kept[0].astype("<u4").tobytes(), kept[1].astype("<u2").tobytes())
 
     def note(self, message: ServerMessage) -> None:
         """Note a message that is sent to the client now.
@@ -84,21 +107,32 @@ class RequestLedger:
         """
         if isinstance(message, RequestFailed):
             self._end(message.number)
-        elif isinstance(message, Outputs) and message.finish:
-            for row, code in enumerate(message.finish):
-                if code:
-                    number = int.from_bytes(message.numbers[4 * row : 4 * row + 4], "little")
+        elif isinstance(message, Outputs):
+            if message.started:
+                self._begin(np.frombuffer(message.started, "<u4")[::2].tolist())
+            if message.finish:
+                ended = np.frombuffer(message.finish, np.uint8).nonzero()[0]
+                for number in np.frombuffer(message.numbers, "<u4")[ended].tolist():
                     live = self._live.get(number)
                     if live is not None:
                         live.num_unfinished -= 1
                         if live.num_unfinished == 0:
                             self._end(number)
 
+    def _begin(self, numbers: list[int]) -> None:
+        for number in numbers:
+            live = self._live.get(number)
+            if live is not None and not live.load.has_begun:
+                for account in live.accounts:
+                    account.begin(live.load)
+                live.load = live.load._replace(has_begun=True)
+
     def _end(self, number: int) -> None:
         live = self._live.pop(number, None)
         if live is None:
             return
-        self.num_bytes -= live.num_bytes
+        for account in live.accounts:
+            account.remove(live.load)
         self._finished[number] = None
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)

@@ -1,8 +1,8 @@
 """Preparation: work for a request before the engine thread receives it, done by a thread of its own.
 
 A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
-holds only prepared requests. One client's requests without preparation keep their order, and so do those with it. There
-is no order between the two kinds.
+holds only prepared requests. Clients take turns. One client's requests without preparation keep their order, and so do
+those with it. There is no order between the two kinds.
 """
 
 import threading
@@ -16,6 +16,7 @@ import numpy as np
 
 from core import log
 from core.border.inbox import Inbox
+from core.border.turns import Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
@@ -162,7 +163,7 @@ class Preparation(Waiting):
         self.needs = preparer.needs
         self._preparer = preparer
         self._wake = wake
-        self._waiting: SimpleQueue[Job | None] = SimpleQueue()
+        self._waiting: Turns[Job] = Turns()
         self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
         self._thread.start()
 
@@ -173,19 +174,19 @@ class Preparation(Waiting):
 
     def begin(self, client: int, message: AddRequest) -> None:
         """Start to prepare a request; take_done() puts it into the inbox."""
-        self._waiting.put(self.keep(client, message))
+        self._waiting.put(client, self.keep(client, message))
 
     def close(self) -> None:
         """Drop all requests and end the thread, after the preparation that is running."""
         for job in list(self._jobs.values()):
             self._drop(job)
-        self._waiting.put(None)
+        self._waiting.close()
         self._thread.join(_JOIN_S)
 
     # --- the preparation thread ---
 
     def _run(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (job := self._waiting.take()) is not None:
             if job.is_dropped:
                 continue
             try:

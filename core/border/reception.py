@@ -10,15 +10,16 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from core.border.accounts import Account, Load, load_of
 from core.border.departure import Departure
-from core.border.inbox import Inbox, num_tokens
+from core.border.inbox import Inbox
 from core.border.isolation import QUARANTINED_TEXT, Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
 from core.border.restorable import Restorable
-from core.border.sessions import MAX_SESSIONS, Session, Sessions
+from core.border.sessions import Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.messages import (
@@ -148,8 +149,8 @@ class Reception:
         for lost in self._sessions.of_token(hello.session_token):
             if lost is not session:
                 self._sessions.lose(lost)  # its connection was cut, which only the client has noticed so far
-        if session is None and len(self._sessions) >= MAX_SESSIONS:
-            text = f"the engine has {MAX_SESSIONS} clients, which is its limit; try again later"
+        if session is None and len(self._sessions) >= self._sessions.max_sessions:
+            text = f"the engine has {len(self._sessions)} clients, which is its limit; try again later"
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
             return
         if session is None:
@@ -256,7 +257,7 @@ class Reception:
                     session.requests.note(last)
                     self._sessions.send(session, last, now)
             if rest is not None:
-                self._inbox.put(session.client, rest)
+                self._inbox.put_abort(session.client, rest)
 
     def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame, now: float) -> RequestFailed | None:
         """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
@@ -269,8 +270,9 @@ class Reception:
             return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
         if self.is_draining:
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
+        load = load_of(message, len(frame.buffer))
         is_resumed = number in session.resumable or session.num_restorable > 0
-        full = "" if is_resumed else self._what_is_full(session, message, len(frame.buffer))
+        full = "" if is_resumed else self._what_is_full(session, message.tenant, load)
         session.resumable.discard(number)
         session.num_restorable -= session.num_restorable > 0
         if full:
@@ -290,7 +292,8 @@ class Reception:
         if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
             text = f"{len(preparation)} requests are being prepared; send again later"
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-        session.requests.add(number, frame.buffer, message.params.n)
+        tenants = (self._sessions.tenant(message.tenant),) if message.tenant else ()
+        session.requests.add(number, frame.buffer, load, *tenants)
         if self._isolation.is_parked(message):
             self._isolation.park(session.client, message, now)
         else:
@@ -304,20 +307,37 @@ class Reception:
         else:
             self._inbox.put(client, message)
 
-    def _what_is_full(self, session: Session, message: AddRequest, num_bytes: int) -> str:
+    def _what_is_full(self, session: Session, tenant: str, load: Load) -> str:
         """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
-        inbox, limits = self._inbox, self._limits
-        if inbox.num_queued_requests >= limits.max_num_queued_requests:
-            return f"{inbox.num_queued_requests} requests wait to begin, which is max_num_queued_requests"
-        tokens = inbox.num_queued_tokens
-        if tokens > 0 and tokens + num_tokens(message) > limits.max_num_queued_tokens:
-            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
-        held = session.requests.num_bytes
-        if held > 0 and held + num_bytes > limits.max_client_bytes:
+        limits, account = self._limits, session.requests.account
+        if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
             return (
-                f"this client's unfinished requests have {held} bytes and max_client_bytes is {limits.max_client_bytes}"
+                f"this client's unfinished requests take {account.num_bytes} bytes of memory, this one takes "
+                f"{load.num_bytes}, and max_client_bytes is {limits.max_client_bytes}"
             )
-        return ""
+        queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
+        num_left, tokens_left = limits.max_num_queued_requests - queued, limits.max_num_queued_tokens - tokens
+        if num_left <= 0:
+            return f"{queued} requests wait to begin, which is max_num_queued_requests"
+        if tokens > 0 and load.num_tokens > tokens_left:
+            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
+        full = self._beyond_share("this client's", account, load, num_left, tokens_left)
+        if tenant and not full:  # half of that, so that other tenants of the same client find room, too
+            account = self._sessions.tenant(tenant)
+            num_left += limits.max_num_seqs - account.num_queued
+            tokens_left += limits.max_model_len - account.num_queued_tokens
+            full = self._beyond_share("this tenant's", account, load, num_left, tokens_left)
+        return full
+
+    def _beyond_share(self, whose: str, account: Account, load: Load, num_left: int, tokens_left: int) -> str:
+        """Return why the request is more than a share of what is left; "" where it is not."""
+        if account.num_queued >= max(0, num_left) + self._limits.max_num_seqs:
+            waiting, left = f"{account.num_queued} of the requests", f"{num_left} places"
+        elif account.num_queued_tokens + load.num_tokens > max(0, tokens_left) + self._limits.max_model_len:
+            waiting, left = f"{account.num_queued_tokens} of the tokens", f"{tokens_left}"
+        else:
+            return ""
+        return f"{waiting} that wait to begin are {whose}, and the last {left} are for others"
 
     # --- malformed messages ---
 

@@ -6,19 +6,22 @@ message that gives the reason.
 """
 
 import contextlib
+import fcntl
 import os
+import termios
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import zmq
 
+from core.border.accounts import Account
 from core.border.backlog import Backlog
-from core.border.inbox import Inbox
+from core.border.inbox import MAX_ABORTED_AT_ONCE, Inbox
 from core.border.ledger import MAX_FINISHED, RequestLedger
 from core.inputs import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
 from ipc.kv_events import KVBlocksCleared
-from ipc.messages import ErrorCode, Goodbye, Refused, ServerMessage, encode
+from ipc.messages import Abort, ErrorCode, Goodbye, Refused, ServerMessage, encode
 from ipc.scheduling_messages import KVEvents
 from ipc.sockets import Socket
 
@@ -30,7 +33,11 @@ RELEASE_BYTES = HOLD_BYTES // 4
 #: ... and when the session ends, because what is not held (answers to calls) is too much as well.
 MAX_BACKLOG_BYTES = 8 << 20
 HOLD_S = 30.0  # seconds on hold, then the session ends
+DRAIN_HOLD_S = 5.0  # the same while the engine drains: a service manager does not wait for long
+#: Bytes given to the socket for one client since it was last seen to have read all. The next ones wait in the backlog.
+MAX_UNREAD_BYTES = 1 << 20
 MAX_NAME_CHARS = 200
+MAX_TENANTS = 4096  # accounts, beyond which those without live requests are dropped
 
 
 class Session(msgspec.Struct, eq=False):
@@ -52,6 +59,7 @@ class Session(msgspec.Struct, eq=False):
     resumable: set[int] = msgspec.field(default_factory=set)  # numbers of its lost session: never refused
     num_restorable: int = 0  # requests that come first, which another engine had accepted: never refused
     held_since: float | None = None  # monotonic; its requests wait
+    num_unread: int = 0  # bytes sent since the client was last seen to have read all
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
 
 
@@ -63,7 +71,11 @@ class Sessions:
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
+        self.is_draining = False
+        self.max_sessions = MAX_SESSIONS
+        self.has_read_all = has_read_all  # of a connection's file descriptor
         self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
+        self._tenants: dict[str, Account] = {}  # of those with live requests
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
@@ -116,6 +128,10 @@ class Sessions:
         self._backlogged.pop(session.client, None)
         for tell in self.on_close:
             tell(session.client)
+        live = session.requests.live()
+        session.requests.close()
+        if len(live) > MAX_ABORTED_AT_ONCE:  # the Goodbye would end all of them in one step
+            self._inbox.put_abort(session.client, Abort(live.astype("<u4").tobytes()))
         self._inbox.put(session.client, Goodbye())
 
     def lose(self, session: Session) -> None:
@@ -160,6 +176,15 @@ class Sessions:
         """Return the sessions with this token."""
         return [session for session in self.all if session.token == token]
 
+    def tenant(self, name: str) -> Account:
+        """Return the account of a tenant over all sessions; it is kept while the tenant has live requests."""
+        account = self._tenants.get(name)
+        if account is None:
+            if len(self._tenants) >= MAX_TENANTS:
+                self._tenants = {name: one for name, one in self._tenants.items() if one.num_requests}
+            account = self._tenants[name] = Account()
+        return account
+
     # --- sending ---
 
     def send(self, session: Session, message: ServerMessage, now: float) -> None:
@@ -175,7 +200,7 @@ class Sessions:
                 return
         else:
             try:
-                if self._try_send(session.identity, encode(message)):
+                if self._may_send(session) and self._send_to(session, encode(message)):
                     return
             except _Unreachable:
                 self.lose(session)
@@ -195,14 +220,15 @@ class Sessions:
         progress = self._say_farewells()
         for session in list(self._backlogged.values()):
             progress |= self._flush(session)
-            if session.held_since is not None and now - session.held_since > HOLD_S:
-                self._drop(session, f"this client did not read for {HOLD_S:g} s while its output waited")
+            hold_s = min(HOLD_S, DRAIN_HOLD_S) if self.is_draining else HOLD_S
+            if session.held_since is not None and now - session.held_since > hold_s:
+                self._drop(session, f"this client did not read for {hold_s:g} s while its output waited")
         return progress
 
     def _flush(self, session: Session) -> bool:
         backlog, progress = session.backlog, False
         try:
-            while (frame := backlog.head()) is not None and self._try_send(session.identity, frame):
+            while self._may_send(session) and (frame := backlog.head()) is not None and self._send_to(session, frame):
                 backlog.pop_head()
                 progress = True
         except _Unreachable:
@@ -217,6 +243,20 @@ class Sessions:
             session.held_since = None
             self._inbox.put(session.client, ReleaseClient())
         return progress
+
+    def _may_send(self, session: Session) -> bool:
+        """Return whether the socket may be given more for this client.
+
+        The socket counts messages, and a message may be tens of megabytes.
+        """
+        if session.num_unread > MAX_UNREAD_BYTES and self.has_read_all(session.fd):
+            session.num_unread = 0
+        return session.num_unread <= MAX_UNREAD_BYTES
+
+    def _send_to(self, session: Session, frame: bytes) -> bool:
+        is_sent = self._try_send(session.identity, frame)
+        session.num_unread += len(frame) if is_sent else 0
+        return is_sent
 
     def _drop(self, session: Session, text: str) -> None:
         self.num_dropped += 1
@@ -251,6 +291,19 @@ class Sessions:
                 raise _Unreachable from None
             raise
         return True
+
+
+def has_read_all(fd: int) -> bool:
+    """Return whether nothing that was written to this connection is unread; of a connection that is gone, True.
+
+    On tcp, what the peer's system has taken counts as read: it is no longer in this process.
+    """
+    unread = bytearray(4)
+    try:
+        fcntl.ioctl(fd, termios.TIOCOUTQ, unread)
+    except OSError:
+        return True
+    return not any(unread)
 
 
 class _Unreachable(Exception):

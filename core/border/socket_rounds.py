@@ -12,12 +12,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core.border.departure import Departure
+from core.border.doorway import Doorway
 from core.border.inbox import Inbox
 from core.border.isolation import Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.preparation import Preparation, Preparer
 from core.border.reception import Reception, Served
-from core.border.sessions import Sessions
+from core.border.sessions import MAX_SESSIONS, Sessions
 from core.inputs import EndPause
 from ipc.messages import CallResult, ErrorCode, ServerMessage
 from ipc.sockets import Socket, pending_events
@@ -25,7 +26,9 @@ from ipc.start_messages import Isolate
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 
-_MESSAGES_PER_ROUND = 256  # received before results are sent again
+#: Received before results are sent again: messages, or frames of long ones, and bytes. Decoding what is densest, lists
+#: of small numbers, takes 0.1 microseconds a byte.
+_FRAMES_PER_ROUND, _BYTES_PER_ROUND = 256, 64 << 10
 _STEPS_PER_ROUND = 4  # sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8
@@ -35,9 +38,10 @@ _NOBODY = 0  # client of an input that is no client's
 class Border:
     """Socket, monitor, sessions and reception, for one thread at a time; inbox, outbox and drain_asked are shared.
 
-    monitor: reports the socket's connections that have ended. now: monotonic seconds. preparer: None = no request has
-    anything to prepare; on_prepared is called by another thread when a round is due for what it has prepared.
-    on_drain, on_shutdown: called during a round or receive() when the engine's owner asks for it.
+    monitor: reports the socket's connections. doorway: bounds their number; None = no bound. now: monotonic seconds.
+    preparer: None = no request has anything to prepare. on_prepared: called by another thread when a round is due
+    for what it has prepared. on_drain, on_shutdown: called during a round or receive() when the engine's owner asks
+    for it.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Border:
         served: Served,
         now: float,
         preparer: Preparer | None = None,
+        doorway: Doorway | None = None,
         *,
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
@@ -60,6 +65,7 @@ class Border:
         self.shutdown_asked = False  # nothing is received any more
         self._socket = socket
         self._monitor = monitor
+        self._doorway = doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_shutdown = on_shutdown
@@ -70,6 +76,8 @@ class Border:
         if (meter := served.meter) is not None:
             self.sessions.on_close.append(meter.forget_client)
         self._meter = meter
+        if doorway is not None:
+            self.sessions.max_sessions = min(MAX_SESSIONS, doorway.max_connections)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self.sessions.on_close.append(self._isolation.forget)
         self.isolate: Isolate | None = None  # set by any thread: the next round takes it in
@@ -88,6 +96,7 @@ class Border:
         self._next_look = 0.0  # for silent clients, on the lease clock
         self._retry_s = _MIN_RETRY_S
         self._has_ended_inbox = False
+        self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
 
     def round(self, now: float) -> float | None:
         """Do all there is to do; return the seconds until there may be more, None = when something happens."""
@@ -112,7 +121,7 @@ class Border:
     def _end_inbox(self) -> None:
         """Refuse new requests at once; end the inbox when what waits for something has gone into it."""
         if not self._reception.is_draining:
-            self._reception.is_draining = True
+            self._reception.is_draining = self.sessions.is_draining = True
             self.inbox.put(_NOBODY, EndPause())
         if not self._preparation and not self._isolation:
             self._has_ended_inbox = True
@@ -137,20 +146,30 @@ class Border:
         return bool(pending_events(self._socket) & zmq.POLLIN)
 
     def receive(self, now: float) -> bool:
-        """Read a bounded number of messages; return whether everything that had arrived was read."""
-        for _ in range(_MESSAGES_PER_ROUND):
+        """Read a bounded number of frames; return whether everything that had arrived was read.
+
+        A message is one frame. Of a longer one, which a peer may make of any number of frames, only the first is kept.
+        """
+        num_frames = num_bytes = 0
+        while num_frames < _FRAMES_PER_ROUND and num_bytes < _BYTES_PER_ROUND:
             if self.inbox.is_overfull or self.shutdown_asked:
                 return False
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            frame = last = self._socket.recv(copy=False)
-            num_frames = 1
-            while last.more:  # only the first is kept: a peer may send any number
+            if self._begun is None:
+                try:
+                    identity = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return True
+                first = last = self._socket.recv(copy=False)
+                length = 1
+            else:
+                identity, first, length = self._begun
                 last = self._socket.recv(copy=False)
-                num_frames += 1
-            self._reception.receive(identity, frame, num_frames, now)
+                length += 1
+            num_frames += 1
+            num_bytes += len(last.buffer)
+            self._begun = (identity, first, length) if last.more else None
+            if self._begun is None:
+                self._reception.receive(identity, first, length, now)
         return False
 
     def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
@@ -183,9 +202,12 @@ class Border:
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, however the client died."""
         while self._monitor.poll(0):
-            fd = int(recv_monitor_message(self._monitor)["value"])
-            for session in self.sessions.of_fd(fd):
-                self.sessions.lose(session)
+            message = recv_monitor_message(self._monitor)
+            if self._doorway is not None:
+                self._doorway.note(message["event"], int(message["value"]))
+            if message["event"] == zmq.EVENT_DISCONNECTED:
+                for session in self.sessions.of_fd(int(message["value"])):
+                    self.sessions.lose(session)
 
     def _end_silent(self, now: float, *, has_read: bool) -> None:
         """End the sessions whose lease has run out: a client that is stopped, or far away and unreachable."""

@@ -8,6 +8,7 @@ from ipc.messages import DECODE_ERRORS, AddRequest
 from ipc.sampling_params import SamplingParams, check_num_logprobs
 
 MAX_CACHE_SALT_CHARS = 1024
+MAX_TENANT_BYTES = 64
 #: Most numbers, of 8 bytes each, that a request's prompt_logprobs may ask for.
 MAX_PROMPT_LOGPROBS = 1 << 22
 _MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
@@ -40,6 +41,8 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
         raise InvalidRequestError(
             f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
         )
+    if (size := len(message.tenant.encode())) > MAX_TENANT_BYTES:
+        raise InvalidRequestError(f"tenant has {size} bytes; at most {MAX_TENANT_BYTES} are allowed")
     _check_params(message.params, vocab_size)
     check_num_logprobs(message.params, vocab_size=vocab_size, max_logprobs=max_logprobs)
     num_prompt = _check_token_ids("the prompt", message.prompt_token_ids, vocab_size)

@@ -12,7 +12,8 @@ def import_executor(config: EngineConfig) -> ModuleType:
     on_gpu = config.executor == "local" and config.device == "cuda"
     if on_gpu:
         check_triton()
-    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else config.executor}")
+    is_paced = config.executor == "fake" and config.fake_step_us > 0
+    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else 'paced' if is_paced else config.executor}")
 
 
 def load_executor(config: EngineConfig) -> Executor:

@@ -13,6 +13,7 @@ from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from ipc.config import EngineConfig
+from kernels.elements import BFLOAT16, FLOAT32
 
 
 class CudaExecutor:
@@ -27,7 +28,7 @@ class CudaExecutor:
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
         # float32 without a GPU: bfloat16 is slow under Triton's interpreter.
-        model, self.info, *_ = load(config, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model, self.info, *_ = load(config, BFLOAT16 if device.type == "cuda" else FLOAT32)
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations

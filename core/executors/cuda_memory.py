@@ -95,7 +95,7 @@ class CudaMemory:
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         metadata = tuple(work._replace(window=window) for window in model.windows)
         inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
-        logits = model.forward(inputs).logits
+        logits = model.logits(model.hidden_states(inputs), inputs.logits_rows)
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns(
             temperature=one,

@@ -19,7 +19,7 @@ from core.execution.plan import (
 from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import model_grammars
 from core.grammars.matchers import RowMatchers
-from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.arrays import NO_INT32S, AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 from ipc.config import EngineConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -127,7 +127,6 @@ class FakeExecutor:
         rows = plan.rows[samples]
         if len(plan.num_draft_tokens):
             token_ids, counts = self._verify(plan, samples)
-            table.accept(plan, counts)
         elif self._most > 1:
             token_ids, counts = self._sample_several(plan.rows, samples)
         else:
@@ -137,7 +136,10 @@ class FakeExecutor:
         owners = plan.rows if counts is None else plan.rows.repeat(counts)
         failures = self._failures(plan.rows, owners[token_ids == FAILED_TOKEN]) if len(self._matchers) else []
         logprobs = self._logprobs(plan, samples) if (self._num_logprobs[plan.rows] >= 0).any() else None
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures))
+        if counts is not None:
+            table.accept(plan, counts)
+        drafts = self._matchers.drafts(plan.rows) if self._matchers else (None, NO_INT32S)
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts))
 
     def _sample(self, rows: Rows) -> Int32s:
         """The next token of each; it counts in the checksum, and is not in the table yet.
@@ -196,8 +198,12 @@ class FakeExecutor:
         sampled = np.full((len(rows), int(drafts.max()) + 1), NO_TOKEN, np.int32)
         while going.any():
             index = np.flatnonzero(going)
-            sampled[index, counts[index]] = tokens = self._sample(rows[index])
-            self._table.append_tokens(rows[index], tokens)
+            tokens = self._sample(rows[index])
+            kept = (tokens >= 0) | (counts[index] == 0)  # a failure behind drafts is found again by the next step
+            going[index[~kept]] = False
+            index, tokens = index[kept], tokens[kept]
+            sampled[index, counts[index]] = tokens
+            self._table.append_tokens(rows[index], np.maximum(tokens, 0))
             places = np.minimum(firsts[index] + counts[index], len(plan.draft_token_ids) - 1)
             going[index] = (counts[index] < drafts[index]) & (plan.draft_token_ids[places] == tokens)
             counts[index] += 1
@@ -206,9 +212,12 @@ class FakeExecutor:
     def _logprobs(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
         """Return the logprobs of all rows, row by row. The sampled tokens are already in the table."""
         table, parts = self._table, []
+        known = plan.num_scheduled_tokens.copy()
+        if len(plan.num_draft_tokens):
+            known -= plan.num_draft_tokens
         for index, row in enumerate(plan.rows.tolist()):
             end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
-            positions = np.arange(end - int(plan.num_scheduled_tokens[index]), end) + 1  # of the tokens that follow
+            positions = np.arange(end - int(known[index]), end) + 1  # of the tokens that follow
             output = np.arange(end, int(table.num_tokens[row]) if samples[index] else end)  # what the row has yielded
             for wanted, at in zip(
                 self._num_logprobs[row].tolist(), (output, positions[positions < num_prompt]), strict=True

@@ -4,7 +4,6 @@ import hashlib
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from core.execution.executor import ModelInfo
 from core.model_files.loading import LoadedModel, load_model
@@ -12,8 +11,7 @@ from core.models.interface import Model
 from ipc.config import EngineConfig
 from ipc.files.hub import hub_name
 from ipc.files.model_files import resolve_model
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from kernels.elements import ELEMENT_TYPES, Dtype, element_name
 
 
 class Loaded(NamedTuple):
@@ -22,7 +20,7 @@ class Loaded(NamedTuple):
     model: Model
     info: ModelInfo
     source: LoadedModel
-    dtype: torch.dtype
+    dtype: Dtype
 
     def settle_length(self, max_model_len: int) -> ModelInfo:
         """Fix the maximum number of tokens of a request; return the model's updated description.
@@ -33,19 +31,19 @@ class Loaded(NamedTuple):
         return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
 
 
-def load(config: EngineConfig, usual_dtype: torch.dtype) -> Loaded:
+def load(config: EngineConfig, usual_dtype: Dtype) -> Loaded:
     """Load the config's model on the config's device. usual_dtype: the dtype for "auto".
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
     """
     path = resolve_model(config.model)
-    dtype = _DTYPES[config.dtype] if config.dtype != "auto" else usual_dtype
+    dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype
     source = load_model(path, dtype, config)
     model = source.model
     info = ModelInfo(
         name=hub_name(path) or path.name,
         fingerprint=_fingerprint(source, dtype),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=element_name(dtype),
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
@@ -54,6 +52,6 @@ def load(config: EngineConfig, usual_dtype: torch.dtype) -> Loaded:
     return Loaded(model, info, source, dtype)
 
 
-def _fingerprint(source: LoadedModel, dtype: torch.dtype) -> str:
-    parts = (source.fingerprint, str(dtype), source.model.variant, torch.__version__)
+def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:
+    parts = (source.fingerprint, element_name(dtype), source.model.variant)
     return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()

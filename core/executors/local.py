@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from core.device import num_threads
 from core.execution.executor import Costs, FinishedStep, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.load import load
@@ -13,6 +11,7 @@ from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
 
 
@@ -21,7 +20,6 @@ class LocalExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the config's model. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
-        torch.set_num_threads(num_threads(config))
         self._loaded = load(config, usual_dtype())
         self._model, self.info = self._loaded.model, self._loaded.info
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
@@ -71,12 +69,12 @@ def create(config: EngineConfig) -> LocalExecutor:
     return LocalExecutor(config)
 
 
-def usual_dtype() -> torch.dtype:
+def usual_dtype() -> Dtype:
     """Return bfloat16 if the CPU can multiply it, else float32."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return torch.float32
+        return FLOAT32
     words = set(flags.split())
     has_bfloat16 = words & {"avx512_bf16", "amx_bf16", "bf16"}  # bf16 is aarch64's name
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    return BFLOAT16 if has_bfloat16 else FLOAT32

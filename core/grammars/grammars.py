@@ -72,6 +72,11 @@ class Grammars:
         return fresh.deep_copy()
 
     @property
+    def eos_token_id(self) -> int:
+        """The token that ends an output."""
+        return self._eos_token_ids[0]
+
+    @property
     def num_words(self) -> int:
         """Words of 32 bits in a mask; bit i of word w is token 32 * w + i."""
         return -(-self._tokenizer().vocab_size // 32)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from core.grammars.grammars import Grammars
-from ipc.arrays import Bools, Rows, TokenIds, UInt32s
+from ipc.arrays import NO_INT32S, Bools, Int32s, Rows, TokenIds, UInt32s
 from ipc.errors import InvalidRequestError
 from ipc.structured_outputs import StructuredOutputsParams
 
@@ -43,6 +43,7 @@ class RowMatchers:
     def __init__(self, grammars: Grammars, num_rows: int) -> None:
         self._grammars = grammars
         self._rows: dict[int, _Row] = {}
+        self.offers_drafts = True  # False: for measurements
         self.is_constrained: Bools = np.zeros(num_rows, np.bool_)
         self._masks: UInt32s = np.zeros((0, 0), np.uint32)
 
@@ -98,18 +99,18 @@ class RowMatchers:
             index = end
         return masks
 
-    def forced(self, row: int) -> list[int]:
-        """Return the tokens that the row's grammar leaves no choice about, as the tokenizer would write them.
+    def drafts(self, rows: Rows) -> tuple[Int32s | None, Int32s]:
+        """Return (counts [R], token ids) of the tokens that the grammars of these rows leave no choice about.
 
-        They are drafts: the text is forced, its division into tokens is not.
+        counts is None where no row has any. They are drafts: the text is forced, its division into tokens is the
+        tokenizer's, and a model may sample another.
         """
-        matcher = self._of_drafts(row)
-        return [] if matcher is None or matcher.is_stopped() else matcher.compute_ff_tokens()
-
-    def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
-        """Return how many of these drafts the row's grammar allows, from the first on."""
-        matcher = self._of_drafts(row)
-        return 0 if matcher is None else matcher.validate_tokens(list(drafts))
+        counts, tokens = np.zeros(len(rows), np.int32), list[int]()
+        for index in np.flatnonzero(self.is_constrained[rows]).tolist() if self.offers_drafts else ():
+            forced = self._forced(self._rows[int(rows[index])])
+            counts[index] = len(forced)
+            tokens += forced
+        return (counts, np.array(tokens, np.int32)) if tokens else (None, NO_INT32S)
 
     def failure(self, row: int) -> str | None:
         """Return why no token of the row was sampled; None for a row that is not constrained."""
@@ -122,12 +123,12 @@ class RowMatchers:
             return _NOTHING_LEFT
         return f"structured_outputs: {matcher.get_error().partition(chr(10))[0][:_MAX_ERROR_CHARS]}"
 
-    def _of_drafts(self, row: int) -> "LLMatcher | None":
-        """Return the row's matcher if it can look at drafts."""
-        found = self._rows[row]
-        if found.matcher is None or found.matcher.is_error() or not found.takes_drafts:
-            return None
-        return found.matcher
+    def _forced(self, row: _Row) -> list[int]:
+        """Return the row's forced tokens; EOS where the grammar has ended."""
+        matcher = row.matcher
+        if matcher is None or not row.takes_drafts or matcher.is_error():
+            return []
+        return [self._grammars.eos_token_id] if matcher.is_stopped() else matcher.compute_ff_tokens()
 
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
         """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
+import numpy as np
 
 from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes, load_weights
@@ -16,6 +16,7 @@ from ipc.config import LoadFormat
 from ipc.errors import ConfigError
 from ipc.files.model_files import model_fingerprint
 from kernels.cpu.library import CpuLibrary
+from kernels.elements import Dtype, Numbers, rounded
 
 _STD = 0.02  # standard deviation of made-up weights, as in transformers' initialization
 #: Period of the made-up weights. It is a prime, so that rows of a matrix begin at different places of the pattern.
@@ -34,12 +35,12 @@ def open_weights(
     load_format: LoadFormat,
     path: Path,
     config: ModelConfig,
-    dtype: torch.dtype,
+    dtype: Dtype,
     library: CpuLibrary | None = None,
 ) -> OpenedWeights:
     """Open the weights of a model in the form that load_format selects.
 
-    library: the C kernels that dequantize; None = torch dequantizes. Errors: ConfigError for a load_format that does
+    library: the C kernels that dequantize; None = NumPy dequantizes. Errors: ConfigError for a load_format that does
     not fit the files; the errors of load_weights().
     """
     if load_format == "dummy":
@@ -52,21 +53,24 @@ def open_weights(
     return OpenedWeights(tensors, model_fingerprint(path), "")
 
 
-def _made_up(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield made-up weights: matrices of fixed normally distributed numbers, norms of 1, biases of 0."""
-    generator = torch.Generator().manual_seed(0)
-    pattern = (torch.randn(_PERIOD, generator=generator) * _STD).to(dtype)
+def _made_up(config: ModelConfig, dtype: Dtype) -> Iterator[tuple[str, Numbers]]:
+    """Yield made-up weights: matrices of fixed normally distributed numbers, norms of 1, biases of 0.
+
+    Norms and biases are float32, as in load_weights().
+    """
+    generator = np.random.Generator(np.random.PCG64(0))
+    pattern = rounded(generator.standard_normal(_PERIOD, np.float32) * np.float32(_STD), dtype)
     start = 0
     for name, shape in expected_shapes(config).items():
         if len(shape) == 1:
-            yield name, torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=dtype)
+            yield name, np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
             continue
         size = math.prod(shape)
-        weights = torch.empty(size, dtype=dtype)
+        weights = np.empty(size, dtype)
         for begin in range(0, size, _PERIOD):
             piece = weights[begin : begin + _PERIOD]
             head = pattern[start : start + len(piece)]
             piece[: len(head)] = head
             piece[len(head) :] = pattern[: len(piece) - len(head)]
         start = (start + size) % _PERIOD
-        yield name, weights.view(shape)
+        yield name, weights.reshape(shape)

@@ -4,23 +4,19 @@ import contextlib
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from core.device import start_cpu_kernels
+from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
-from core.models.config import ModelConfig
 from core.models.interface import Model
 from core.models.llama import Llama
-from core.models.stored_matrix import Weight, dense
 from ipc.config import EngineConfig
-from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint
+from kernels.elements import Dtype
 
 
 class LoadedModel(NamedTuple):
@@ -31,7 +27,7 @@ class LoadedModel(NamedTuple):
     label: str  # prefix of the model's fingerprint
 
 
-def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedModel:
+def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
     """Load the model of a folder or .gguf file, to run in dtype on the config's device.
 
     Errors: ModelFileError, UnsupportedModelError; ConfigError for options that do not fit the model; OutOfMemoryError
@@ -41,9 +37,15 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
         model_config = read_model_config(path)
         if config.device == "cuda":
             weights = open_weights(config.load_format, path, model_config, dtype)
-            on_device = _device_model(model_config, weights.tensors, dtype)
-            return LoadedModel(on_device, weights.fingerprint, weights.label)
+            # Imported here: only this path needs torch and triton.
+            from core.models.device_model import device_model
+
+            return LoadedModel(
+                device_model(model_config, weights.tensors, dtype, cuda_device()), weights.fingerprint, weights.label
+            )
         library = start_cpu_kernels(config)
+        if library is None or config.numerics == "L0":
+            start_torch(config)
         weights = open_weights(config.load_format, path, model_config, dtype, library)
         native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
         _return_free_memory()
@@ -54,7 +56,8 @@ def load_model(path: Path, dtype: torch.dtype, config: EngineConfig) -> LoadedMo
         )
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
-    # Imported here: transformers takes seconds to import, and in-tree models never need it.
+    # Imported here: transformers and torch take seconds to import, and in-tree models never need them.
+    start_torch(config)
     from core.models.transformers_model import TransformersModel
 
     made_up = config.load_format == "dummy"
@@ -72,20 +75,6 @@ def _return_free_memory() -> None:
     forget_gguf()
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _device_model(config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: torch.dtype) -> Llama:
-    """Build the model on the GPU. Errors: ConfigError if there is no device; OutOfMemoryError."""
-    # Imported here: only device=cuda needs triton.
-    from core.device import cuda_device
-    from core.models.triton_operations import TritonOperations
-
-    device = cuda_device()
-    moved = ((name, dense(weight, dtype).to(device)) for name, weight in weights)
-    try:
-        return Llama(config, moved, dtype, operations=TritonOperations(config, dtype, device))
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"the model's weights do not fit the GPU: {error}") from error
 
 
 def _is_foreign(path: Path) -> bool:

@@ -11,20 +11,22 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
+import numpy as np
 
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
 from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
+from ipc.arrays import UInt8s
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.mapped_file import map_file
 from ipc.files.safetensors import read_safetensors_folder
 from ipc.rounding import round_up
 from kernels.cpu.library import CpuLibrary
-from kernels.torch.dequantize import BLOCK_SIZES
+from kernels.dequantize import BLOCK_SIZES
+from kernels.elements import FLOAT32, Dtype
 
-#: safetensors dtype -> type name of kernels.torch.dequantize, which converts both formats.
+#: safetensors dtype -> type name of kernels.dequantize, which converts both formats.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 _GGUF_NAMES = {
@@ -109,7 +111,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    path: Path, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary | None = None
+    path: Path, config: ModelConfig, dtype: Dtype, library: CpuLibrary | None = None
 ) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) for every name of expected_shapes, in its order.
 
@@ -119,7 +121,7 @@ def load_weights(
     A weight that needs no conversion is a view of a private mapping of its file. Reading it reads the file, and the
     mapping exists as long as the weight. A file's pages are released as its weights are taken or converted, so data
     that the caller writes into a view is lost when the next weight is taken. library: the C kernels that dequantize;
-    None = torch dequantizes.
+    None = NumPy dequantizes.
 
     Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen tensor; UnsupportedModelError
     for a type that cannot be converted.
@@ -194,7 +196,7 @@ def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
         )
 
 
-def _convert(plan: dict[str, _Stored], dtype: torch.dtype, library: CpuLibrary | None) -> Iterator[tuple[str, Weight]]:
+def _convert(plan: dict[str, _Stored], dtype: Dtype, library: CpuLibrary | None) -> Iterator[tuple[str, Weight]]:
     files: dict[Path, mmap.mmap] = {}
     for name, stored in plan.items():
         file = files.get(stored.path)
@@ -202,10 +204,10 @@ def _convert(plan: dict[str, _Stored], dtype: torch.dtype, library: CpuLibrary |
             file = files[stored.path] = map_file(stored.path, mmap.ACCESS_COPY)
         if len(file) < stored.end:
             raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
-        data = torch.frombuffer(file, dtype=torch.uint8, count=stored.end - stored.begin, offset=stored.begin)
+        data = np.frombuffer(file, np.uint8, stored.end - stored.begin, stored.begin)
         weight = _to_weight(data, stored, library, partial(_release, file, stored))
         if len(stored.shape) == 1:
-            yield name, weight.dense(torch.float32).view(stored.shape)
+            yield name, weight.dense(FLOAT32).reshape(stored.shape)
         elif stored.path.suffix == ".gguf":
             yield name, weight
         else:
@@ -221,23 +223,21 @@ def _release(file: mmap.mmap, stored: _Stored) -> None:
         file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def _to_weight(
-    data: torch.Tensor, stored: _Stored, library: CpuLibrary | None, release: Callable[[], None]
-) -> StoredMatrix:
+def _to_weight(data: UInt8s, stored: _Stored, library: CpuLibrary | None, release: Callable[[], None]) -> StoredMatrix:
     """Return the stored tensor as a matrix; a vector becomes a matrix of one row."""
     if stored.begin % 4:
-        data = data.clone()  # no type is wider than 4 bytes, and a safetensors header may have any length
+        data = data.copy()  # no type is wider than 4 bytes, and a safetensors header may have any length
     if stored.interleaved_heads:
         data = _halve_heads(data, stored.shape[0], stored.interleaved_heads)
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
-    return StoredMatrix([StoredPart(stored.type, data.view(rows, -1), stored.shape[-1], library, release)])
+    return StoredMatrix([StoredPart(stored.type, data.reshape(rows, -1), stored.shape[-1], library, release)])
 
 
-def _halve_heads(data: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+def _halve_heads(data: UInt8s, rows: int, heads: int) -> UInt8s:
     """Undo llama.cpp's order of the rows of q and k; return the data in transformers' order.
 
     Within a head, rows 0, 2, 4, ... become the first half and rows 1, 3, 5, ... the second. Rows consist of whole
     blocks, so their bytes can be moved.
     """
-    pairs = data.view(heads, rows // heads // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(-1)
+    pairs = data.reshape(heads, rows // heads // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(-1)

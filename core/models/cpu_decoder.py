@@ -6,12 +6,12 @@ from core.models.config import ModelConfig
 from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer
 from core.models.operations import Norm, Operations, Product
+from core.models.tensor import Operation
 from core.models.unchanged import unchanged
 from kernels.cpu.decoder import CpuDecoder, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.rms_norm import CpuNorm
-from kernels.torch.linear import Operation
 
 
 def cpu_decoder(

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
+from core.models.tensor import Operation
 from core.models.unchanged import unchanged
-from ipc.arrays import AnyInts
+from ipc.arrays import AnyInts, Floats, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu.decoder import exceed_caches
@@ -20,15 +21,15 @@ from kernels.cpu.library import ARITHMETIC, CpuLibrary
 from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
+from kernels.elements import Dtype, Numbers, to_floats
 from kernels.memory.kv_cache import KVCache, bytes_per_block
-from kernels.torch.linear import Operation
 
 
 class CpuStep(NamedTuple):
     """The inputs that attention needs in one step of T tokens."""
 
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64, -1 = do not store
+    positions: Ints  # [T]
+    slots: Ints  # [T], -1 = do not store
     tables: tuple[RotaryTable, ...]  # one for each kind of layer
     work: tuple[AttentionPlan, ...]  # one for each kind of layer
     cache: CpuKVCache
@@ -43,7 +44,7 @@ class CpuAttend:
     kind: int
     scale: float
 
-    def __call__(self, qkv: torch.Tensor, step: CpuStep, index: int) -> torch.Tensor:
+    def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
         q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
         return self.attention(q, step.cache, index, step.work[self.kind], self.scale)
 
@@ -53,7 +54,7 @@ class CpuOperations:
 
     is_exact = True
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, library: CpuLibrary) -> None:
+    def __init__(self, config: ModelConfig, dtype: Dtype, library: CpuLibrary) -> None:
         self._config, self._dtype, self.library = config, dtype, library
         self._is_kept = not exceed_caches(_matrix_bytes(config, dtype))
         self.tables = of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
@@ -70,7 +71,7 @@ class CpuOperations:
         """Wake the kernels' threads."""
         self.library.wake_threads()
 
-    def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> CpuEmbedding:
+    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> CpuEmbedding:
         """Return the embedding; it reads the packed head where the table is the head's weights."""
         if isinstance(head, PackedMatrix):
             return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
@@ -79,14 +80,14 @@ class CpuOperations:
     def linear(
         self,
         weight: StoredMatrix,
-        bias: torch.Tensor | None = None,
+        bias: Floats | None = None,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: Dtype | None = None,
     ) -> PackedMatrix:
         """Pack the weight and return the product."""
         return PackedMatrix(self.library, weight.dense(self._dtype), bias, out_dtype=out_dtype, is_kept=self._is_kept)
 
-    def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> CpuNorm:
+    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> CpuNorm:
         """Return the norm with this weight [d] float32."""
         return CpuNorm(self.library, weight, eps, dtype)
 
@@ -94,19 +95,29 @@ class CpuOperations:
         """Return a product that applies the activation itself, and `unchanged`."""
         return PackedMatrix(self.library, weight.dense(self._dtype), gate=function, is_kept=self._is_kept), unchanged
 
-    def attention(self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float) -> CpuAttend:
+    def attention(self, kind: int, head_norms: Floats | None, eps: float, scale: float) -> CpuAttend:
         """Return the attention of one layer."""
         rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
         return CpuAttend(rope, self._attention, kind, scale)
 
-    def step(
-        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionPlan, ...], cache: KVCache
-    ) -> CpuStep:
+    def step(self, positions: Ints, slots: Ints, work: tuple[AttentionPlan, ...], cache: KVCache) -> CpuStep:
         """Return the step's inputs of attention, with rotary tables as long as the longest context."""
         assert isinstance(cache, CpuKVCache), type(cache)
         for table in self.tables:
             table.reach(work[0].longest)
-        return CpuStep(positions.contiguous(), slots.contiguous(), self.tables, work, cache)
+        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), self.tables, work, cache)
+
+    def add(self, hidden: Floats, x: Numbers) -> None:
+        """Add x to hidden, in place."""
+        hidden += to_floats(x)
+
+    def pick(self, hidden: Floats, rows: Ints) -> Floats:
+        """Return these rows of hidden."""
+        return hidden[rows]
+
+    def to_host(self, numbers: Floats) -> Floats:
+        """Return the numbers unchanged."""
+        return numbers
 
     def attention_work(
         self,
@@ -134,7 +145,7 @@ class CpuOperations:
         )
 
 
-def _matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def _matrix_bytes(config: ModelConfig, dtype: Dtype) -> int:
     """Return the bytes of the weights of all products of the model."""
     heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim  # Q and O, K, V
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)

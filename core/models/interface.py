@@ -20,7 +20,7 @@ class Model(Protocol):
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens from the logits; None: torch's operations."""
+        """The kernel that draws tokens from the logits; None: core/sampling/sampler.py."""
 
     @property
     def variant(self) -> str:

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.layer_kinds import kind_of
 from core.models.operations import Norm, Operations, Product
+from core.models.tensor import Operation, Tensor
 from core.models.unchanged import unchanged
 from core.models.weight_parts import WeightParts
-from kernels.torch.linear import Operation
+from ipc.arrays import Floats
+from kernels.elements import FLOAT32, Dtype
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Layer:
     kind: int  # see layer_kinds.py
     input_norm: Norm
     qkv: Product
-    attention: Callable[[torch.Tensor, Any, int], torch.Tensor]  # rotates, stores K and V, attends
+    attention: Callable[[Tensor, Any, int], Tensor]  # rotates, stores K and V, attends
     o: Product
     attention_out: Operation
     mlp_norm: Norm
@@ -40,9 +42,9 @@ class Layer:
         return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
 
 
-def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: torch.dtype) -> Norm:
+def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: Dtype) -> Norm:
     """Build the norm with the named weight; results are of dtype. Errors: ModelFileError if the weight is missing."""
-    return operations.norm(parts.take(name).float() + config.norm_offset, config.rms_norm_eps, dtype)
+    return operations.norm(parts.take(name) + np.float32(config.norm_offset), config.rms_norm_eps, dtype)
 
 
 def build_layer(
@@ -50,21 +52,20 @@ def build_layer(
     parts: WeightParts,
     config: ModelConfig,
     index: int,
-    dtype: torch.dtype,
+    dtype: Dtype,
 ) -> Layer:
     """Build the layer with this index from its weights. Errors: ModelFileError naming tensors that are missing."""
     prefix = f"model.layers.{index}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
-    def norm(name: str, to: torch.dtype = dtype) -> Norm:
+    def norm(name: str, to: Dtype = dtype) -> Norm:
         return build_norm(operations, parts, f"{prefix}{name}.weight", config, to)
 
     def product(names: list[str], has_bias: bool) -> Product:
         weight = parts.take_matrix(*(f"{name}.weight" for name in names))
         if not has_bias:
             return operations.linear(weight)
-        bias = parts.take(*(f"{name}.bias" for name in names))
-        return operations.linear(weight, bias.to(torch.float32, copy=True))  # no view of a mapped file
+        return operations.linear(weight, parts.take(*(f"{name}.bias" for name in names)))
 
     kind = kind_of(config, index)
     # In the order of the weights' iterator, so that each is packed before the next is read.
@@ -80,16 +81,16 @@ def build_layer(
         qkv=qkv,
         attention=operations.attention(kind, _head_norms(parts, attention, config), config.rms_norm_eps, scale),
         o=o,
-        attention_out=norm("post_attention_layernorm", torch.float32) if config.post_norms else unchanged,
+        attention_out=norm("post_attention_layernorm", FLOAT32) if config.post_norms else unchanged,
         mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
         gate_up=gate_up,
         activation=activation,
         down=product([f"{mlp}down_proj"], False),
-        mlp_out=norm("post_feedforward_layernorm", torch.float32) if config.post_norms else unchanged,
+        mlp_out=norm("post_feedforward_layernorm", FLOAT32) if config.post_norms else unchanged,
     )
 
 
-def _head_norms(parts: WeightParts, attention: str, config: ModelConfig) -> torch.Tensor | None:
+def _head_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
     """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
 
     All query heads share one weight, and so do all key heads.
@@ -97,7 +98,7 @@ def _head_norms(parts: WeightParts, attention: str, config: ModelConfig) -> torc
     if not config.qk_norm:
         return None
     weights = [
-        parts.take(f"{attention}{name}_norm.weight").float().expand(heads, -1)
+        np.tile(parts.take(f"{attention}{name}_norm.weight"), (heads, 1))
         for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads))
     ]
-    return torch.cat(weights) + config.norm_offset
+    return np.concatenate(weights) + np.float32(config.norm_offset)

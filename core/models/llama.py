@@ -5,7 +5,7 @@ The differences between its members are in the config, and in the operations of 
 
 from collections.abc import Iterable
 
-import torch
+import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
@@ -14,11 +14,13 @@ from core.models.layer_kinds import windows
 from core.models.operations import AttentionWork, Operations, Product, choose_operations
 from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
 from core.models.stored_matrix import StoredMatrix, Weight
+from core.models.tensor import Tensor
 from core.models.weight_parts import WeightParts
-from ipc.arrays import AnyInts
+from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
+from kernels.elements import FLOAT32, Dtype, rounded, to_floats
 from kernels.memory.kv_cache import KVCache
 
 
@@ -32,7 +34,7 @@ class Llama:
         self,
         config: ModelConfig,
         weights: Iterable[tuple[str, Weight]],
-        dtype: torch.dtype,
+        dtype: Dtype,
         numerics: Numerics = "L2",
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
@@ -41,7 +43,7 @@ class Llama:
 
         weights: (Hugging Face name, weight) pairs, best in the order of expected_shapes: each is packed as soon as its
         parts are read, and not kept. library: the C kernels, with their threads started; None = torch's operations.
-        operations: replace those that numerics and library select; the weights must be on their device.
+        operations: replace those that numerics and library select.
         Errors: ModelFileError naming tensors that are missing.
         """
         self.config = config
@@ -54,27 +56,24 @@ class Llama:
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         # Rounded to dtype, like the embeddings: models with such a factor are trained with the rounded one.
         scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
-        scale = torch.tensor(scale, dtype=dtype).item()
+        scale = to_floats(rounded(np.array([scale], np.float32), dtype)).item()
         self.windows = windows(config)
-        with torch.inference_mode():
-            parts = WeightParts(weights)
-            table = parts.take_matrix("model.embed_tokens.weight").dense(dtype).clone()  # no view of a mapped file
-            head = self._make_head(StoredMatrix.of(table)) if config.tie_word_embeddings else None
-            self._embedding = operations.embedding(table, scale, head)
-            del table  # operations that need it keep their own reference
-            indices = range(config.num_hidden_layers)
-            self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
-            norm = parts.take("model.norm.weight").float() + config.norm_offset
-            self._norm, self._float_norm = (
-                operations.norm(norm, config.rms_norm_eps, to) for to in (dtype, torch.float32)
-            )
-            self._head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
-            self._decoder = cpu_decoder(
-                config, operations, self.layers, self._embedding, self._norm, self._float_norm, self._head
-            )
+        parts = WeightParts(weights)
+        table = parts.take_matrix("model.embed_tokens.weight").dense(dtype).copy()  # no view of a mapped file
+        head = self._make_head(StoredMatrix.of(table)) if config.tie_word_embeddings else None
+        self._embedding = operations.embedding(table, scale, head)
+        del table  # operations that need it keep their own reference
+        indices = range(config.num_hidden_layers)
+        self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
+        norm = parts.take("model.norm.weight") + np.float32(config.norm_offset)
+        self._norm, self._float_norm = (operations.norm(norm, config.rms_norm_eps, to) for to in (dtype, FLOAT32))
+        self._head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
+        self._decoder = cpu_decoder(
+            config, operations, self.layers, self._embedding, self._norm, self._float_norm, self._head
+        )
 
     def _make_head(self, weight: StoredMatrix) -> Product:
-        return self.operations.linear(weight, out_dtype=torch.float32)
+        return self.operations.linear(weight, out_dtype=FLOAT32)
 
     @property
     def variant(self) -> str:
@@ -123,8 +122,7 @@ class Llama:
         assert isinstance(cache, CpuKVCache), type(cache)
         return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation)
 
-    @torch.inference_mode()
-    def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache)
         hidden = self._embedding(inputs.token_ids)
@@ -135,11 +133,19 @@ class Llama:
             x = layer.mlp_out(layer.down(layer.activation(layer.gate_up(x))))
             if index + 1 < len(self.layers):
                 x = self.layers[index + 1].input_norm.after(hidden, x)
-        return hidden.add_(x)
+        self.operations.add(hidden, x)
+        return hidden
 
-    def result(self, hidden: torch.Tensor, rows: torch.Tensor) -> HiddenResult:
+    def result(self, hidden: Tensor, rows: Ints) -> HiddenResult:
         """Return the result of a step. hidden: of hidden_states(). rows [S] int64: tokens whose logits are needed."""
-        return HiddenResult(hidden, rows, self.vocab_size, self._to_logits, self._float_norm)
+        operations = self.operations
+        return HiddenResult(
+            rows,
+            self.vocab_size,
+            lambda picked: operations.to_host(self.logits(hidden, picked)),
+            lambda picked: operations.to_host(self._float_norm(operations.pick(hidden, picked))),
+        )
 
-    def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._norm(hidden))
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits [n, vocab] float32 of these rows [n] of hidden_states(), where the operations compute."""
+        return self._head(self._norm(self.operations.pick(hidden, rows)))

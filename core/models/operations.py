@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.stored_matrix import StoredMatrix
-from core.models.torch_operations import TorchOperations
-from ipc.arrays import AnyInts
+from core.models.tensor import Operation, Tensor
+from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.sampling import CpuSampler
+from kernels.elements import Dtype, Numbers
 from kernels.memory.kv_cache import KVCache
-from kernels.torch.linear import Operation
 
 #: A step's attention work for the layers of one window. Its type depends on the operations that made it.
 AttentionWork = Any
@@ -23,10 +21,10 @@ AttentionWork = Any
 class Norm(Protocol):
     """Root mean square normalisation of the last dimension, rounded once."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Return x [T, d] normalised [T, d]."""
 
-    def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def after(self, hidden: Tensor, x: Tensor) -> Tensor:
         """Add x [T, d] to hidden [T, d] float32 in place; return hidden normalised [T, d]."""
 
 
@@ -37,7 +35,7 @@ class Product(Protocol):
     def variant(self) -> str:
         """Name of the choices that fix the results' bits; part of the fingerprint."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Return the product [T, out] of x [T, in]."""
 
 
@@ -54,12 +52,12 @@ class Operations(Protocol):
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens; None: torch's operations (core/sampling/sampler.py)."""
+        """The kernel that draws tokens; None: core/sampling/sampler.py."""
 
     def wake(self) -> None:
         """Prepare for a step's first operation within tens of microseconds."""
 
-    def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
+    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
 
         head: the product whose weights are the table, if there is one.
@@ -68,13 +66,13 @@ class Operations(Protocol):
     def linear(
         self,
         weight: StoredMatrix,
-        bias: torch.Tensor | None = None,
+        bias: Floats | None = None,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: Dtype | None = None,
     ) -> Product:
         """Return the product with weight [out, in] and bias [out] float32. out_dtype: None = the model's dtype."""
 
-    def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> Norm:
+    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> Norm:
         """Return the norm with weight [d] float32; results are of dtype."""
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[Product, Operation]:
@@ -84,21 +82,28 @@ class Operations(Protocol):
         """
 
     def attention(
-        self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
-    ) -> Callable[[torch.Tensor, Any, int], torch.Tensor]:
+        self, kind: int, head_norms: Floats | None, eps: float, scale: float
+    ) -> Callable[[Tensor, Any, int], Tensor]:
         """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
 
         It normalises the heads of Q and K with head_norms [H + Hkv, D] float32 (None: not at all), rotates them, stores
         K and V and attends. kind: see layer_kinds.py.
         """
 
-    def step(
-        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionWork, ...], cache: KVCache
-    ) -> Any:
+    def step(self, positions: Tensor, slots: Tensor, work: tuple[AttentionWork, ...], cache: KVCache) -> Any:
         """Return the inputs that attention needs in a step.
 
         positions [T] and slots [T]: of the step's tokens. work: one for each kind of layer.
         """
+
+    def add(self, hidden: Tensor, x: Tensor) -> None:
+        """Add x [T, d] to hidden [T, d] float32, in place."""
+
+    def pick(self, hidden: Tensor, rows: Ints) -> Tensor:
+        """Return these rows [n] of hidden [T, d], as [n, d]; rows may be a tensor on the operations' device."""
+
+    def to_host(self, numbers: Tensor) -> Floats:
+        """Return float32 numbers as an array in the host's memory."""
 
     def attention_work(
         self,
@@ -121,10 +126,11 @@ class Operations(Protocol):
         """Allocate a KV cache. Errors: MemoryError."""
 
 
-def choose_operations(
-    config: ModelConfig, dtype: torch.dtype, numerics: Numerics, library: CpuLibrary | None
-) -> Operations:
+def choose_operations(config: ModelConfig, dtype: Dtype, numerics: Numerics, library: CpuLibrary | None) -> Operations:
     """Return the C kernels' operations; torch's if there is no library or numerics is L0."""
     if library is None or numerics == "L0":
+        # Imported here: only this path needs torch.
+        from core.models.torch_operations import TorchOperations
+
         return TorchOperations(config, dtype)
     return CpuOperations(config, dtype, library)

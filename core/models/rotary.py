@@ -3,21 +3,22 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
+import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.layer_kinds import windows
 from core.models.rope_scaling import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from kernels.torch import rope_scaling
-from kernels.torch.rope import rotary_frequencies
+from ipc.arrays import Floats
+from kernels import rotary
 
+_Kind = TypeVar("_Kind")
 _Made = TypeVar("_Made")
 
 
 class Rotary(NamedTuple):
-    """One rotary embedding: the arguments of kernels.torch.rope.rotary_tables."""
+    """One rotary embedding: the arguments of kernels.rotary.rotary_tables."""
 
-    frequencies: torch.Tensor  # [head_dim / 2] float32, radians per token
+    frequencies: Floats  # [head_dim / 2] float32, radians per token
     factor: float  # multiplies cosine and sine
 
 
@@ -29,23 +30,23 @@ def rotary_embeddings(config: ModelConfig) -> tuple[Rotary, ...]:
     return tuple(full if window is None else sliding for window in windows(config))
 
 
-def of_each_kind(make: Callable[[Rotary], _Made], rotaries: Sequence[Rotary]) -> tuple[_Made, ...]:
+def of_each_kind(make: Callable[[_Kind], _Made], rotaries: Sequence[_Kind]) -> tuple[_Made, ...]:
     """Return make(embedding) for each kind of layer; it is called once where kinds share an embedding."""
     first = make(rotaries[0])
-    return (first, *(first if rotary is rotaries[0] else make(rotary) for rotary in rotaries[1:]))
+    return (first, *(first if other is rotaries[0] else make(other) for other in rotaries[1:]))
 
 
 def _rotary(head_dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
-    frequencies = rotary_frequencies(head_dim, theta)
+    frequencies = rotary.rotary_frequencies(head_dim, theta)
     match scaling:
         case None:
             return Rotary(frequencies, 1.0)
         case LinearScaling(factor):
-            return Rotary(rope_scaling.linear(frequencies, factor), 1.0)
+            return Rotary(rotary.linear(frequencies, factor), 1.0)
         case Llama3Scaling(factor, low, high, original):
-            return Rotary(rope_scaling.llama3(frequencies, factor, low, high, original), 1.0)
+            return Rotary(rotary.llama3(frequencies, factor, low, high, original), 1.0)
         case YarnScaling() as yarn:
-            stretched = rope_scaling.yarn(
+            stretched = rotary.yarn(
                 head_dim,
                 theta,
                 yarn.factor,
@@ -56,4 +57,5 @@ def _rotary(head_dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
             )
             return Rotary(stretched, yarn.attention_factor)
         case FrequencyDivisors(divisors):
-            return Rotary(frequencies / torch.tensor(divisors), 1.0)
+            divided: Floats = np.divide(frequencies, np.array(divisors, np.float32))
+            return Rotary(divided, 1.0)

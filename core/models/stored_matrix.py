@@ -3,24 +3,24 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-import torch
+import numpy as np
 
+from ipc.arrays import UInt8s
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
-from kernels.torch.dequantize import dequantize
+from kernels.dequantize import PLAIN_TYPES, dequantize
+from kernels.elements import Dtype, Numbers, write_rounded
 
-#: Types of kernels.torch.dequantize that are dtypes of torch.
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PLAIN_NAMES = {dtype: name for name, dtype in _PLAIN.items()}
+_PLAIN_NAMES = {dtype: name for name, dtype in PLAIN_TYPES.items()}
 
 
 class StoredPart(NamedTuple):
     """Rows of a matrix, all stored as one type."""
 
-    type_name: str  # of kernels.torch.dequantize
-    data: torch.Tensor  # uint8 [rows, bytes of a row], contiguous, at a multiple of 4 bytes
+    type_name: str  # of kernels.dequantize
+    data: UInt8s  # uint8 [rows, bytes of a row], contiguous, at a multiple of 4 bytes
     depth: int  # numbers in a row
-    library: CpuLibrary | None = None  # the C kernels that dequantize; None = torch dequantizes
+    library: CpuLibrary | None = None  # the C kernels that dequantize; None = NumPy dequantizes
     release: Callable[[], None] | None = None  # lets the data's memory be reclaimed; it can be read again
 
     @property
@@ -42,21 +42,21 @@ class StoredMatrix:
         self.shape = sum(part.rows for part in parts), parts[0].depth
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "StoredMatrix":
+    def of(cls, matrix: Numbers) -> "StoredMatrix":
         """Wrap a dense matrix [rows, depth] float32, float16 or bfloat16 without a copy if it is contiguous."""
-        tensor = tensor.contiguous()
-        return cls([StoredPart(_PLAIN_NAMES[tensor.dtype], tensor.view(torch.uint8), tensor.shape[1])])
+        matrix = np.ascontiguousarray(matrix)
+        return cls([StoredPart(_PLAIN_NAMES[matrix.dtype], matrix.view(np.uint8), matrix.shape[1])])
 
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype.
 
         If no conversion is needed the result may be a view of the data. Otherwise the caller owns it, and the data is
         released.
         """
         first = self.parts[0]
-        if len(self.parts) == 1 and _PLAIN.get(first.type_name) == dtype:
+        if len(self.parts) == 1 and PLAIN_TYPES.get(first.type_name) == dtype:
             return first.data.view(dtype)
-        numbers = torch.empty(self.shape, dtype=dtype, device=first.data.device)
+        numbers = np.empty(self.shape, dtype)
         begin = 0
         for part in self.parts:
             _write(part, numbers[begin : begin + part.rows])
@@ -67,20 +67,15 @@ class StoredMatrix:
 
 
 #: A tensor of a model file. Vectors are always dense; matrices may be stored in another form.
-Weight: TypeAlias = torch.Tensor | StoredMatrix
+Weight: TypeAlias = Numbers | StoredMatrix
 
 
-def dense(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a stored matrix's numbers in dtype; return a tensor unchanged."""
-    return weight if isinstance(weight, torch.Tensor) else weight.dense(dtype)
-
-
-def _write(part: StoredPart, out: torch.Tensor) -> None:
+def _write(part: StoredPart, out: Numbers) -> None:
     """Write the part's numbers into out [rows, depth], contiguous, rounded once to its dtype."""
-    name, data = part.type_name, part.data.view(-1)
-    if name in _PLAIN:
-        out.copy_(part.data.view(_PLAIN[name]))
+    name, data = part.type_name, part.data.reshape(-1)
+    if name in PLAIN_TYPES:
+        write_rounded(part.data.view(PLAIN_TYPES[name]), out)
     elif part.library is not None and has_cpu_kernel(name, out.dtype):
         cpu_dequantize(part.library, data, name, out.dtype, out)
     else:
-        out.copy_(dequantize(data, name).view(out.shape))
+        write_rounded(dequantize(data, name).reshape(out.shape), out)

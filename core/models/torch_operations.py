@@ -4,18 +4,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
-from ipc.arrays import AnyInts
+from core.models.tensor import Operation
+from ipc.arrays import AnyInts, Floats, Ints
+from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.gated_activation import gelu_tanh_mul, silu_mul
-from kernels.torch.linear import Operation, TorchLinear
+from kernels.torch.kv_cache import TorchKVCache
+from kernels.torch.linear import TorchLinear
 from kernels.torch.rms_norm import rms_norm
 from kernels.torch.rope import rope_kv_write, rotary_tables
+from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
 GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
@@ -42,7 +47,7 @@ class TorchStep(NamedTuple):
 
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, for each kind of layer
     work: tuple[AttentionMetadata, ...]  # one for each kind of layer
-    cache: KVCache
+    cache: TorchKVCache
     write_rows: torch.Tensor  # cache rows of the tokens that are stored
     write_tokens: torch.Tensor | slice  # indices of the tokens that are stored
 
@@ -53,45 +58,52 @@ class TorchOperations:
     is_exact = False
     sampler = None
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: Dtype) -> None:
         self._config, self._dtype = config, dtype
-        self._rotary = rotary_embeddings(config)
+        self._rotary = of_each_kind(
+            lambda rotary: (to_tensor(rotary.frequencies), rotary.factor), rotary_embeddings(config)
+        )
 
     @property
     def variant(self) -> str:
         """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
-        return f"torch cpu={torch.backends.cpu.get_cpu_capability()}"
+        return f"torch={torch.__version__} cpu={torch.backends.cpu.get_cpu_capability()}"
 
     def wake(self) -> None:
         """Do nothing: torch wakes its threads itself."""
 
-    def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
+    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
-        return lambda ids: table.index_select(0, ids).float().mul_(scale)
+        rows = to_tensor(table)
+        return lambda ids: rows.index_select(0, torch.as_tensor(ids)).float().mul_(scale)
 
     def linear(
         self,
         weight: StoredMatrix,
-        bias: torch.Tensor | None = None,
+        bias: Floats | None = None,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: Dtype | None = None,
     ) -> TorchLinear:
         """Return the product with this weight [out, in] and bias [out] float32."""
-        return TorchLinear(weight.dense(self._dtype), bias, out_dtype=out_dtype)
+        return TorchLinear(
+            to_tensor(weight.dense(self._dtype)),
+            None if bias is None else to_tensor(bias),
+            out_dtype=DTYPES[out_dtype or self._dtype],
+        )
 
-    def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TorchNorm:
+    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> TorchNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
-        return TorchNorm(weight, eps, dtype)
+        return TorchNorm(to_tensor(weight), eps, DTYPES[dtype])
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[TorchLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
         return self.linear(weight), GATES[function]
 
     def attention(
-        self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
+        self, kind: int, head_norms: Floats | None, eps: float, scale: float
     ) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
-        heads = torch.Tensor.float if head_norms is None else TorchNorm(head_norms, eps, torch.float32)
+        heads = torch.Tensor.float if head_norms is None else self.norm(head_norms, eps, FLOAT32)
 
         def attend(qkv: torch.Tensor, step: TorchStep, index: int) -> torch.Tensor:
             cos, sin = step.tables[kind]
@@ -100,14 +112,25 @@ class TorchOperations:
 
         return attend
 
-    def step(
-        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[AttentionMetadata, ...], cache: KVCache
-    ) -> TorchStep:
+    def step(self, positions: Ints, slots: Ints, work: tuple[AttentionMetadata, ...], cache: KVCache) -> TorchStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
-        tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
-        stored = torch.nonzero(slots >= 0).flatten()
-        write_tokens: torch.Tensor | slice = slice(0, len(slots)) if len(stored) == len(slots) else stored
-        return TorchStep(tables, work, cache, cache.slot_rows(slots[stored]), write_tokens)
+        assert isinstance(cache, TorchKVCache), type(cache)
+        tables = of_each_kind(lambda rotary: rotary_tables(to_tensor(positions), *rotary), self._rotary)
+        stored = np.flatnonzero(slots >= 0)
+        write_tokens = slice(0, len(slots)) if len(stored) == len(slots) else to_tensor(stored)
+        return TorchStep(tables, work, cache, cache.slot_rows(to_tensor(slots[stored])), write_tokens)
+
+    def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        """Add x to hidden, in place."""
+        hidden += x
+
+    def pick(self, hidden: torch.Tensor, rows: Ints) -> torch.Tensor:
+        """Return these rows of hidden."""
+        return hidden.index_select(0, to_tensor(rows))
+
+    def to_host(self, numbers: torch.Tensor) -> Floats:
+        """Return an array with the tensor's memory."""
+        return to_array(numbers)
 
     def attention_work(
         self,
@@ -128,9 +151,9 @@ class TorchOperations:
             block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self._dtype
         )
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TorchKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
-        return KVCache(
+        return TorchKVCache(
             config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
         )

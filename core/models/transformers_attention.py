@@ -12,8 +12,8 @@ import torch
 
 from core.models.architectures import ARCHITECTURES
 from ipc.errors import UnsupportedModelError
-from kernels.memory.kv_cache import KVCache
 from kernels.torch.attention import AttentionMetadata, paged_attention
+from kernels.torch.kv_cache import TorchKVCache
 
 #: The end of every error text.
 INSTEAD = (
@@ -83,7 +83,7 @@ class Trial:
 class Step(NamedTuple):
     """The inputs of attention in the current step."""
 
-    cache: KVCache
+    cache: TorchKVCache
     metadata: dict[int | None, AttentionMetadata]  # by sliding window
     write_rows: torch.Tensor
     stored: torch.Tensor  # indices of the tokens whose keys and values are stored

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from core.models.interface import Model
 from core.models.step import ModelInputs
-from ipc.arrays import Ints
+from ipc.arrays import Floats, Ints
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.kv_cache import KVCache
 
 #: Largest difference from the logits of the model's own attention that rounding explains, relative to the largest
 #: logit.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+_TOLERANCE = {FLOAT32: 1e-3, BFLOAT16: 0.05}
 
 _BLOCK_SIZE = 16
 _LENGTHS = 7, 5  # tokens of the two prompts
@@ -26,10 +26,10 @@ _ZERO = np.zeros(1, np.int64)
 
 def find_difference(
     model: Model,
-    dtype: torch.dtype,
+    dtype: Dtype,
     smallest_window: int | None,
     max_model_len: int,
-    own_logits: Callable[[Prompt], torch.Tensor],
+    own_logits: Callable[[Prompt], Floats],
 ) -> str | None:
     """Return what is wrong with the model on this engine; None if its logits are those of its own attention.
 
@@ -43,23 +43,23 @@ def find_difference(
         longest = max(longest, smallest_window + 2)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, length) for length in (longest, other)]
-    expected = torch.cat([own_logits(prompt) for prompt in prompts])
-    scale = float(expected.abs().amax()) or 1.0
+    expected = np.concatenate([own_logits(prompt) for prompt in prompts])
+    scale = float(np.abs(expected).max()) or 1.0
 
-    def error_of(logits: torch.Tensor) -> float:
-        return float((logits - expected).abs().amax()) / scale
+    def error_of(logits: Floats) -> float:
+        return float(np.abs(logits - expected).max()) / scale
 
     together = error_of(_in_steps(model, prompts, _LATE, far=max_model_len - 1))
     if together < _TOLERANCE[dtype]:
         return None
-    at_once = error_of(torch.cat([_in_steps(model, [prompt], ()) for prompt in prompts]))
+    at_once = error_of(np.concatenate([_in_steps(model, [prompt], ()) for prompt in prompts]))
     if not at_once < _TOLERANCE[dtype]:
         return (
             f"with this engine's attention its logits are off by {at_once:.2%} of the largest (at most "
             f"{_TOLERANCE[dtype]:.1%} is rounding): its own attention does something that this engine does not know"
         )
     pairs = zip(prompts, _LATE, strict=True)
-    decoded = error_of(torch.cat([_in_steps(model, [prompt], (late,)) for prompt, late in pairs]))
+    decoded = error_of(np.concatenate([_in_steps(model, [prompt], (late,)) for prompt, late in pairs]))
     if not decoded < _TOLERANCE[dtype]:
         return (
             f"after a second step its logits are off by {decoded:.2%} of the largest: its code keeps something from "
@@ -71,7 +71,7 @@ def find_difference(
     )
 
 
-def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: int | None = None) -> torch.Tensor:
+def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: int | None = None) -> Floats:
     """Return the logits [n, vocab] of the last token of each prompt, computed with a new cache.
 
     late: number of tokens of each prompt that a second step computes; empty: there is one step. far: position of an
@@ -91,7 +91,7 @@ def _in_steps(model: Model, prompts: list[Prompt], late: tuple[int, ...], far: i
 
 def _step(
     model: Model, cache: KVCache, tables: Prompt, prompts: list[Prompt], starts: Prompt, ends: Prompt, far: int | None
-) -> torch.Tensor:
+) -> Floats:
     """Compute the prompts' tokens from starts to ends, and the far token; return the last tokens' logits [n, vocab]."""
     positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     tokens = [prompt[chosen] for prompt, chosen in zip(prompts, positions, strict=True)]
@@ -101,9 +101,9 @@ def _step(
         starts, ends = np.append(starts, 0), np.append(ends, 1)
     rows = zip(tables, places, strict=False)  # the last table is unused if there is no far token
     slots = [table[chosen // _BLOCK_SIZE] * _BLOCK_SIZE + chosen % _BLOCK_SIZE for table, chosen in rows]
-    columns = (torch.from_numpy(np.concatenate(column)) for column in (tokens, positions, slots))
+    columns = (np.concatenate(column) for column in (tokens, positions, slots))
     token_column, position_column, slot_column = columns
     counts = ends - starts
     attention = model.attention_metadata(counts, ends, tables[: len(counts)], cache)
-    last = torch.from_numpy(np.cumsum(counts)[: len(prompts)] - 1)
+    last = np.cumsum(counts)[: len(prompts)] - 1
     return model.forward(ModelInputs(token_column, position_column, slot_column, attention, cache, last)).logits

@@ -16,11 +16,14 @@ from core.models.transformers_check import find_difference
 from core.models.transformers_loading import ATTENTION_NAME, described, eos_token_ids, load_transformers_model
 from core.models.transformers_rotation import Rotation
 from core.models.transformers_trial import Layers, TrialError, try_out
-from ipc.arrays import AnyInts, Ints
+from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
+from kernels.elements import Dtype
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.attention import AttentionMetadata, attention_metadata
+from kernels.torch.kv_cache import TorchKVCache
+from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
 
 class TransformersModel:
@@ -29,9 +32,7 @@ class TransformersModel:
     numerics: Numerics = "L0"
     sampler = None
 
-    def __init__(
-        self, path: Path, dtype: torch.dtype, *, made_up: bool = False, max_model_len: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, dtype: Dtype, *, made_up: bool = False, max_model_len: int | None = None) -> None:
         """Load the model and check that this engine runs it correctly.
 
         path: a model folder with safetensors. made_up: use random weights, the same in each run; config.json is enough.
@@ -40,7 +41,7 @@ class TransformersModel:
         engine would run wrongly.
         """
         self.dtype = dtype
-        self._model = load_transformers_model(path, dtype, made_up)
+        self._model = load_transformers_model(path, DTYPES[dtype], made_up)
         self._architecture = type(self._model).__name__
         try:
             self._prepare(max_model_len)
@@ -87,7 +88,7 @@ class TransformersModel:
     def variant(self) -> str:
         """Name of the code in use; part of the fingerprint. transformers' version and the rotation are in it."""
         rotation = f" rotation={self._rotation.digest()}" if self._rotation else ""
-        return f"transformers {_version()} {self._architecture}{rotation}"
+        return f"torch={torch.__version__} transformers {_version()} {self._architecture}{rotation}"
 
     def wake(self) -> None:
         """Do nothing: torch wakes its threads itself."""
@@ -97,10 +98,10 @@ class TransformersModel:
         shape = self._shape
         return bytes_per_block(block_size, shape.num_kv_heads, shape.head_dim, self._num_layers, self.dtype)
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TorchKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         shape = self._shape
-        return KVCache(self._num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, self.dtype)
+        return TorchKVCache(self._num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, self.dtype)
 
     def attention_metadata(
         self,
@@ -118,18 +119,29 @@ class TransformersModel:
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step; see Model."""
         hidden = self.hidden_states(inputs)
-        return HiddenResult(hidden, inputs.logits_rows, self.vocab_size, self._to_logits, torch.Tensor.float)
+        return HiddenResult(
+            inputs.logits_rows,
+            self.vocab_size,
+            lambda rows: to_array(self._to_logits(hidden[to_tensor(rows)])),
+            lambda rows: to_array(hidden[to_tensor(rows)].float()),
+        )
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """Run the model without its head; return the hidden states after the final norm [T, hidden]."""
-        slots, cache = inputs.slots, inputs.cache
+        cache = inputs.cache
+        assert isinstance(cache, TorchKVCache), type(cache)
+        slots = to_tensor(inputs.slots)
         stored = torch.nonzero(slots >= 0).flatten()
         by_window = dict(zip(self._windows, inputs.attention, strict=True))
         step = Step(cache, by_window, cache.slot_rows(slots[stored]), stored, set())
         token = current_step.set(step)
         try:
-            output = self._body(input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False)
+            columns = {
+                "input_ids": to_tensor(inputs.token_ids)[None],
+                "position_ids": to_tensor(inputs.positions)[None],
+            }
+            output = self._body(**columns, use_cache=False)
         finally:
             current_step.reset(token)
         if len(step.layers) != self._num_layers:
@@ -137,6 +149,7 @@ class TransformersModel:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
+    @torch.inference_mode()
     def _to_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [n, vocab] float32 of hidden [n, hidden].
 
@@ -159,15 +172,14 @@ class TransformersModel:
         return logits
 
     @torch.inference_mode()
-    def _eager_logits(self, prompt: Ints) -> torch.Tensor:
+    def _eager_logits(self, prompt: Ints) -> Floats:
         """Return the logits [1, vocab] of the last token, computed by the model's code alone."""
         self._model.set_attn_implementation("eager")
         try:
             output = self._model(torch.from_numpy(prompt)[None], use_cache=False)
         finally:
             self._model.set_attn_implementation(ATTENTION_NAME)
-        logits: torch.Tensor = output.logits[0, -1:].float()
-        return logits
+        return to_array(output.logits[0, -1:].float())
 
 
 def _version() -> str:

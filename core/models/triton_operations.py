@@ -11,12 +11,14 @@ import torch
 import triton
 
 from core.models.config import Activation, ModelConfig
-from core.models.rotary import Rotary, of_each_kind, rotary_embeddings
+from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
-from ipc.arrays import AnyInts
+from core.models.tensor import Operation, Tensor
+from ipc.arrays import AnyInts, Floats
+from kernels.elements import Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
-from kernels.torch.linear import Operation
 from kernels.torch.rope import rotary_tables
+from kernels.torch.tensors import DTYPES, to_array, to_tensor
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
@@ -36,7 +38,7 @@ class TritonStep(NamedTuple):
     slots: torch.Tensor  # [T] int64, -1 = do not store
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, for each kind of layer
     work: tuple[TritonWork, ...]  # one for each kind of layer
-    cache: KVCache
+    cache: TritonKVCache
 
 
 class TritonOperations:
@@ -48,48 +50,53 @@ class TritonOperations:
     is_exact = False
     sampler = None
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: Dtype, device: torch.device) -> None:
         self._config, self._dtype, self.device = config, dtype, device
-        rotaries = rotary_embeddings(config)
-        self._rotary = of_each_kind(lambda rotary: Rotary(rotary.frequencies.to(device), rotary.factor), rotaries)
+        self._rotary = of_each_kind(
+            lambda rotary: (self._send(rotary.frequencies), rotary.factor), rotary_embeddings(config)
+        )
         self.group_size = config.num_attention_heads // config.num_key_value_heads
 
     @property
     def variant(self) -> str:
         """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
-        return f"triton-{triton.__version__} split={SPLIT} device={name}"
+        return f"torch={torch.__version__} triton-{triton.__version__} split={SPLIT} device={name}"
 
     def wake(self) -> None:
         """Do nothing: the device needs no wake-up."""
 
-    def embedding(self, table: torch.Tensor, scale: float, head: Operation | None) -> Operation:
+    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
-        return partial(embedding, table=table, scale=scale)
+        return partial(embedding, table=self._send(table), scale=scale)
 
     def linear(
         self,
         weight: StoredMatrix,
-        bias: torch.Tensor | None = None,
+        bias: Floats | None = None,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: Dtype | None = None,
     ) -> DeviceLinear:
         """Return the product with this weight [out, in] and bias [out] float32."""
-        return DeviceLinear(weight.dense(self._dtype), bias, out_dtype)
+        return DeviceLinear(
+            self._send(weight.dense(self._dtype)),
+            None if bias is None else self._send(bias),
+            DTYPES[out_dtype or self._dtype],
+        )
 
-    def norm(self, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> TritonNorm:
+    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> TritonNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
-        return TritonNorm(weight, eps, dtype)
+        return TritonNorm(self._send(weight), eps, DTYPES[dtype])
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[DeviceLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
         return self.linear(weight), GATES[function]
 
     def attention(
-        self, kind: int, head_norms: torch.Tensor | None, eps: float, scale: float
+        self, kind: int, head_norms: Floats | None, eps: float, scale: float
     ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
-        rope = TritonRope(self._config.num_attention_heads, head_norms, eps)
+        rope = TritonRope(self._config.num_attention_heads, None if head_norms is None else self._send(head_norms), eps)
 
         def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
             cos, sin = step.tables[kind]
@@ -106,7 +113,24 @@ class TritonOperations:
     ) -> TritonStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
         tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
+        assert isinstance(cache, TritonKVCache), type(cache)
         return TritonStep(slots, tables, work, cache)
+
+    def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        """Add x to hidden, in place."""
+        hidden += x
+
+    def pick(self, hidden: torch.Tensor, rows: Tensor) -> torch.Tensor:
+        """Return these rows of hidden."""
+        return hidden.index_select(0, torch.as_tensor(rows, device=hidden.device))
+
+    def to_host(self, numbers: torch.Tensor) -> Floats:
+        """Return the numbers in the host's memory."""
+        return to_array(numbers.cpu())
+
+    def _send(self, numbers: Numbers) -> torch.Tensor:
+        """Return a tensor with these numbers on the device, with memory of its own."""
+        return to_tensor(numbers).to(self.device, copy=True)
 
     def attention_work(
         self,

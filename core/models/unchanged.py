@@ -1,8 +1,8 @@
 """unchanged: stands for an operation that an architecture does not have, or that another operation includes."""
 
-import torch
+from core.models.tensor import Tensor
 
 
-def unchanged(x: torch.Tensor) -> torch.Tensor:
+def unchanged(x: Tensor) -> Tensor:
     """Return x itself."""
     return x

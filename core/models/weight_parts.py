@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 
-import torch
+import numpy as np
 
 from core.models.stored_matrix import StoredMatrix, Weight
+from ipc.arrays import Floats
 from ipc.errors import ModelFileError
+from kernels.elements import to_floats
 
 
 class WeightParts:
@@ -15,12 +17,15 @@ class WeightParts:
         self._weights = iter(weights)
         self._waiting: dict[str, Weight] = {}
 
-    def take(self, *names: str) -> torch.Tensor:
-        """Return the named vectors, concatenated. Errors: ModelFileError naming the missing tensors."""
+    def take(self, *names: str) -> Floats:
+        """Return a copy of the named vectors in float32, concatenated.
+
+        Errors: ModelFileError naming the missing tensors.
+        """
         found = [self._take(names, name) for name in names]
-        tensors = [weight for weight in found if isinstance(weight, torch.Tensor)]
-        assert len(tensors) == len(names), f"{names}: a matrix is asked for as a vector"
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        vectors = [to_floats(weight) for weight in found if isinstance(weight, np.ndarray)]
+        assert len(vectors) == len(names), f"{names}: a matrix is asked for as a vector"
+        return np.concatenate(vectors)
 
     def take_matrix(self, *names: str) -> StoredMatrix:
         """Return the named matrices with their rows concatenated, as they are stored, without conversion.
@@ -28,7 +33,7 @@ class WeightParts:
         Errors: ModelFileError naming the missing tensors.
         """
         found = [self._take(names, name) for name in names]
-        matrices = [StoredMatrix.of(weight) if isinstance(weight, torch.Tensor) else weight for weight in found]
+        matrices = [StoredMatrix.of(weight) if isinstance(weight, np.ndarray) else weight for weight in found]
         return StoredMatrix([part for matrix in matrices for part in matrix.parts])
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:

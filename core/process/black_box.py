@@ -122,7 +122,8 @@ class WatchedExecutor:
     def __init__(self, executor: Executor, box: BlackBox) -> None:
         self._executor = executor
         self._box = box
-        self.info, self.grammars = executor.info, executor.grammars
+        self.info = executor.info
+        self.grammars = executor.grammars
         self.determine_num_available_blocks = executor.determine_num_available_blocks
         self.cache_memory_bytes = executor.cache_memory_bytes
         self.initialize_cache = executor.initialize_cache

@@ -3,8 +3,8 @@
 One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
 the pipe means that the owner is gone or has closed it: the process exits at once. The first Drain and the first SIGTERM
 let running requests finish; a second of the same kind ends them. The kinds are counted apart, because a service manager
-sends SIGTERM both to this process and to the owner, which then sends Drain: that counts as once. SIGINT is ignored,
-because a terminal's Ctrl-C goes to the whole process group and the owner decides what it means.
+sends SIGTERM both to this process and to the owner, which then sends Drain: that counts as once. SIGINT and SIGHUP are
+ignored, because a terminal's Ctrl-C and its end go to the whole process group and the owner decides what they mean.
 """
 
 import os
@@ -40,6 +40,7 @@ class Lease:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # works while the main thread is in C code
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the owner blocks them for exec
         self.making_files = threading.Lock()  # held while files are made, so that an exit removes all or none
         self._lock = threading.Lock()

@@ -25,6 +25,7 @@ from core.process.black_box import BlackBox, WatchedExecutor
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
+from ipc.cpus import usable_cpus
 from ipc.files.model_files import tokenizer_hash
 from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import (
@@ -83,7 +84,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         # Imported late: the check that `kernels` is ours runs after the import of core.
         from kernels.cpu.library_file import find_library_soon
 
-        find_library_soon()  # meanwhile torch's import takes a second of one core
+        find_library_soon()  # beside the import of the executor
     with keeping_all():
         import_executor(config)
     report("load model")
@@ -95,7 +96,7 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         executor.info,
         executor.determine_num_available_blocks,
         total_memory_bytes=total_memory_bytes(),
-        num_cpus=len(os.sched_getaffinity(0)),
+        num_cpus=usable_cpus(),
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     executor.initialize_cache(config)
@@ -136,8 +137,8 @@ def _make_engine(
 def keeping_all() -> Iterator[None]:
     """Keep all objects that exist at the end for the life of the process: the garbage collector never scans them again.
 
-    It does not run inside this context either. torch's import makes a quarter of a million objects. Scanning them
-    during the import took a tenth of the start; a later scan took a tenth of a second between two steps.
+    It does not run inside this context either. An import of torch, where there is one, makes a quarter of a million
+    objects. Scanning them meanwhile took a tenth of the start; a later scan took a tenth of a second between two steps.
     """
     gc.disable()
     try:

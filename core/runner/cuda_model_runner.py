@@ -17,16 +17,17 @@ from core.execution.plan import (
 )
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
-from core.models.step import ModelInputs, StepResult
+from core.models.step import ModelInputs
 from core.models.triton_operations import TritonOperations
 from core.runner.decode_graphs import DecodeGraphs
+from core.runner.device_logits import DeviceLogits
 from core.runner.device_tables import DeviceTables
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.sampling.logit_edits import apply_edits
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import SamplingInputs, processed_logits
-from ipc.arrays import AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
+from ipc.arrays import NO_INTS, AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
 from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
@@ -93,7 +94,7 @@ class CudaStep:
                 in_plan = np.flatnonzero(self._samples)[which]
                 columns = known[which], sampled.num_top, in_plan, sampled.positions[which]
                 normalized = not self._runner.tells_logits
-                logprobs = [*logprobs, gather_logprobs(sampled.reported, *columns, normalized=normalized)]
+                logprobs = [*logprobs, gather_logprobs(sampled.reported.numpy(), *columns, normalized=normalized)]
             self._runner.learn(sampled.rows, sampled.positions, sampled.tenancies, known)
         return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs))
 
@@ -188,11 +189,14 @@ class CudaModelRunner(ModelRunner):
         if self._pending is not None and self.sampling.has_edits:
             self._pending.result()
         batch = self._batch(plan)
-        result = self._launch(batch)
+        hidden, logits_rows = self._launch(batch)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
+            result = self._llama.result(hidden, NO_INTS)
             logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, result)
-        sampled = self._sample(plan.rows[batch.samples], result.logits) if batch.samples.any() else None
+        sampled = None
+        if batch.samples.any():
+            sampled = self._sample(plan.rows[batch.samples], self._llama.logits(hidden, logits_rows))
         self._pending = CudaStep(self, plan, batch.samples, logprobs, sampled)
         return self._pending
 
@@ -231,8 +235,8 @@ class CudaModelRunner(ModelRunner):
         positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
         return _Batch(counts, ends, np.repeat(rows, counts), positions, samples, last)
 
-    def _launch(self, batch: _Batch) -> StepResult:
-        """Launch the model over a batch; return the logits of the rows that sample."""
+    def _launch(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the model over a batch; return the hidden states, and the indices of the tokens that sample."""
         work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
         columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
         rows, positions, alone, tiles, counts, logits_rows = self._tables.send_columns(columns)
@@ -241,7 +245,7 @@ class CudaModelRunner(ModelRunner):
         else:
             blocks = self._tables.blocks
             hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))
-        return self._llama.result(hidden, logits_rows)
+        return hidden, logits_rows
 
     def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
         """Compute one token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
@@ -260,16 +264,17 @@ class CudaModelRunner(ModelRunner):
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing)
-        return self._llama.hidden_states(inputs)
+        hidden: torch.Tensor = self._llama.hidden_states(inputs)
+        return hidden
 
     def _sample(self, rows: Int32s, logits: torch.Tensor) -> _Sampled:
         positions = self.table.num_tokens[rows]
         inputs = self.sampling.inputs(rows, self.table)
         reporting = self.sampling.reporting(rows)
         reported = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
-        apply_edits(logits, inputs.edits)
+        apply_edits(DeviceLogits(logits), inputs.edits)
         if len(reporting) and self._tells_processed:
-            reported = processed_logits(logits.cpu(), reporting, inputs)
+            reported = torch.from_numpy(processed_logits(logits.cpu().numpy(), reporting, inputs))
         tokens = self._draw(logits, inputs, rows, positions)
         num_top = self.sampling.num_logprobs[rows[reporting]]
         self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # placeholders; learn() writes the tokens

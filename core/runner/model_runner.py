@@ -1,7 +1,6 @@
 """ModelRunner: makes the model's inputs from plans, as columns, and samples tokens from its logits."""
 
 import numpy as np
-import torch
 
 from core.execution.executor import Costs
 from core.execution.plan import (
@@ -25,7 +24,7 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
-from ipc.arrays import AnyInts, Int32s, Ints, Rows
+from ipc.arrays import NO_INT32S, AnyInts, Floats, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 
@@ -79,14 +78,21 @@ class ModelRunner:
             samples = inputs.sample_rows, inputs.sample_offsets
             token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
             self.table.accept(plan, counts)
-            return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts, self._take_failures())
+            return self._output(plan, token_ids, logprobs, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
-        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), failures=self._take_failures())
+        return self._output(plan, token_ids, logprobs)
 
-    def _take_failures(self) -> list[tuple[int, str]]:
-        """Return the texts of this step's failed rows."""
+    def _output(
+        self,
+        plan: SchedulerOutput,
+        token_ids: Int32s,
+        logprobs: list[LogprobColumns],
+        counts: Int32s | None = None,
+    ) -> ModelRunnerOutput:
+        """Return the step's result, with the drafts that grammars force."""
         failures, self._failures = self._failures, []
-        return failures
+        drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
+        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts)
 
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
@@ -98,7 +104,7 @@ class ModelRunner:
         logits, everywhere = result.logits, inputs.num_samples == len(inputs.rows)
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
-        reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        reported = logits[reporting] if len(reporting) else logits  # a copy: the sampler overwrites
         sampled = self.sample(rows, result)
         if len(reporting):
             if self._tells_processed:
@@ -136,7 +142,7 @@ class ModelRunner:
         """
         rows, table, logits = inputs.rows[in_plan], self.table, result.logits
         reporting = self.sampling.reporting(rows)
-        reported = logits[torch.from_numpy(reporting)] if len(reporting) else logits  # a copy: the sampler overwrites
+        reported = logits[reporting] if len(reporting) else logits  # a copy: the sampler overwrites
         sampled = self.sample(rows, result, offsets)
         if len(reporting):
             if self._tells_processed:
@@ -190,15 +196,15 @@ class ModelRunner:
         size, positions = self.block_size, np.arange(count)
         return StepInputs(
             rows=np.zeros(1, np.int64),
-            token_ids=torch.from_numpy(positions % self.model.vocab_size),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(positions + size),
+            token_ids=positions % self.model.vocab_size,
+            positions=positions,
+            slots=positions + size,
             num_tokens=np.array([count]),
             context_lens=np.array([count]),
             block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
             samples=np.zeros(1, np.bool_),
             num_samples=num_samples,
-            logits_rows=torch.arange(count - num_samples, count),
+            logits_rows=np.arange(count - num_samples, count),
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -246,14 +252,14 @@ class ModelRunner:
         columns = (tokens, np.repeat(wanted[group], counts), np.repeat(group, counts), positions)
         return [
             gather_logprobs(
-                result.logits_of(torch.from_numpy(index[piece : piece + _PIECE])),
+                result.logits_of(index[piece : piece + _PIECE]),
                 *(column[piece : piece + _PIECE] for column in columns),
             )
             for piece in range(0, len(index), _PIECE)
         ]
 
     def _sampled_logprobs(
-        self, inputs: StepInputs, rows: Rows, sampled: Int32s, reporting: Ints, reported: torch.Tensor
+        self, inputs: StepInputs, rows: Rows, sampled: Int32s, reporting: Ints, reported: Floats
     ) -> LogprobColumns:
         """Return the log probabilities of the sampled tokens.
 

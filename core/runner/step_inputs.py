@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import TOKENS_PER_PAGE, RunnerTable
@@ -34,17 +33,17 @@ class StepInputs(NamedTuple):
     """
 
     rows: Ints  # [R] the plan's rows, int64: NumPy's fastest type for an index
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64 block * block_size + offset
+    token_ids: Ints  # [T]
+    positions: Ints  # [T]
+    slots: Ints  # [T] block * block_size + offset
     num_tokens: Ints  # [R]
     context_lens: Ints  # [R] tokens in the cache after this step
     block_tables: Int32s  # [R, P], P at least the blocks of the longest row
     samples: Bools  # [R]
     num_samples: int  # S
-    #: [S] int64 index of the token whose logits each sample needs. This is the row's last token where a row has one
+    #: [S] index of the token whose logits each sample needs. This is the row's last token where a row has one
     #: sample. A row with drafts has several, together: after its known tokens and after each of its drafts.
-    logits_rows: torch.Tensor
+    logits_rows: Ints
     generation: int = ONCE  # see ModelInputs.generation
     sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one sample a row
     sample_offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None with sample_rows
@@ -128,15 +127,15 @@ class InputMaker:
         num_columns = (int(ends.max()) >> self._shift) // _TABLE_COLUMNS * _TABLE_COLUMNS + _TABLE_COLUMNS
         inputs = StepInputs(
             rows=rows,
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(places[0]),
-            slots=torch.from_numpy(places[1]),
+            token_ids=token_ids,
+            positions=places[0],
+            slots=places[1],
             num_tokens=counts,
             context_lens=ends,
             block_tables=table.block_tables(rows, num_columns),
             samples=samples,
             num_samples=num_samples,
-            logits_rows=torch.from_numpy(last[samples]),
+            logits_rows=last[samples],
             generation=next(_generations),
         )
         self._decoding = None
@@ -204,7 +203,7 @@ def _with_drafts(inputs: StepInputs, num_drafts: Int32s, last: Ints) -> StepInpu
     logits_rows = (last - num_drafts)[sample_rows] + offsets
     return inputs._replace(
         num_samples=len(sample_rows),
-        logits_rows=torch.from_numpy(logits_rows),
+        logits_rows=logits_rows,
         sample_rows=sample_rows,
         sample_offsets=offsets,
     )

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from core.execution.plan import NewRow
-from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
 from ipc.arrays import Ints
 
@@ -45,9 +44,8 @@ class OnlyThese(NamedTuple):
     row: Ints  # [n] index of the sample
     token: Ints  # [n]
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Logits) -> None:
         """Set the logits [S, V] of all other tokens of these rows to -inf, in place."""
-        rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
-        kept = logits[rows, tokens]
-        logits[torch.from_numpy(np.unique(self.row))] = -torch.inf
-        logits[rows, tokens] = kept
+        kept = logits[self.row, self.token]
+        logits[np.unique(self.row)] = -np.inf
+        logits[self.row, self.token] = kept

@@ -1,21 +1,38 @@
 """EditGroup: the interface of a sampling option that changes logits, for the rows that use it."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
-import torch
+import numpy as np
 
 from core.execution.plan import NewRow
 from core.execution.runner_table import RunnerTable
 from core.sampling.sample_index import SampleIndex
-from ipc.arrays import Ints, Positions, Rows, TokenIds
+from ipc.arrays import Floats, Ints, Positions, Rows, TokenIds
+
+#: Rows, or pairs of a row and a token, by their indices.
+Index: TypeAlias = Ints | tuple[Ints, Ints]
+
+
+class Logits(Protocol):
+    """Logits [S, V] float32 that edits read and write: an array, or an adapter for those on a device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The numbers of samples and of tokens."""
+
+    def __getitem__(self, index: Index) -> Floats:
+        """Return a copy of some logits."""
+
+    def __setitem__(self, index: Index, values: Floats | float) -> None:
+        """Set some logits."""
 
 
 class Edit(Protocol):
     """The change that one option makes to the logits of one batch."""
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Change logits [S, V] float32 in place.
+    def apply(self, logits: Logits) -> None:
+        """Change logits [S, V] in place.
 
         An edit reads and writes the logits of its own entries only, so the other rows keep their bits.
         """
@@ -68,7 +85,7 @@ class Forbidden(NamedTuple):
     row: Ints  # [n] index of the sample
     token: Ints  # [n]
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Logits) -> None:
         """Set the logits of these tokens to -inf, in place."""
         known = self.token < logits.shape[1]
-        logits[torch.from_numpy(self.row[known]), torch.from_numpy(self.token[known])] = -torch.inf
+        logits[self.row[known], self.token[known]] = -np.inf

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from core.execution.plan import NewRow
-from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
 from ipc.arrays import Floats, Ints
 
@@ -46,7 +45,6 @@ class Biased(NamedTuple):
     token: Ints  # [n]
     bias: Floats  # [n]
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Logits) -> None:
         """Add the biases to logits [S, V], in place."""
-        rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
-        logits[rows, tokens] += torch.from_numpy(self.bias).to(logits.device)
+        logits[self.row, self.token] += self.bias

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
 from core.grammars.matchers import RowMatchers
 from core.sampling.allowed_tokens import AllowedTokens
 from core.sampling.bad_words import BadWords
-from core.sampling.edit_group import Edit, EditGroup
+from core.sampling.edit_group import Edit, EditGroup, Logits
 from core.sampling.logit_bias import LogitBias
 from core.sampling.min_tokens import MinTokens
 from core.sampling.penalties import Penalties
@@ -24,14 +24,14 @@ def edit_groups(
     """Return one group for each option, in the order in which the edits are applied; the order is vLLM's.
 
     num_rows: rows of the runner's table. matchers: of structured_outputs; None = no request has them. masks: the C
-    kernel for them; None = torch's operations.
+    kernel for them; None = NumPy.
     """
     structured = () if matchers is None else (StructuredOutputs(matchers, masks),)
     return (*structured, AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties(num_rows))
 
 
-@torch.inference_mode()
-def apply_edits(logits: torch.Tensor, edits: Sequence[Edit]) -> None:
+@np.errstate(all="ignore")  # logits that are not finite are reported by the sampler
+def apply_edits(logits: Logits, edits: Sequence[Edit]) -> None:
     """Change logits [S, V] float32 in place, edit after edit."""
     for edit in edits:
         edit.apply(logits)

@@ -1,19 +1,17 @@
 """Log probabilities of a token and of the most likely tokens of its row; a row's bits do not depend on other rows."""
 
 import numpy as np
-import torch
 
 from core.execution.plan import LogprobColumns
-from ipc.arrays import AnyInts, Doubles, Ints, Positions, Rows
+from ipc.arrays import AnyInts, Doubles, Floats, Ints, Positions, Rows
 
-#: Block size of sums over the vocabulary. torch splits the sum of one long row between threads, but not of many rows,
-#: so a whole row's sum would depend on the number of rows.
-_SUM_BLOCK = 4096
+#: Logits of which only the largest is looked at first, in the search for a row's most likely tokens.
+_GROUP = 32
 
 
-@torch.inference_mode()
+@np.errstate(all="ignore")  # rows that are not finite give NaN, and the scheduler drops them
 def gather_logprobs(
-    logits: torch.Tensor,
+    logits: Floats,
     tokens: AnyInts,
     num_top: AnyInts,
     rows: Rows,
@@ -29,50 +27,59 @@ def gather_logprobs(
     A row's entries are its token first, then its most likely tokens in descending order, ties by lower id. The token's
     rank is the number of tokens at least as likely, as in vLLM.
     """
-    logits, vocab_size = logits.cpu(), logits.shape[1]
-    chosen = logits.gather(1, torch.from_numpy(tokens.astype(np.int64))[:, None])
-    ranks = (logits >= chosen).sum(-1)
+    each, vocab_size = np.arange(len(logits)), logits.shape[1]
+    ranks = (logits >= logits[each, tokens][:, None]).sum(-1)
     base = _log_totals(logits) if normalized else np.zeros(len(logits))
     width = np.minimum(num_top, vocab_size)
-    entry_row = [np.arange(len(tokens))]  # row of every entry; entry_token: its token
+    entry_row = [each]  # row of every entry; entry_token: its token
     entry_token = [tokens.astype(np.int64)]
     for count in np.unique(width[width > 0]).tolist():
         part = np.flatnonzero(width == count)
-        row, token = _most_likely(logits[torch.from_numpy(part)], count)
-        entry_row.append(part[row])
-        entry_token.append(token)
+        entry_row.append(part.repeat(count))
+        entry_token += [_most_likely(logits[row], count) for row in part]
     row, token = np.concatenate(entry_row), np.concatenate(entry_token)
     order = np.argsort(row, kind="stable")
     row, token = row[order], token[order]
-    values = logits[torch.from_numpy(row), torch.from_numpy(token)].double().numpy() - base[row]
+    values = logits[row, token].astype(np.float64) - base[row]
     return LogprobColumns(
         rows=rows.astype(np.int32),
         positions=positions.astype(np.int32),
         counts=np.bincount(row, minlength=len(tokens)).astype(np.int32),
-        ranks=ranks.numpy().astype(np.int32),
+        ranks=ranks.astype(np.int32),
         token_ids=token.astype(np.int32),
         values=values.astype(np.float32),
     )
 
 
-def _most_likely(logits: torch.Tensor, count: int) -> tuple[Ints, Ints]:
-    """Return (row, token) of the count largest logits of each row, in descending order, ties by lower id.
+def _most_likely(logits: Floats, count: int) -> Ints:
+    """Return the ids of the count largest of these logits [V] in descending order, ties by lower id.
 
-    torch's topk does not define which of several equal values it takes, and bfloat16 models have many.
+    NaN counts as the smallest.
     """
-    last = logits.topk(count, dim=-1).values[:, -1:]
-    row, token = (part.numpy() for part in torch.nonzero(logits >= last, as_tuple=True))
-    order = np.lexsort((token, -logits[torch.from_numpy(row), torch.from_numpy(token)].numpy(), row))
-    row, token = row[order], token[order]
-    first = np.searchsorted(row, np.arange(len(logits)))
-    kept = np.arange(len(row)) - first[row] < count
-    return row[kept], token[kept]
+    numbers = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+    candidates = np.flatnonzero(numbers >= _bound(numbers, count))
+    order = np.lexsort((candidates, -numbers[candidates]))
+    return candidates[order[:count]]
 
 
-def _log_totals(logits: torch.Tensor) -> Doubles:
-    """Return log(sum(exp(logits))) of each row [L], float64."""
-    maximum = logits.max(-1, keepdim=True).values
-    weights = (logits - maximum).exp_()
-    blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]
-    totals: Doubles = (torch.stack(blocks, -1).cumsum(-1)[:, -1].log() + maximum[:, 0]).numpy()
-    return totals
+def _bound(logits: Floats, count: int) -> np.float32:
+    """Return a number that at least count of these logits [V] reach, and few more.
+
+    At least so many reach the count-th largest of the maxima of groups, for each group has its own.
+    """
+    whole = len(logits) // _GROUP
+    if whole < count:
+        return np.float32(-np.inf)
+    maxima = logits[: whole * _GROUP].reshape(whole, _GROUP).max(-1)
+    bound: np.float32 = np.partition(maxima, whole - count)[whole - count]
+    return bound
+
+
+def _log_totals(logits: Floats) -> Doubles:
+    """Return log(sum(exp(logits))) of each row [L], float64; row by row, so that no row depends on another."""
+    return np.array([_log_total(row) for row in logits], np.float64)
+
+
+def _log_total(logits: Floats) -> float:
+    maximum = logits.max()
+    return float(np.log(np.exp(logits - maximum).sum(dtype=np.float64)) + maximum)

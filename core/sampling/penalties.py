@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from core.execution.plan import NewRow
-from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.token_counts import TokenCounts, add_drafts
 from ipc.arrays import Floats, Ints, Rows, TokenIds
 
@@ -89,15 +88,14 @@ class Penalized(NamedTuple):
     frequency: Floats
     presence: Floats
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Logits) -> None:
         """Apply the penalties to logits [S, V], in place.
 
         The repetition penalty divides positive logits and multiplies others (Keskar et al. 2019, arXiv 1909.05858).
         Frequency and presence penalties are subtracted, as in the OpenAI API.
         """
-        rows, tokens = torch.from_numpy(self.row), torch.from_numpy(self.token)
-        values = logits[rows, tokens].cpu().numpy()
+        values = logits[self.row, self.token]
         values = np.where(values > 0, values / self.repetition, values * self.repetition)
         values -= self.frequency * self.occurrences.astype(np.float32)
         values -= self.presence * (self.occurrences > 0)
-        logits[rows, tokens] = torch.from_numpy(values).to(logits.device)
+        logits[self.row, self.token] = values

@@ -10,7 +10,6 @@ that a bucket is large enough.
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from core.sampling.edit_group import Edit
 from core.sampling.logit_edits import apply_edits
@@ -30,10 +29,6 @@ BUCKETS = (64, 256, 1024, 4096)
 #: Logits processed at once, in whole rows. It bounds temporary memory: 13 bytes a logit.
 _MAX_LOGITS = 1 << 22
 
-#: Block size of sums over the vocabulary. torch splits the sum of one long row between threads, but not of many rows,
-#: so a whole row's sum would depend on the number of rows.
-_SUM_BLOCK = 4096
-
 
 class SamplingInputs(NamedTuple):
     """The sampling parameters of S rows, as columns [S], and the edits of their logits."""
@@ -49,12 +44,12 @@ class SamplingInputs(NamedTuple):
 
 
 def sample(
-    logits: torch.Tensor, inputs: SamplingInputs, kernel: CpuSampler | None = None, largest: Int32s | None = None
+    logits: Floats, inputs: SamplingInputs, kernel: CpuSampler | None = None, largest: Int32s | None = None
 ) -> Int32s:
     """Return the token ids [S] int32 sampled from logits [S, V] float32, which are overwritten.
 
     The result is NOT_A_TOKEN where the row's largest logit after the edits is NaN or infinite. kernel: the C sampler;
-    None: torch's operations. largest [S]: the result of sample_greedily() for the unedited logits, if it is known.
+    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if it is known.
     """
     if len(logits) == 0:
         return NO_INT32S
@@ -67,7 +62,7 @@ def sample(
     return kernel(logits, columns, None if inputs.edits else largest)
 
 
-def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> Int32s:
+def sample_greedily(logits: Floats, kernel: CpuSampler | None = None) -> Int32s:
     """Return the token ids [S] int32 of the largest logits, ties by lower id; NOT_A_TOKEN where not finite.
 
     This equals sample() where every temperature is 0 and there are no edits. The logits [S, V] are not changed.
@@ -77,22 +72,24 @@ def sample_greedily(logits: torch.Tensor, kernel: CpuSampler | None = None) -> I
     return _largest(logits) if len(logits) else NO_INT32S
 
 
-@torch.inference_mode()
-def _largest(logits: torch.Tensor) -> Int32s:
-    best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
-    finite = logits.gather(1, best[:, None])[:, 0].isfinite()
-    return torch.where(finite, best, NOT_A_TOKEN).int().numpy()
+def _largest(logits: Floats) -> Int32s:
+    best, maximum = _best(logits)
+    return np.where(np.isfinite(maximum), best, NOT_A_TOKEN).astype(np.int32)
 
 
-@torch.inference_mode()
-def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> Int32s:
+def _best(logits: Floats) -> tuple[Ints, Floats]:
+    """Return the index [S] of each row's largest logit, the first of equals, and that logit; NaN counts as largest."""
+    best = logits.argmax(-1)
+    return best, logits[np.arange(len(logits)), best]
+
+
+@np.errstate(all="ignore")  # rows that are not finite are left out
+def _draw_tokens(logits: Floats, inputs: SamplingInputs) -> Int32s:
     vocab_size = logits.shape[1]
-    best = logits.argmax(-1)  # the first of equals, and the first NaN before any number
-    maximum = logits.gather(1, best[:, None])[:, 0]
+    best, maximum = _best(logits)
     drawn = inputs.temperature > 0
-    divisor = torch.from_numpy(np.where(drawn, inputs.temperature, np.float32(1)))
-    finite = (maximum / divisor).isfinite().numpy()
-    tokens = np.where(finite, best.numpy(), NOT_A_TOKEN)
+    finite = np.isfinite(maximum / np.where(drawn, inputs.temperature, np.float32(1)))
+    tokens = np.where(finite, best, NOT_A_TOKEN)
     drawn &= finite
     has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
     sorts = has_top_k | (inputs.top_p < 1)
@@ -104,8 +101,8 @@ def _draw_tokens(logits: torch.Tensor, inputs: SamplingInputs) -> Int32s:
     return tokens.astype(np.int32)
 
 
-@torch.inference_mode()
-def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> torch.Tensor:
+@np.errstate(all="ignore")  # a row that is not finite is reported by sample()
+def processed_logits(logits: Floats, rows: Rows, inputs: SamplingInputs) -> Floats:
     """Return the logits [n, V] from which sample() drew the tokens of these rows [n].
 
     logits [S, V]: as sample() leaves them. They are divided by the temperature, and -inf for the tokens that min_p,
@@ -113,20 +110,19 @@ def processed_logits(logits: torch.Tensor, rows: Rows, inputs: SamplingInputs) -
     """
     vocab_size = logits.shape[1]
     drawn = inputs.temperature[rows] > 0
-    divisor = np.where(drawn, inputs.temperature[rows], np.float32(1))
-    scaled = logits[torch.from_numpy(rows)].div_(torch.from_numpy(divisor)[:, None])
+    divisor: Floats = np.where(drawn, inputs.temperature[rows], np.float32(1))
+    scaled = logits[rows] / divisor[:, None]
     top_k = np.where(inputs.top_k[rows] < vocab_size, inputs.top_k[rows], 0)
     filters = drawn & ((top_k > 0) | (inputs.top_p[rows] < 1) | (inputs.min_p[rows] > 0))
     for part in _parts(np.flatnonzero(filters), vocab_size):
-        index, top_p, min_p = torch.from_numpy(part), inputs.top_p[rows[part]], inputs.min_p[rows[part]]
-        chosen = scaled.index_select(0, index)
-        values, ids = chosen.sort(dim=-1, descending=True, stable=True)  # ties by lower id, as in a draw
-        maximum = values[:, :1]
-        candidates = _Candidates(values.numpy(), ids.numpy(), (values - maximum).exp_().double().numpy())
-        total = _sums(_weights_above_min_p(chosen.clone(), maximum, min_p))
+        chosen, top_p, min_p = scaled[part], inputs.top_p[rows[part]], inputs.min_p[rows[part]]
+        ids = np.argsort(-chosen, axis=-1, kind="stable")  # ties by lower id, as in a draw
+        candidates = _candidates(chosen, chosen.max(-1, keepdims=True), ids)
+        total = _weights_above_min_p(chosen, candidates.values[:, :1], min_p).sum(-1)
         kept, _ = _keep(candidates, top_k[part], total, top_p, min_p)
-        left_out = torch.arange(vocab_size) >= torch.from_numpy(kept)[:, None]
-        scaled[index] = chosen.scatter_(1, ids, values.masked_fill_(left_out, -torch.inf))
+        left_out = np.arange(vocab_size) >= kept[:, None]
+        np.put_along_axis(chosen, ids, np.where(left_out, np.float32(-np.inf), candidates.values), -1)
+        scaled[part] = chosen
     return scaled
 
 
@@ -135,35 +131,25 @@ def _parts(rows: Ints, vocab_size: int) -> list[Ints]:
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
-def _scaled(
-    logits: torch.Tensor, maximum: torch.Tensor, rows: Ints, inputs: SamplingInputs
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled(logits: Floats, maximum: Floats, rows: Ints, inputs: SamplingInputs) -> tuple[Floats, Floats]:
     """Return the logits divided by the temperature [n, V] and their maximum [n, 1] of these rows [n]."""
-    temperature = torch.from_numpy(inputs.temperature[rows])[:, None]
-    index = torch.from_numpy(rows)
-    return logits.index_select(0, index).div_(temperature), maximum[index, None].div_(temperature)
+    temperature = inputs.temperature[rows, None]
+    return logits[rows] / temperature, maximum[rows, None] / temperature
 
 
-def _draw_in_vocabulary_order(scaled: torch.Tensor, maximum: torch.Tensor, rows: Rows, inputs: SamplingInputs) -> Ints:
-    weights = _weights_above_min_p(scaled, maximum, inputs.min_p[rows])
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = _targets(cumulative[:, -1].numpy(), rows, inputs)
-    found: Ints = torch.searchsorted(cumulative, torch.from_numpy(target)[:, None], right=True)[:, 0].numpy()
-    return found
+def _draw_in_vocabulary_order(scaled: Floats, maximum: Floats, rows: Rows, inputs: SamplingInputs) -> Ints:
+    cumulative: Doubles = _weights_above_min_p(scaled, maximum, inputs.min_p[rows]).cumsum(-1)
+    target = _targets(cumulative[:, -1], rows, inputs)
+    found = [np.searchsorted(row, number, side="right") for row, number in zip(cumulative, target, strict=True)]
+    return np.array(found, np.int64)
 
 
-def _weights_above_min_p(scaled: torch.Tensor, maximum: torch.Tensor, min_p: Floats) -> torch.Tensor:
-    """Return exp(scaled - maximum) [n, V], with 0 below the row's min_p (the largest weight is 1).
-
-    It overwrites scaled.
-    """
-    weights = scaled.sub_(maximum).exp_()
-    users = np.flatnonzero(min_p > 0)
-    if len(users):
-        index = torch.from_numpy(users)
-        part = weights.index_select(0, index)
-        weights[index] = part.masked_fill_(part < torch.from_numpy(min_p[users])[:, None], 0.0)
-    return weights
+def _weights_above_min_p(scaled: Floats, maximum: Floats, min_p: Floats) -> Doubles:
+    """Return exp(scaled - maximum) [n, V], with 0 below the row's min_p (the largest weight is 1)."""
+    weights = np.exp(scaled - maximum)  # float32, as in the C kernel
+    weights[weights < min_p[:, None]] = 0
+    exact: Doubles = weights.astype(np.float64)
+    return exact
 
 
 def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
@@ -174,30 +160,23 @@ def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
     return drawn
 
 
-def _draw_in_descending_order(
-    scaled: torch.Tensor, maximum: torch.Tensor, rows: Ints, top_k: Ints, inputs: SamplingInputs
-) -> Ints:
+def _draw_in_descending_order(scaled: Floats, maximum: Floats, rows: Ints, top_k: Ints, inputs: SamplingInputs) -> Ints:
     """Return the tokens [n]. Each row tries the buckets, from the first that can hold its top_k, until one suffices."""
     num_rows, vocab_size = scaled.shape
     tokens = np.zeros(num_rows, np.int64)
     total = np.zeros(num_rows)
     need_total = np.flatnonzero(top_k == 0)
     if len(need_total):
-        index = torch.from_numpy(need_total)
-        chosen, chosen_maximum = scaled.index_select(0, index), maximum.index_select(0, index)
-        total[need_total] = _sums(_weights_above_min_p(chosen, chosen_maximum, inputs.min_p[rows[need_total]]))
+        weights = _weights_above_min_p(scaled[need_total], maximum[need_total], inputs.min_p[rows[need_total]])
+        total[need_total] = weights.sum(-1)
     left = np.arange(num_rows)
     for bucket in (*(size for size in BUCKETS if size < vocab_size), vocab_size):
         # The bucket is larger than top_k: the value after the last one shows whether ties with it were cut off.
         ready = left[(top_k[left] < bucket) | (bucket == vocab_size)]
         if len(ready) == 0:
             continue
-        index = torch.from_numpy(ready)
-        values, ids = scaled.index_select(0, index).topk(bucket, dim=-1)
-        candidates = _Candidates(
-            values.numpy(), ids.numpy(), (values - maximum.index_select(0, index)).exp_().double().numpy()
-        )
-        part = rows[ready]
+        chosen, part = scaled[ready], rows[ready]
+        candidates = _candidates(chosen, maximum[ready], _largest_ids(chosen, bucket))
         kept, enough = _keep(candidates, top_k[ready], total[ready], inputs.top_p[part], inputs.min_p[part])
         enough |= bucket == vocab_size
         tokens[ready[enough]] = _draw(candidates.select(enough), kept[enough], part[enough], inputs)
@@ -207,11 +186,11 @@ def _draw_in_descending_order(
     return tokens
 
 
-def _sums(weights: torch.Tensor) -> Doubles:
-    """Return the sum [n] float64 of each row of weights [n, V]."""
-    blocks = [block.sum(-1, dtype=torch.float64) for block in torch.split(weights, _SUM_BLOCK, dim=-1)]
-    sums: Doubles = torch.stack(blocks, -1).cumsum(-1)[:, -1].numpy()
-    return sums
+def _largest_ids(scaled: Floats, count: int) -> Ints:
+    """Return the ids [n, count] of each row's largest logits [n, V] in descending order; ties may be cut off."""
+    ids = np.argpartition(-scaled, count - 1, axis=-1)[:, :count]
+    order = np.argsort(-np.take_along_axis(scaled, ids, -1), axis=-1)
+    return np.take_along_axis(ids, order, -1)
 
 
 class _Candidates(NamedTuple):
@@ -223,6 +202,12 @@ class _Candidates(NamedTuple):
 
     def select(self, rows: Bools) -> "_Candidates":
         return _Candidates(self.values[rows], self.ids[rows], self.weights[rows])
+
+
+def _candidates(scaled: Floats, maximum: Floats, ids: Ints) -> _Candidates:
+    """Return the candidates with these ids [n, bucket] of logits [n, V] whose maximum is [n, 1]."""
+    values = np.take_along_axis(scaled, ids, -1)
+    return _Candidates(values, ids, np.exp(values - maximum).astype(np.float64))
 
 
 def _keep(
@@ -256,7 +241,7 @@ def _keep(
 
 def _draw(candidates: _Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
     """Draw a token [n] from the first kept[i] candidates of each row i."""
-    order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # topk leaves ties in any order
+    order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # _largest_ids() leaves ties in any order
     ids = np.take_along_axis(candidates.ids, order, -1)
     cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights, so their order does not matter
     each = np.arange(len(kept))

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from core.execution.plan import NewRow
 from core.grammars.matchers import RowMatchers
-from core.sampling.edit_group import EditGroup, SampledRows
+from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from ipc.arrays import Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
@@ -15,7 +14,7 @@ from kernels.cpu.token_masks import CpuTokenMasks
 class StructuredOutputs(EditGroup):
     """The rows with structured_outputs, each with the matcher of its grammar.
 
-    kernel: the C kernel that applies masks; None: torch's operations.
+    kernel: the C kernel that applies masks; None: NumPy.
     """
 
     options = ("structured_outputs",)
@@ -72,12 +71,12 @@ class Masked(NamedTuple):
     mask: UInt32s  # [n, words]: bit i of word w allows token 32 * w + i; tokens beyond the words are not allowed
     kernel: CpuTokenMasks | None = None
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Logits) -> None:
         """Set the logits [S, V] of all other tokens of these rows to -inf, in place."""
         if self.kernel is not None:
+            assert isinstance(logits, np.ndarray), type(logits)
             self.kernel(logits, self.row, self.mask)
             return
         size = logits.shape[1]
         bits = np.unpackbits(self.mask.view(np.uint8), axis=1, count=size, bitorder="little")
-        rows, forbidden = torch.from_numpy(self.row), torch.from_numpy(bits == 0)
-        logits[rows] = logits[rows].masked_fill_(forbidden.to(logits.device), -torch.inf)
+        logits[self.row] = np.where(bits == 0, np.float32(-np.inf), logits[self.row])

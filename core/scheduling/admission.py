@@ -81,9 +81,13 @@ class Admission:
             )
         return None
 
-    def appraise(self, request: Request) -> Appraisal:
+    def room(self) -> "_Room":
+        """Return what is left between two steps, for appraise()."""
+        return _Room(self._batch, 0)
+
+    def appraise(self, request: Request, room: "_Room") -> Appraisal:
         """Return what a waiting request would need. Valid between two steps."""
-        room, pool = _Room(self._batch, 0), self._batch.pool
+        pool = self._batch.pool
         start = self._start_of(request, room)
         left = self._blocks_left(start, room)
         reserve = pool.num_free - pool.num_revived(start.hits) - room.promised - left

@@ -33,6 +33,8 @@ class _Explainer:
         self._now_ns = now_ns
         self._rows = scheduler.policy.in_order(scheduler.running).tolist()
         self._places = {row: at for at, row in enumerate(self._rows)}
+        self._room = scheduler.admission.room()
+        self._pause = scheduler.pause_mode
         self._positions: dict[tuple[int, int, int], int] = {}  # of requests looked up so far
         decision = scheduler.decision
         self._examined: dict[tuple[int, int, int], Examined] = {}
@@ -53,7 +55,7 @@ class _Explainer:
                 text = f"no request {session}/{call.number} lives here: it has ended, or never came"
                 return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, text)
         scheduler, waiting, batch = self._scheduler, self._scheduler.waiting, self._scheduler.batch
-        decision, pause = scheduler.decision, scheduler.pause_mode
+        decision, pause = scheduler.decision, self._pause
         return Explanation(
             call=call.call,
             session=client,
@@ -118,7 +120,7 @@ class _Explainer:
 
     def _why_skipped(self, row: int) -> tuple[Reason, int, int]:
         table, decision = self._scheduler.table, self._scheduler.decision
-        if self._scheduler.pause_mode is PauseMode.ALL:
+        if self._pause is PauseMode.ALL:
             return Reason.PAUSED, 0, 0
         known = int(table.num_tokens[row] + table.num_placeholders[row])
         is_drafting = table.num_in_draft[row] > 0
@@ -136,7 +138,7 @@ class _Explainer:
     # --- waiting ---
 
     def _waiting(self, request: Request) -> RequestExplanation:
-        needs = self._scheduler.admission.appraise(request)
+        needs = self._scheduler.admission.appraise(request, self._room)
         state = SchedulingState.WAITING if request.swapped is None else SchedulingState.SWAPPED
         if self._scheduler.waiting.is_held(request.client):
             state = SchedulingState.ON_HOLD
@@ -159,7 +161,7 @@ class _Explainer:
         key = _key(request)
         if self._scheduler.waiting.is_held(request.client):
             return (Reason.ON_HOLD, 0, 0), None
-        if not request.ticket or self._scheduler.pause_mode is PauseMode.ALL:
+        if not request.ticket or self._pause is PauseMode.ALL:
             return (Reason.PAUSED, 0, 0), None
         if (own := self._examined.get(key)) is not None:
             return (Reason(own.verdict), own.needed, max(0, own.available)), None

@@ -9,7 +9,7 @@ from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.execution.plan import LogprobColumns
 from core.scheduling.request_events import RequestEventLog
-from ipc.arrays import NO_INT32S, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
+from ipc.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
 from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
 
 #: (client, message) in the order in which they are to be sent.
@@ -27,9 +27,13 @@ class _Rows(NamedTuple):
     finish: UInt8s
     stop_tokens: Bools  # the row's last token was one of its stop_token_ids
     counts: Ints | None = None  # > 0
+    last: Int32s | None = None  # of rows without tokens: the request's last one, or -1
 
     def take(self, rows: Rows) -> "_Rows":
-        tokens = rows if self.counts is None else self._places_of_tokens(rows, self.counts)
+        if not len(self.tokens):
+            tokens: Rows = NO_INTS
+        else:
+            tokens = rows if self.counts is None else self._places_of_tokens(rows, self.counts)
         return _Rows(
             self.clients[rows],
             self.numbers[rows],
@@ -39,6 +43,7 @@ class _Rows(NamedTuple):
             self.finish[rows],
             self.stop_tokens[rows],
             None if self.counts is None else self.counts[rows],
+            None if self.last is None else self.last[rows],
         )
 
     @staticmethod
@@ -69,7 +74,8 @@ class _Packed:
         self.finish = rows.finish.tobytes() if np.count_nonzero(rows.finish) else b""
         stopped = rows.stop_tokens.nonzero()[0].tolist()
         bounds = self.bounds  # a stop token is the row's last one
-        self.stopped = [(row, int(rows.tokens[row if bounds is None else bounds[row + 1] - 1])) for row in stopped]
+        ends = rows.tokens if rows.last is None else rows.last
+        self.stopped = [(row, int(ends[row if bounds is None else bounds[row + 1] - 1])) for row in stopped]
 
 
 class OutputCollector:
@@ -79,6 +85,7 @@ class OutputCollector:
         self.events = RequestEventLog()
         self._epoch = epoch
         self._rows: list[_Rows] = []
+        self._ends: list[tuple[int, ...]] = []  # without a token: the columns of _Rows, and the last token
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
         self._drafts: dict[int, list[int]] = {}  # number, choice, verified and accepted drafts; number, ...
         self._logprobs: dict[int, Logprobs] = {}
@@ -99,19 +106,12 @@ class OutputCollector:
         if len(clients):
             self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens, counts))
 
-    def add_finish(self, request: Request, num_output_tokens: int, reason: FinishReason) -> None:
-        """Add the end of a request that gets no token in this step."""
-        self._rows.append(
-            _Rows(
-                np.array([request.client]),
-                np.array([request.number], np.uint32),
-                np.array([request.choice], np.uint16),
-                np.array([num_output_tokens]),
-                NO_INT32S,
-                np.array([reason], np.uint8),
-                np.zeros(1, np.bool_),
-            )
-        )
+    def add_finish(
+        self, request: Request, num_output_tokens: int, reason: FinishReason, stop_token: int | None = None
+    ) -> None:
+        """Add the end of a request that gets no token in this step. stop_token: its last one, where that ended it."""
+        stop = -1 if stop_token is None else stop_token
+        self._ends.append((request.client, request.number, request.choice, num_output_tokens, reason, stop))
 
     def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
         """Add logprobs, once in a step. clients, numbers, choices [L]: those of each position."""
@@ -148,6 +148,9 @@ class OutputCollector:
     def drain(self, step: int) -> list[ClientOutput]:
         """Return everything added since the last drain."""
         messages: list[ClientOutput] = []
+        if self._ends:
+            self._rows.insert(0, _rows_of_ends(self._ends))
+            self._ends = []
         for rows in self._rows:
             messages.extend(self._split(step, rows))
         others = dict.fromkeys((*self._started, *self._logprobs, *self.events.clients))
@@ -193,6 +196,20 @@ class OutputCollector:
         started, logprobs = _packed(self._started.pop(client, [])), self._logprobs.pop(client, None)
         events = self.events.take(client)
         return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs, events=events)
+
+
+def _rows_of_ends(ends: list[tuple[int, ...]]) -> _Rows:
+    clients, numbers, choices, positions, finish, last = np.array(ends, np.int64).T
+    return _Rows(
+        clients,
+        numbers,
+        choices,
+        positions,
+        NO_INT32S,
+        finish.astype(np.uint8),
+        last >= 0,
+        last=last.astype(np.int32),
+    )
 
 
 def _choices(choices: Ints) -> bytes:

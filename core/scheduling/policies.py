@@ -33,11 +33,11 @@ class Policy(Protocol):
     def end(self, request: Request) -> None:
         """Note the end of a request, which is in no line and has no row."""
 
-    def forget(self, client: int) -> None:
-        """Forget a client that is gone."""
+    def forget(self, party: int) -> None:
+        """Forget a client, or a tenant, that is gone."""
 
-    def set_weight(self, client: int, weight: float) -> None:
-        """Set the client's weight, its share against clients of weight 1."""
+    def set_weight(self, party: int, weight: float) -> None:
+        """Set the weight of a client or a tenant, its share against others of weight 1."""
 
     def start(self, start: RequestStart) -> None:
         """Note that a request starts."""
@@ -72,10 +72,10 @@ class Fcfs:
     def end(self, request: Request) -> None:
         """Do nothing: this policy keeps no state of requests."""
 
-    def forget(self, client: int) -> None:
+    def forget(self, party: int) -> None:
         """Do nothing: this policy keeps no state of clients."""
 
-    def set_weight(self, client: int, weight: float) -> None:
+    def set_weight(self, party: int, weight: float) -> None:
         """Do nothing: clients do not matter."""
 
     def start(self, start: RequestStart) -> None:
@@ -128,7 +128,9 @@ class Priority(Fcfs):
 
 
 class Fair:
-    """A weighted share of tokens for every client, plus what others leave. Within a client: priority, then arrival.
+    """A weighted share of tokens for every party, plus what others leave. Within a party: priority, then arrival.
+
+    A party is a client, or a tenant whom clients name in their requests.
 
     A waiting request takes room from a client that is more than `quantum` tokens ahead of its own. Within its own
     client, it takes room from less urgent requests. Tokens computed again after a preemption are not counted. Else two
@@ -143,52 +145,52 @@ class Fair:
 
     def arrive(self, request: Request) -> None:
         """Count the request as its client's; set rank and level to the priority."""
-        self._times.enter(request.client)
+        self._times.enter(request.party)
         request.rank = request.level = request.priority
 
     def end(self, request: Request) -> None:
         """Count the request as ended."""
-        self._times.leave(request.client)
+        self._times.leave(request.party)
 
-    def forget(self, client: int) -> None:
+    def forget(self, party: int) -> None:
         """Remove the client's virtual time."""
-        self._times.forget(client)
+        self._times.forget(party)
 
-    def set_weight(self, client: int, weight: float) -> None:
+    def set_weight(self, party: int, weight: float) -> None:
         """Set the client's weight."""
-        self._times.set_weight(client, weight)
+        self._times.set_weight(party, weight)
 
     def start(self, start: RequestStart) -> None:
         """Charge the tokens of the starting request that were not computed before."""
         new = start.num_computed_tokens + start.num_tokens - start.request.num_computed_before
-        self._times.charge_one(start.request.client, max(0, min(new, start.num_tokens)))
+        self._times.charge_one(start.request.party, max(0, min(new, start.num_tokens)))
 
     def serve(self, rows: Rows, counts: Ints) -> None:
         """Charge the rows' tokens that were not computed before."""
         table = self._table
         new = table.num_computed_tokens[rows] + counts - table.num_computed_before[rows]
-        self._times.charge(table.client[rows], np.clip(new, 0, counts))
+        self._times.charge(table.party[rows], np.clip(new, 0, counts))
 
     def in_order(self, rows: Ints) -> Ints:
         """Return the rows by virtual time, then client, rank and serial."""
         table = self._table
-        order = np.lexsort((table.serial[rows], table.rank[rows], table.client[rows], self._at(rows)))
+        order = np.lexsort((table.serial[rows], table.rank[rows], table.party[rows], self._at(rows)))
         return rows[order]
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
         """Return which rows are less urgent ones of the same client, or of a client too far ahead."""
-        own = self._table.client[rows] == request.client
+        own = self._table.party[rows] == request.party
         less_urgent = self._table.level[rows] > request.level
-        ahead = self._at(rows) > self._times.of(request.client) + self._quantum
+        ahead = self._at(rows) > self._times.of(request.party) + self._quantum
         yields: Bools = np.where(own, less_urgent, ahead)
         return yields
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         """Return virtual time, client and level: the least urgent row of the client furthest ahead goes first."""
-        return self._at(rows), self._table.client[rows], self._table.level[rows]
+        return self._at(rows), self._table.party[rows], self._table.level[rows]
 
     def _at(self, rows: Rows) -> Ints:
-        return self._times.at(self._table.client[rows])
+        return self._times.at(self._table.party[rows])
 
 
 def build_policy(config: EngineConfig, table: BatchTable) -> Policy:

@@ -11,6 +11,8 @@ from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
 
+_NO_BUDGET = 2**62  # tokens: more than rows can want
+
 
 class RunningRows:
     """Service of running rows, in the policy's order.
@@ -54,6 +56,10 @@ class RunningRows:
             draft.block_rows = batch.table.append_blocks(rows[growing], needs[growing], draft.block_ids)
         draft.rows, draft.counts = rows, counts
         draft.budget -= num_tokens
+
+    def num_wanting(self) -> int:
+        """Return how many running rows could take tokens now."""
+        return int(np.count_nonzero(self._demand(self._batch.rows, _NO_BUDGET)[0]))
 
     def _demand(self, rows: Rows, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
         """Return the tokens of each row [n], cut at the budget, and their sum; the blocks it lacks [n], and their sum.

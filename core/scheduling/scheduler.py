@@ -20,6 +20,7 @@ from core.scheduling.admission import Admission
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.outputs import ClientOutput, OutputCollector
+from core.scheduling.parties import Parties
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
@@ -30,6 +31,8 @@ from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
 
+#: Most requests that one step fails because their deadlines have passed: it costs 10 microseconds each.
+MAX_OVERDUE = 512
 #: Error text for a failed row without a text of its own.
 _NOT_FINITE = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
 
@@ -61,6 +64,7 @@ class Scheduler:
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
+        self._parties = Parties(self.policy, config.client_weights)
         self._step = 0
         self.decision: Decision | None = None  # of the last step
 
@@ -81,11 +85,13 @@ class Scheduler:
             self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
             return
         for request in choices:
-            finish = self.batch.stop_check.finish_of_delivered(request)
+            finish, stop_token = self.batch.stop_check.finish_of_delivered(request)
             if finish:  # the message came with all of its tokens
-                self.outputs.add_finish(request, request.num_output_tokens, finish)
+                self.outputs.add_finish(request, request.num_output_tokens, finish, stop_token)
                 continue
             request.arrival_ns = now_ns
+            if request.tenant:
+                self._parties.enter(request)
             self._requests.add(request, deadline_ns)
             if not self.waiting.is_held(client):  # else it arrives with the client's others when the hold ends
                 self.policy.arrive(request)
@@ -211,7 +217,9 @@ class Scheduler:
     def _prompts_first(self, draft: Draft) -> None:
         """Fill a step without chunked prefill: either start requests, with whole prompts, or serve running rows."""
         self.admission.fill(draft, self.max_num_seqs)
-        if not draft.starts:
+        if draft.starts:
+            draft.num_skipped += self._running_rows.num_wanting()
+        else:
             self._running_rows.fill(draft)
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
@@ -342,7 +350,7 @@ class Scheduler:
                 self._fail(request, code, texts.get(index, _NOT_FINITE))
 
     def _fail_overdue(self, now_ns: int) -> None:
-        for request in self._requests.pop_overdue(now_ns):
+        for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
             if not request.is_finished:  # it may have failed with another choice
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
@@ -374,6 +382,8 @@ class Scheduler:
             request.is_finished = True
             if not is_held(request.client):
                 end(request)
+            if request.tenant:
+                self._parties.leave(request)
         self._requests.remove(requests)
 
     def _num_output_tokens(self, request: Request) -> int:

@@ -175,8 +175,8 @@ class Speculation(Columns):
     # --- what drafts are worth -----------------------------------------------------------------------------------
 
     def _kind_chances(self) -> Doubles:
-        """Return how often a draft of each kind is right, float64 [NUM_KINDS]; a new kind begins at one half."""
-        chances: Doubles = (self._kinds_right + 1) / (self._kinds_tried + 2)
+        """Return how often a draft of each kind is right, float64 [NUM_KINDS]; a new kind begins at a third."""
+        chances: Doubles = (self._kinds_right + 1) / (self._kinds_tried + 3)
         return chances
 
     def _chances(self, rows: Rows, kinds: Ints) -> Doubles:

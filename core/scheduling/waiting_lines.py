@@ -57,14 +57,25 @@ class Line:
         return None
 
     def first(self, count: int) -> list[Request]:
-        """Return the first `count` requests, in order; O(n log count)."""
-        live = (entry for entry in self._heap if entry[2] == entry[3].ticket)
-        return [entry[3] for entry in heapq.nsmallest(count, live)]
+        """Return the first `count` requests, in order; O(count log count), besides stale entries that are passed.
+
+        An entry of a heap is not before its parent, so the next one is a child of those that were taken.
+        """
+        heap, found = self._heap, list[Request]()
+        frontier = [(heap[0][:3], 0)] if heap else []
+        while frontier and len(found) < count:
+            _, at = heapq.heappop(frontier)
+            entry = heap[at]
+            if entry[2] == entry[3].ticket:
+                found.append(entry[3])
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(frontier, (heap[child][:3], child))
+        return found
 
     def position(self, request: Request) -> int:
         """Return how many requests are before this one, which waits here; O(n)."""
-        key = (request.rank, request.serial)
-        return sum(entry[:2] < key and entry[2] == entry[3].ticket for entry in self._heap)
+        key = (request.rank, request.serial, request.ticket)
+        return sum([1 for entry in self._heap if entry < key and entry[2] == entry[3].ticket])
 
     def in_order(self) -> list[Request]:
         """Return all requests in order; O(n log n)."""
@@ -72,7 +83,7 @@ class Line:
 
 
 class FairLine:
-    """A line per client. The client that has been served least, in virtual time, goes first; ties by client."""
+    """A line per client or tenant. The one that has been served least, in virtual time, goes first; ties by number."""
 
     def __init__(self, times: VirtualTime) -> None:
         self._times = times
@@ -86,16 +97,16 @@ class FairLine:
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        line = self._lines.get(request.client)
+        line = self._lines.get(request.party)
         if line is None:
-            line = self._lines[request.client] = Line()
-            heapq.heappush(self._heap, (self._times.of(request.client), request.client))
+            line = self._lines[request.party] = Line()
+            heapq.heappush(self._heap, (self._times.of(request.party), request.party))
         line.push(request)
         self._length += 1
 
     def discard(self, request: Request) -> None:
         """Remove a request that waits here."""
-        self._lines[request.client].discard(request)
+        self._lines[request.party].discard(request)
         self._length -= 1
 
     def peek(self) -> Request | None:
@@ -117,7 +128,7 @@ class FairLine:
         """Remove the first request and return it, None when nothing waits."""
         first = self.peek()
         if first is not None:
-            self._lines[first.client].pop()
+            self._lines[first.party].pop()
             self._length -= 1
         return first
 
@@ -139,9 +150,9 @@ class FairLine:
 
         The order is the one that holds while no client is served.
         """
-        before = self._lines[request.client].position(request)
+        before = self._lines[request.party].position(request)
         for client in self._clients():
-            if client == request.client:
+            if client == request.party:
                 break
             before += len(self._lines[client])
         return before

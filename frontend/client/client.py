@@ -17,12 +17,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import numpy as np
 
 from frontend.client.errors import fresh, refusal, request_error, why_not_again
-from frontend.client.journal import Journal, Progress
+from frontend.client.journal import Journal
+from frontend.client.journal_reader import JournalReader
 from frontend.client.kv_event_stream import KVEventStream
 from frontend.client.resumption import Resumption
 from frontend.client.transport import Transport
 from frontend.client.typed_calls import TypedCalls
-from ipc.arrays import Ints
 from ipc.call import Call
 from ipc.errors import (
     CallFailedError,
@@ -60,7 +60,7 @@ _MAX_NUMBER = 2**32 - 1
 _LOST = "the connection to the engine was lost and is being made again; try again"
 
 
-class EngineClient(TypedCalls):
+class EngineClient(JournalReader, TypedCalls):
     """A session over a transport, open when the constructor returns.
 
     hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: known to the
@@ -120,6 +120,7 @@ class EngineClient(TypedCalls):
         seed: int | Callable[[int], int],
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
         deadline_ms: int = 0,
         streaming: bool = False,
     ) -> int:
@@ -135,7 +136,7 @@ class EngineClient(TypedCalls):
             number = self._next_number
             assert number <= _MAX_NUMBER, number
             key = seed if isinstance(seed, int) else seed(number)
-            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt)
+            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant)
             frame = encode(request)
             if len(frame) > self.welcome.limits.max_message_bytes:
                 raise InvalidRequestError(
@@ -154,32 +155,6 @@ class EngineClient(TypedCalls):
                     self._journal.remove(number)
                     raise
         return number
-
-    def wait(self, numbers: Ints, timeout: float | None = None) -> Ints:
-        """Return those of `numbers` (int64) with news, and wait until there is one; empty after `timeout` seconds.
-
-        Errors: EngineDeadError when the session has ended and none of them has news left.
-        """
-        self._check_process()
-        end = None if timeout is None else self._clock() + timeout
-        with self._changed:
-            while not len(ready := self._journal.take_ready(numbers)):
-                self.raise_if_ended()
-                left = None if end is None else end - self._clock()
-                if left is not None and left <= 0:
-                    break
-                self._changed.wait(left)
-            return ready
-
-    def take_ready(self) -> Ints:
-        """Return the numbers of all requests with news that was not taken yet, for listeners."""
-        with self._changed:
-            return self._journal.take_ready()
-
-    def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
-        """Return the progress of a choice of a request, with its tokens from output position `start` on."""
-        with self._changed:
-            return self._journal.read(number, start, choice)
 
     def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
         """Abort requests, or of each only the choice beside it; what still runs finishes with ABORT."""

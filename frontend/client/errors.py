@@ -19,7 +19,9 @@ def request_error(failed: RequestFailed) -> EngineCoreError:
     if failed.code == ErrorCode.INVALID_ARGUMENT:
         return InvalidRequestError(failed.message)
     kind = DeadlineExceededError if failed.code == ErrorCode.DEADLINE_EXCEEDED else RequestFailedError
-    return kind(f"{failed.message} ({ErrorCode(failed.code).name})")
+    error = kind(f"{failed.message} ({ErrorCode(failed.code).name})")
+    error.code, error.retry_after_ms = ErrorCode(failed.code).name, failed.retry_after_ms
+    return error
 
 
 def refusal(refused: Refused) -> HandshakeError:

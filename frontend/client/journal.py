@@ -6,15 +6,16 @@ is added, stopped by a token, failed or removed. Owner and lock: frontend/client
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from frontend.client.news import News
 from frontend.client.output_columns import OutputColumns, columns_of
+from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.client.request_events import RequestEvent, read_events
-from ipc.arrays import AnyInts, Bools, Doubles, Int32s, Ints, UInt8s
+from ipc.arrays import AnyInts, Bools, Doubles, Ints, UInt8s
 from ipc.columns import Columns, column
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.messages import Abort, AddRequest, FinishReason, Outputs
@@ -27,39 +28,25 @@ _NO_STOP_TOKEN = -1
 _MANY = 2**62  # tokens
 
 
-class Progress(NamedTuple):
-    """Snapshot of one choice, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
-
-    token_ids: Int32s
-    finish: FinishReason
-    stop_token: int | None
-    num_cached_tokens: int
-    arrival_time: float
-    first_token_time: float
-    last_token_time: float
-    finished_time: float
-    error: EngineCoreError | None  # the engine refused or failed the request with it
-    logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
-    events: tuple[RequestEvent, ...] = ()  # of all choices of the request
-    num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
-    num_accepted_tokens: int = 0  # of these: became tokens
-
-
 class Journal(Columns):
     """Table of one session's live requests; see the module's docstring. Times: monotonic seconds, 0 = none."""
 
     _num_choices: Ints = column()  # in rows of first choices only
     _first: Ints = column()  # row of the first choice of the row's request
     _number: Ints = column(-1)
+    _choice: Ints = column()
     _num_delivered: Ints = column()
+    _num_taken: Ints = column()  # tokens that take_news() has returned
     _num_cached_tokens: Ints = column()
     _num_draft_tokens: Ints = column()
     _num_accepted_tokens: Ints = column()
     _finish: UInt8s = column()  # FinishReason
+    _end_taken: Bools = column()  # take_news() has returned its finish
     _stop_token: Ints = column(_NO_STOP_TOKEN)
     _aborted: Bools = column()  # the engine was asked to abort it
     _streaming: Bools = column()
     _ready: Bools = column()  # has news that its consumer waits for and has not taken
+    _held: Bools = column()  # its consumer takes no news for now; in rows of first choices only
     _arrival_time: Doubles = column()
     _first_token_time: Doubles = column()
     _last_token_time: Doubles = column()
@@ -100,6 +87,7 @@ class Journal(Columns):
             self._siblings.extend(row, 0, np.array(rows))
         self._first[rows] = row
         self._number[rows] = request.number
+        self._choice[rows] = range(len(rows))
         self._streaming[rows] = streaming
         self._arrival_time[rows] = now
         if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
@@ -242,6 +230,29 @@ class Journal(Columns):
         rows = rows[(rows >= 0) & self._ready[rows]]
         self._ready[rows] = False
         return self._number[rows]
+
+    def take_news(self) -> News:
+        """Take and return all new tokens and ends of requests with news, except of those on hold."""
+        rows = np.flatnonzero(self._ready & ~self._held)
+        self._ready[rows] = False
+        if np.count_nonzero(self._num_choices[rows] > 1):
+            rows = np.array([each for row in rows.tolist() for each in self._rows_of_request(int(self._number[row]))])
+        has_ended = (self._finish[rows] > 0) & ~self._end_taken[rows]
+        rows = rows[(self._num_delivered[rows] > self._num_taken[rows]) | has_ended]
+        starts, ends = self._num_taken[rows], self._num_delivered[rows]
+        counts = ends - starts
+        firsts = counts.cumsum() - counts
+        positions = np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
+        self._num_taken[rows] = ends
+        self._end_taken[rows] = self._finish[rows] > 0
+        tokens = self._tokens.get(rows.repeat(counts), positions)
+        return News(self._number[rows], self._choice[rows], counts, tokens, self._finish[rows])
+
+    def hold(self, number: int, held: bool) -> int:
+        """Begin or end the hold of a live request; return how many of its first choice's tokens were not taken."""
+        row = self.row(number)
+        self._held[row] = held
+        return int(self._num_delivered[row] - self._num_taken[row])
 
     def mark_aborted(self, numbers: Sequence[int], choices: Sequence[int]) -> None:
         """Record that the engine was asked to abort these requests, so that they are not resubmitted.

@@ -19,6 +19,7 @@ import msgspec
 
 import ipc
 from ipc.config import EngineConfig
+from ipc.cpus import usable_cpus
 from ipc.errors import EngineStartError
 from ipc.pipes import write_frame
 from ipc.sockets import remove_private_address
@@ -141,7 +142,7 @@ def spawn(
 
 def engine_defaults(config: EngineConfig) -> dict[str, str]:
     """Return the environment variables of an engine, for spawn()."""
-    threads = str(config.threads or len(os.sched_getaffinity(0)))
+    threads = str(config.threads or usable_cpus())
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

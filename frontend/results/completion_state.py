@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.results.logprobs import logprob_dicts
 from frontend.results.outputs import CompletionOutput, TokenLogprobs
 from frontend.text.detokenizer import Detokenizer
@@ -52,17 +52,22 @@ class CompletionState:
 
     def update(self, progress: Progress) -> bool:
         """Take new tokens and log probabilities; return whether there is anything new."""
-        assert not self.finished, self.index
         new = progress.token_ids.tolist()
         if self._params.logprobs is not None and progress.logprobs is not None:
             received = progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
             self._logprobs += logprob_dicts(received, self._token_texts)
+        self._stop_token = progress.stop_token
+        return self.take(new, progress.finish)
+
+    def take(self, new: list[int], finish: FinishReason) -> bool:
+        """Take new tokens of a choice without log probabilities; return whether there is anything new."""
+        assert not self.finished, self.index
         self.num_tokens += len(new)
         self.token_ids += new
-        self._finish, self._stop_token = progress.finish, progress.stop_token
+        self._finish = finish
         if self._detokenizer is not None:
             self._detokenize(self._detokenizer, new)
-        self.finished = progress.finish != FinishReason.NONE or self.stop_string is not None
+        self.finished = finish != FinishReason.NONE or self.stop_string is not None
         return self.finished or bool(new)
 
     def output(self) -> CompletionOutput:

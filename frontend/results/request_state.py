@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
+from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.client.request_events import time_in_queue
 from frontend.results.completion_state import CompletionState
 from frontend.results.logprobs import logprob_dicts
@@ -29,7 +30,7 @@ class RequestState:
         self.request_id = request_id
         self.number = number
         self.finished = False
-        self._prompt = prompt
+        self.prompt = prompt
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
         context = self._context_of(prompt.token_ids)
@@ -61,8 +62,8 @@ class RequestState:
         shown = changed if kind == RequestOutputKind.DELTA else self.completions
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt.text,
-            prompt_token_ids=self._prompt.token_ids,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
             outputs=[one.output() for one in shown],
             finished=self.finished,
             metrics=self._metrics(),
@@ -88,12 +89,16 @@ class RequestState:
         if self._prompt_logprobs is not None:
             return None if self._params.output_kind == RequestOutputKind.DELTA else self._prompt_logprobs
         if self.completions[0].token_ids:
-            texts = None
-            if self._tokenizer is not None:
-                context = self._context_of(self._prompt.token_ids[:1])
-                texts = TokenTexts(self._tokenizer, self._params.skip_special_tokens, context)
-            self._prompt_logprobs = [None, *logprob_dicts(first.logprobs.prompt, texts)]
+            self._prompt_logprobs = self.read_prompt_logprobs(first.logprobs)
         return self._prompt_logprobs
+
+    def read_prompt_logprobs(self, received: ReceivedLogprobs) -> list[TokenLogprobs | None]:
+        """Return the prompt's log probabilities, which are complete from the first token on."""
+        texts = None
+        if self._tokenizer is not None:
+            context = self._context_of(self.prompt.token_ids[:1])
+            texts = TokenTexts(self._tokenizer, self._params.skip_special_tokens, context)
+        return [None, *logprob_dicts(received.prompt, texts)]
 
     def _context_of(self, token_ids: Sequence[int]) -> list[int]:
         if self._tokenizer is None:

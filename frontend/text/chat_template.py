@@ -16,6 +16,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from frontend.text.chat_messages import plain_data, read_messages
+from frontend.text.final_message import cut_at_mark, mark_final_text
 from frontend.text.template_sandbox import MAX_PROMPT_CHARS, TemplateSandbox, check_size
 from ipc.errors import InvalidRequestError
 
@@ -39,6 +40,7 @@ def render_chat(
     messages: list[dict[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     bos_token: str | None = None,
     eos_token: str | None = None,
     tools: list[dict[str, Any]] | None = None,
@@ -50,11 +52,14 @@ def render_chat(
     Encode the prompt with add_special_tokens=False, because a template writes its special tokens itself.
     chat_messages.py states what messages may be. JSON text in the arguments of tool calls becomes mappings, which
     templates are written for. A template that fails with a mapping, because it puts the arguments into a text, gets the
-    text. Errors: InvalidRequestError for messages of another form, for a model without a template, and for what the
-    template refuses.
+    text. continue_final_message: end the prompt with the text of the last message, so that the output goes on with it;
+    not together with add_generation_prompt. Errors: InvalidRequestError for messages of another form, for a model
+    without a template, and for what the template refuses.
     """
     if template is None:
         raise InvalidRequestError("this model has no chat template; write the prompt yourself and call generate()")
+    if continue_final_message:
+        messages, final = mark_final_text(messages, add_generation_prompt=add_generation_prompt)
     compiled = _compile(template)
     variables = plain_data(kwargs | {"add_generation_prompt": add_generation_prompt}, "chat template arguments")
     variables.setdefault("documents", None)
@@ -74,14 +79,15 @@ def render_chat(
         return _render(compiled.template, variables | {"messages": read})
 
     try:
-        return render()
+        prompt = render()
     except InvalidRequestError as error:
         if not isinstance(error.__cause__, TypeError):
             raise
         try:
-            return render(arguments_as_text=True)
+            prompt = render(arguments_as_text=True)
         except InvalidRequestError:
             raise error from error.__cause__
+    return cut_at_mark(prompt, final) if continue_final_message else prompt
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.errors import InvalidRequestError, PromptTooLongError, UnsupportedParameterError
 
 
 class TextPrompt(TypedDict, total=False):
@@ -86,7 +86,7 @@ def read_prompts(
         if not ids:
             raise InvalidRequestError(f"{name} is empty; a prompt has at least one token")
         if len(ids) >= max_model_len:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"{name} has {len(ids)} tokens; at most {max_model_len - 1} fit, since prompt and output together are "
                 f"limited to max_model_len={max_model_len}"
             )

@@ -3,14 +3,15 @@
 import ctypes
 import math
 
-import torch
+import numpy as np
 
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.structs import AttentionArguments, CacheShape
+from kernels.elements import FLOAT32, Numbers
+from kernels.memory.aligned import ALIGNMENT, aligned_empty
 from kernels.memory.scratch import Scratch
-from kernels.rounding import round_up
 
 
 class CpuAttention:
@@ -29,21 +30,19 @@ class CpuAttention:
         self._max_partials = 0
         self._places = (0, 0)  # addresses of partials and scratch
 
-    def __call__(
-        self, q: torch.Tensor, cache: CpuKVCache, layer: int, plan: AttentionPlan, scale: float
-    ) -> torch.Tensor:
+    def __call__(self, q: Numbers, cache: CpuKVCache, layer: int, plan: AttentionPlan, scale: float) -> Numbers:
         """Return the causal attention of a mixed batch: [T, H * D] of q's dtype.
 
         q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores. This step's K and V
         must be in the cache already."""
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
-        assert q.is_contiguous(), q.stride()
+        assert q.flags.c_contiguous, q.strides
         num_heads = q.shape[1]
-        out = torch.empty((q.shape[0], num_heads * cache.head_dim), dtype=q.dtype)
+        out = aligned_empty((q.shape[0], num_heads * cache.head_dim), q.dtype)
         arguments = AttentionArguments(
-            q=q.data_ptr(),
-            layer=cache.layers[layer].data_ptr(),
-            out=out.data_ptr(),
+            q=q.ctypes.data,
+            layer=cache.layers[layer].ctypes.data,
+            out=out.ctypes.data,
             scale=scale * math.log2(math.e),
         )
         work = plan.arguments
@@ -64,9 +63,9 @@ class CpuAttention:
         wanted = (num_threads, num_heads, cache.num_kv_heads, cache.head_dim, cache.dtype, most)
         if wanted != self._reserved or plan.arguments.num_partials > self._max_partials:
             self._reserved, self._max_partials = wanted, plan.num_partials
-            scratch_bytes = self._scratch_bytes(cache.shape, num_heads, most) + 64
-            scratch = self._scratch.get("scratch", (scratch_bytes * num_threads + 64,), torch.uint8)
+            scratch_bytes = self._scratch_bytes(cache.shape, num_heads, most) + ALIGNMENT
+            scratch = self._scratch.get("scratch", (scratch_bytes * num_threads,), np.dtype(np.uint8))
             num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
-            partials = self._scratch.get("partials", (num_floats,), torch.float32)
-            self._places = partials.data_ptr(), round_up(scratch.data_ptr(), 64)
+            partials = self._scratch.get("partials", (num_floats,), FLOAT32)
+            self._places = partials.ctypes.data, scratch.ctypes.data
         arguments.partials, arguments.scratch = self._places

@@ -2,25 +2,30 @@
 
 import ctypes
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from kernels.arrays import Int32s
+from kernels.arrays import Floats, Int32s, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
-from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import RotaryTable
 from kernels.cpu.structs import DecoderArguments, KindArguments, LayerArguments, StepArguments
+from kernels.elements import FLOAT32, Dtype, Numbers
+from kernels.memory.aligned import aligned_empty
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_USUAL_CACHE_BYTES = 64 << 20  # of the last level, if the system does not report its size
+#: Of the last level, for each CPU that this process may use. A virtual machine reports the cache of a whole socket, up
+#: to 480 MiB, which it shares with others.
+_CACHE_BYTES_PER_CPU = 4 << 20
 
 
 class LayerParts(NamedTuple):
@@ -28,7 +33,7 @@ class LayerParts(NamedTuple):
 
     input_norm: CpuNorm
     qkv: PackedMatrix
-    head_norms: torch.Tensor | None  # float32, contiguous
+    head_norms: Floats | None  # float32, contiguous
     scale: float  # factor of the scores
     o: PackedMatrix
     attention_out_norm: CpuNorm | None
@@ -44,15 +49,15 @@ class DecoderResult:
 
     __slots__ = ("_decoder", "_number", "largest", "logits")
 
-    def __init__(self, decoder: "CpuDecoder", number: int, logits: torch.Tensor, largest: Int32s) -> None:
+    def __init__(self, decoder: "CpuDecoder", number: int, logits: Floats, largest: Int32s) -> None:
         """Keep logits [S, vocab] float32, and largest [S]: CpuSampler.largest() of them, as the step wrote them."""
         self._decoder, self._number, self.logits, self.largest = decoder, number, logits, largest
 
-    def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, rows: Ints) -> Floats:
         """Return the logits [n, vocab] float32 of rows [n] int64; n is at most the step's number of tokens."""
         return self._decoder.logits(self._number, rows)
 
-    def hidden_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def hidden_of(self, rows: Ints) -> Floats:
         """Return the hidden states after the final norm [n, hidden] float32 of rows [n], as in logits_of()."""
         return self._decoder.normalised(self._number, rows)
 
@@ -76,8 +81,8 @@ class CpuDecoder:
     ) -> None:
         """Prepare the C structs of a model. `head` must return float32; `float_norm` is `norm` with float32 results.
         `tables` has one rotary table for each kind of layer; kinds may share a table."""
-        assert float_norm.dtype == torch.float32, float_norm.dtype
-        assert head.out_dtype == torch.float32, head.out_dtype
+        assert float_norm.dtype == FLOAT32, float_norm.dtype
+        assert head.out_dtype == FLOAT32, head.out_dtype
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
         self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features, norm.dtype
@@ -103,11 +108,11 @@ class CpuDecoder:
         self._float_norm = float_norm
         self._tables, self._num_positions = tables, 0  # positions that the step's cos and sin cover
         self._cache: CpuKVCache | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._columns: tuple[torch.Tensor, ...] = ()  # the last step's, kept alive
+        self._buffers: dict[str, Numbers] = {}
+        self._columns: tuple[Ints, ...] = ()  # the last step's, kept alive
         self._generation = 0  # of these columns; 0 = none
         self._number = 0  # the last step's number
-        self._results: tuple[torch.Tensor, Int32s]  # logits, and the index of the largest one in each row
+        self._results: tuple[Floats, Int32s]  # logits, and the index of the largest one in each row
         self._reserve(1, 1)
         pointer = ctypes.POINTER(StepArguments)
         self._run = library.function("decoder_step", pointer)
@@ -115,12 +120,12 @@ class CpuDecoder:
 
     def __call__(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        token_ids: Ints,
+        positions: Ints,
+        slots: Ints,
         plans: Sequence[AttentionPlan],
         cache: CpuKVCache,
-        logits_rows: torch.Tensor,
+        logits_rows: Ints,
         generation: int,
     ) -> "DecoderResult":
         """Run one step.
@@ -130,7 +135,7 @@ class CpuDecoder:
         the objects of the step before, with other numbers. They are not read then: beside the weights, each object that
         is touched costs microseconds."""
         if not generation or generation != self._generation:
-            self._take(token_ids.contiguous(), positions.contiguous(), slots.contiguous(), logits_rows.contiguous())
+            self._take(*map(np.ascontiguousarray, (token_ids, positions, slots, logits_rows)))
             self._use(cache, plans)
             self._generation = generation
         if (longest := plans[0].arguments.longest) > self._num_positions:
@@ -141,21 +146,22 @@ class CpuDecoder:
         self._number += 1
         return DecoderResult(self, self._number, *self._results)
 
-    def logits(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, number: int, rows: Ints) -> Floats:
         """Compute the logits [n, vocab] float32 of rows [n] int64 of step `number`; n is at most its number of tokens.
 
         The last layer is finished for these rows now, by the step's plans. So no step may have been run, and no plan
         made, since."""
-        logits = torch.empty((len(rows), self._vocab_size))
-        self._finish(number, rows.contiguous(), logits)
+        logits = aligned_empty((len(rows), self._vocab_size), FLOAT32)
+        self._finish(number, np.ascontiguousarray(rows), logits)
         return logits
 
-    def normalised(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+    def normalised(self, number: int, rows: Ints) -> Floats:
         """Compute the hidden states after the final norm [n, hidden] float32 of rows [n], as in logits()."""
-        self._finish(number, rows.contiguous(), None)
-        return self._float_norm(self._buffers["last_hidden"][: len(rows)])
+        self._finish(number, np.ascontiguousarray(rows), None)
+        normalised: Floats = self._float_norm(self._buffers["last_hidden"][: len(rows)])
+        return normalised
 
-    def _finish(self, number: int, rows: torch.Tensor, logits: torch.Tensor | None) -> None:
+    def _finish(self, number: int, rows: Ints, logits: Floats | None) -> None:
         """Finish the last layer for these rows [n]; if `logits` [n, vocab] is given, fill it by the head."""
         step = self._step
         assert number == self._number, f"a result of step {number} is asked after step {self._number}"
@@ -163,20 +169,20 @@ class CpuDecoder:
         if not len(rows):
             return
         before = step.logits_rows, step.num_logits, step.logits, step.largest
-        step.logits_rows, step.num_logits = rows.data_ptr(), len(rows)
-        step.logits, step.largest = None if logits is None else logits.data_ptr(), None
+        step.logits_rows, step.num_logits = rows.ctypes.data, len(rows)
+        step.logits, step.largest = None if logits is None else logits.ctypes.data, None
         self._run_logits(step)
         step.logits_rows, step.num_logits, step.logits, step.largest = before
 
-    def _take(self, *columns: torch.Tensor) -> None:
+    def _take(self, *columns: Ints) -> None:
         """Point the step to its columns, and reserve memory for its result."""
         num_tokens, num_logits = len(columns[0]), len(columns[-1])
         self._reserve(num_tokens, num_logits)
         self._columns, step = columns, self._step
-        step.token_ids, step.positions, step.slots, step.logits_rows = (column.data_ptr() for column in columns)
+        step.token_ids, step.positions, step.slots, step.logits_rows = (column.ctypes.data for column in columns)
         step.num_tokens, step.num_logits = num_tokens, num_logits
         logits, largest = self._buffers["logits"][:num_logits], self._buffers["largest"][:num_logits]
-        self._results = logits, largest.numpy()
+        self._results = logits, largest
 
     def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
         """Point the step to this cache and these plans, which most steps share."""
@@ -186,7 +192,7 @@ class CpuDecoder:
         for plan, kind, (_, arguments) in zip(plans, self._kinds, self._attention, strict=True):
             kind.plan = ctypes.addressof(plan.arguments)
             arguments.shape, arguments.num_heads = cache.shape, self._num_heads
-        pointers = (tensor.data_ptr() for tensor in cache.layers)
+        pointers = (layer.ctypes.data for layer in cache.layers)
         self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
         self._step.cache = ctypes.addressof(self._cache_layers)
 
@@ -194,30 +200,30 @@ class CpuDecoder:
         """Make cos and sin for at least num_positions positions."""
         for table in self._tables:
             table.reach(num_positions)
-        # Kept alive: an extended table has new tensors.
+        # Kept alive: an extended table has new arrays.
         self._rotations = [(table.cos, table.sin) for table in self._tables]
         self._num_positions = min(len(cos) for cos, _ in self._rotations)
         for kind, (cos, sin) in zip(self._kinds, self._rotations, strict=True):
-            kind.cos, kind.sin = cos.data_ptr(), sin.data_ptr()
+            kind.cos, kind.sin = cos.ctypes.data, sin.ctypes.data
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
         """Allocate buffers for so many tokens and logits rows. Buffers only grow, by powers of two."""
         if not self._buffers or max(num_tokens, num_logits) > len(self._buffers["x"]):
             rows = 1 << (max(num_tokens, num_logits) - 1).bit_length()
             for name, width in self._widths.items():
-                self._keep(name, torch.empty((rows, width), dtype=self._dtype))
-            self._keep("hidden", torch.empty((rows, self._width)))
-            self._keep("last_hidden", torch.empty((rows, self._width)))
+                self._keep(name, (rows, width), self._dtype)
+            self._keep("hidden", (rows, self._width), FLOAT32)
+            self._keep("last_hidden", (rows, self._width), FLOAT32)
             if self._normalises_added:
-                self._keep("normed", torch.empty((rows, self._width)))
+                self._keep("normed", (rows, self._width), FLOAT32)
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
             rows = 1 << (num_logits - 1).bit_length()
-            self._keep("logits", torch.empty((rows, self._vocab_size)))
-            self._keep("largest", torch.empty(rows, dtype=torch.int32))
+            self._keep("logits", (rows, self._vocab_size), FLOAT32)
+            self._keep("largest", (rows,), np.dtype(np.int32))
 
-    def _keep(self, name: str, buffer: torch.Tensor) -> None:
-        self._buffers[name] = buffer
-        setattr(self._step, name, buffer.data_ptr())
+    def _keep(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> None:
+        self._buffers[name] = buffer = aligned_empty(shape, dtype)
+        setattr(self._step, name, buffer.ctypes.data)
 
 
 def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix) -> int:
@@ -227,22 +233,23 @@ def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix) -> int:
 
 
 def exceed_caches(num_bytes: int) -> bool:
-    """Whether num_bytes is more than the CPU's caches keep from one step to the next."""
+    """Whether num_bytes is more than the CPU's caches keep from one step to the next: a share of the last one."""
     try:
         sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
     except (OSError, ValueError):  # not Linux, or no such files
         sizes = []
-    return num_bytes > max(sizes, default=_USUAL_CACHE_BYTES)
+    share = len(os.sched_getaffinity(0)) * _CACHE_BYTES_PER_CPU
+    return num_bytes > min(share, max(sizes, default=share))
 
 
 def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> DecoderArguments:
     """Return the decoder's struct, with its layers and head counts still unset."""
     return DecoderArguments(
         head=head.arguments,
-        embeddings=embedding.table.data_ptr(),
-        norm=norm.weight.data_ptr(),
+        embeddings=embedding.table.ctypes.data,
+        norm=norm.weight.ctypes.data,
         hidden_size=embedding.width,
-        dtype=ELEMENT_TYPES[norm.dtype],
+        dtype=ELEMENT_NUMBERS[norm.dtype],
         eps=norm.eps,
         embedding_scale=embedding.scale,
         embeddings_packing=embedding.packing,
@@ -251,7 +258,7 @@ def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatri
 
 def _layer_arguments(parts: LayerParts) -> LayerArguments:
     def weight(norm: CpuNorm | None) -> int | None:
-        return None if norm is None else norm.weight.data_ptr()
+        return None if norm is None else norm.weight.ctypes.data
 
     return LayerArguments(
         qkv=parts.qkv.arguments,
@@ -262,7 +269,7 @@ def _layer_arguments(parts: LayerParts) -> LayerArguments:
         mlp_norm=weight(parts.mlp_norm),
         attention_out_norm=weight(parts.attention_out_norm),
         mlp_out_norm=weight(parts.mlp_out_norm),
-        head_norms=None if parts.head_norms is None else parts.head_norms.data_ptr(),
+        head_norms=None if parts.head_norms is None else parts.head_norms.ctypes.data,
         scale=parts.scale * math.log2(math.e),
         kind=parts.kind,
     )

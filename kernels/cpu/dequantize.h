@@ -1,7 +1,7 @@
-/* GGUF blocks to float32 or bfloat16. kernels/torch/dequantize.py documents their layouts.
+/* GGUF blocks to float32 or bfloat16. kernels/dequantize.py documents their layouts.
  *
  * Each product and sum is rounded to float32, and the result once to bfloat16. The bits are those of
- * kernels/torch/dequantize.py.
+ * kernels/dequantize.py.
  */
 #ifndef DEQUANTIZE_H
 #define DEQUANTIZE_H

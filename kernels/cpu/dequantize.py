@@ -2,35 +2,39 @@
 
 import ctypes
 
-import torch
+import numpy as np
 
-from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
+from kernels.arrays import UInt8s
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.structs import DequantizeArguments
-from kernels.torch.dequantize import BLOCK_SIZES
+from kernels.dequantize import BLOCK_SIZES
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers
 
 #: Type numbers; enum in dequantize.h.
 _TYPES = {name: index for index, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))}
 
 
-def has_cpu_kernel(type_name: str, dtype: torch.dtype) -> bool:
-    """Whether cpu_dequantize() converts this type to this dtype. Plain floats are converted by torch instead."""
-    return type_name in _TYPES and dtype in (torch.float32, torch.bfloat16)
+def has_cpu_kernel(type_name: str, dtype: Dtype) -> bool:
+    """Whether cpu_dequantize() converts this type to this dtype. Plain floats are converted by kernels/elements.py."""
+    return type_name in _TYPES and dtype in (FLOAT32, BFLOAT16)
 
 
 def cpu_dequantize(
-    library: CpuLibrary, data: torch.Tensor, type_name: str, dtype: torch.dtype, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the blocks' weights [n] of dtype: the bits of dequantize(data, type_name).to(dtype).
+    library: CpuLibrary, data: UInt8s, type_name: str, dtype: Dtype, out: Numbers | None = None
+) -> Numbers:
+    """Return the blocks' weights [n] of dtype: the bits of rounded(dequantize(data, type_name), dtype).
 
     `data` is contiguous uint8 [n / weights in a block * bytes of a block]. `out` is contiguous, has n numbers of dtype
-    and receives the result; None = new memory. Errors: KeyError for a type without a kernel; RuntimeError for a size
+    and receives the result; None = new memory. Errors: KeyError for a type without a kernel; ValueError for a size
     that is not a whole number of blocks.
     """
     weights, block_bytes = BLOCK_SIZES[type_name]
-    blocks = data.view(-1, block_bytes)
+    blocks = data.reshape(-1, block_bytes)
     if out is None:
-        out = torch.empty(len(blocks) * weights, dtype=dtype)
-    assert (out.numel(), out.dtype, out.is_contiguous()) == (len(blocks) * weights, dtype, True), out.shape
+        out = np.empty(len(blocks) * weights, dtype)
+    assert (out.size, out.dtype, out.flags.c_contiguous) == (len(blocks) * weights, dtype, True), out.shape
     run = library.function("dequantize", ctypes.POINTER(DequantizeArguments))
-    run(DequantizeArguments(blocks.data_ptr(), out.data_ptr(), len(blocks), _TYPES[type_name], ELEMENT_TYPES[dtype]))
+    run(
+        DequantizeArguments(blocks.ctypes.data, out.ctypes.data, len(blocks), _TYPES[type_name], ELEMENT_NUMBERS[dtype])
+    )
     return out

@@ -2,11 +2,12 @@
 
 import ctypes
 
-import torch
-
+from kernels.arrays import Floats, Ints
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.structs import EmbeddingArguments
+from kernels.elements import FLOAT32, Numbers
+from kernels.memory.aligned import aligned_empty
 
 NOT_PACKED, PACKED, COMPACT = range(3)  # enum in embedding.h
 
@@ -16,27 +17,27 @@ class CpuEmbedding:
 
     The table is [V, d] float32 or bfloat16, contiguous, or the packed weights of a product."""
 
-    def __init__(self, library: CpuLibrary, table: torch.Tensor | PackedMatrix, scale: float = 1.0) -> None:
+    def __init__(self, library: CpuLibrary, table: Numbers | PackedMatrix, scale: float = 1.0) -> None:
         if isinstance(table, PackedMatrix):
             self.width, self.dtype, self.table = table.in_features, table.dtype, table.packed
             self.packing = COMPACT if table.is_compact else PACKED
         else:
-            assert table.is_contiguous(), table.stride()
+            assert table.flags.c_contiguous, table.strides
             self.width, self.dtype, self.table = table.shape[1], table.dtype, table
             self.packing = NOT_PACKED
         self.scale = scale
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: Ints) -> Floats:
         """Return the scaled rows [T, d] float32 of these ids [T] int64."""
-        out = torch.empty((len(ids), self.width), dtype=torch.float32)
+        out = aligned_empty((len(ids), self.width), FLOAT32)
         self._run(
             EmbeddingArguments(
-                ids.data_ptr(),
-                self.table.data_ptr(),
-                out.data_ptr(),
+                ids.ctypes.data,
+                self.table.ctypes.data,
+                out.ctypes.data,
                 *out.shape,
-                ELEMENT_TYPES[self.dtype],
+                ELEMENT_NUMBERS[self.dtype],
                 self.scale,
                 self.packing,
             )

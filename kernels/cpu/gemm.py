@@ -2,10 +2,13 @@
 
 import ctypes
 
-import torch
+import numpy as np
 
-from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
+from kernels.arrays import Floats, UInt8s
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.structs import GemmArguments, PackArguments
+from kernels.elements import Dtype, Numbers
+from kernels.memory.aligned import aligned_empty
 
 #: Gated activations by their names in transformers; enum in gate.h.
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
@@ -30,11 +33,11 @@ class PackedMatrix:
     def __init__(
         self,
         library: CpuLibrary,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        weight: Numbers,
+        bias: Floats | None = None,
         *,
-        dtype: torch.dtype | None = None,  # float32 or bfloat16; None = the weight's dtype
-        out_dtype: torch.dtype | None = None,  # float32 or bfloat16; None = dtype
+        dtype: Dtype | None = None,  # float32 or bfloat16; None = the weight's dtype
+        out_dtype: Dtype | None = None,  # float32 or bfloat16; None = dtype
         gate: str | None = None,  # a name in GATES
         is_kept: bool = False,
     ) -> None:
@@ -44,60 +47,59 @@ class PackedMatrix:
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
         self.variant = f"c-{library.variant}"  # identifies the arithmetic: it determines the bits of a product
-        self.bias = None if bias is None else bias.float().contiguous()
+        self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
         self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: The C struct. Still unset: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
-            weights=self.packed.data_ptr(),
-            bias=None if self.bias is None else self.bias.data_ptr(),
+            weights=self.packed.ctypes.data,
+            bias=None if self.bias is None else self.bias.ctypes.data,
             num_columns=num_columns,
             depth=self.in_features,
-            dtype=ELEMENT_TYPES[self.dtype],
-            y_dtype=ELEMENT_TYPES[self.out_dtype],
+            dtype=ELEMENT_NUMBERS[self.dtype],
+            y_dtype=ELEMENT_NUMBERS[self.out_dtype],
             gate=0 if gate is None else GATES[gate],
             is_compact=self.is_compact,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Numbers) -> Numbers:
         """Return the product [T, out] of out_dtype. x is [T, in] of dtype, and each of its rows is contiguous."""
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
-        assert x.stride(1) == 1 or x.shape[1] == 1, x.stride()
-        y = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
+        assert x.strides[1] == x.itemsize or x.shape[1] == 1 or not len(x), x.strides
+        y = aligned_empty((x.shape[0], self.out_features), self.out_dtype)
         arguments = self.arguments
-        arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
-        arguments.num_rows, arguments.x_stride, arguments.y_stride = x.shape[0], x.stride(0), self.out_features
+        arguments.x, arguments.y = x.ctypes.data, y.ctypes.data
+        arguments.num_rows, arguments.y_stride = y.shape
+        arguments.x_stride = x.strides[0] // x.itemsize
         self._gemm(arguments)
         return y
 
 
-def _pack(
-    library: CpuLibrary, weight: torch.Tensor, dtype: torch.dtype, is_gated: bool, is_kept: bool
-) -> tuple[torch.Tensor, bool]:
+def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is_kept: bool) -> tuple[UInt8s, bool]:
     """Pack a weight [out, in] of any strides. Return its bytes, and whether they are compact."""
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
+    if weight.strides[1] != weight.itemsize:
+        weight = np.ascontiguousarray(weight)
     pointer = ctypes.POINTER(PackArguments)
     plan_bytes = library.function("compact_plan_bytes", ctypes.c_int64, result=ctypes.c_int64)
-    plan = torch.empty(plan_bytes(weight.shape[0]), dtype=torch.uint8)
+    plan = np.empty(plan_bytes(weight.shape[0]), np.uint8)
     arguments = PackArguments(
-        source=weight.data_ptr(),
+        source=weight.ctypes.data,
         num_columns=weight.shape[0],
         depth=weight.shape[1],
-        source_stride=weight.stride(0),
-        source_dtype=ELEMENT_TYPES[weight.dtype],
-        dtype=ELEMENT_TYPES[dtype],
+        source_stride=weight.strides[0] // weight.itemsize,
+        source_dtype=ELEMENT_NUMBERS[weight.dtype],
+        dtype=ELEMENT_NUMBERS[dtype],
         is_gated=is_gated,
-        plan=plan.data_ptr(),
+        plan=plan.ctypes.data,
     )
     num_bytes = 0 if is_kept else library.function("compact_bytes", pointer, result=ctypes.c_int64)(arguments)
     is_compact = num_bytes > 0
     if not is_compact:
         sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
         packed_bytes = library.function("packed_bytes", *sizes, result=ctypes.c_int64)
-        num_bytes = packed_bytes(*weight.shape, ELEMENT_TYPES[dtype])
+        num_bytes = packed_bytes(*weight.shape, ELEMENT_NUMBERS[dtype])
     packed = library.allocate(num_bytes)
-    arguments.packed = packed.data_ptr()
+    arguments.packed = packed.ctypes.data
     library.function("compact_pack" if is_compact else "gemm_pack", pointer)(arguments)
     return packed, is_compact

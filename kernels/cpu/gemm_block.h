@@ -46,14 +46,14 @@ typedef struct {
     const char *x, *w;
     const char *ahead;  /* weights that are read soon; the first step (or pair) prefetches these */
     int64_t ahead_step; /* bytes from there to what the next step (or pair) prefetches */
-    int streams;        /* whether the caches will not keep these weights */
+    int streams;        /* whether prefetches pass the caches by */
     int64_t x_bytes;    /* from row to row */
     int64_t depth;
     float *out; /* [rows][PANEL_COLUMNS]; `vectors` vectors of each row are written */
 } Work;
 
-/* Prefetch the cache lines of `bytes` bytes. Weights that are read once use a prefetch that does not replace other
- * cache content: memory delivers them sooner, and the rest of the program keeps its cache lines. */
+/* Prefetch the cache lines of `bytes` bytes. Weights that are read once may use a prefetch that does not replace other
+ * cache content (reads_past_caches() in gemm.c): the rest of the program keeps its cache lines. */
 INLINE void ask_for(const Work *work, const int bytes) {
 #pragma GCC unroll 4
     for (int line = 0; line < bytes; line += 64) {

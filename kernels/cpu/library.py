@@ -7,22 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
+from kernels.arrays import UInt8s
 from kernels.cpu.build import CpuLibraryError
 from kernels.cpu.library_file import find_library
 from kernels.cpu.structs import check_structs
+from kernels.elements import BFLOAT16, FLOAT16, FLOAT32
+from kernels.memory.aligned import ALIGNMENT
 from kernels.rounding import round_up
 
 #: Numbers of the element types; enum in elements.h.
-ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENT_NUMBERS = {FLOAT32: 0, BFLOAT16: 1, FLOAT16: 2}
 
 #: Version of the C kernels' arithmetic, a part of the model's fingerprint. Raise it with every change to a bit
 #: of any result. tests/core/runner/test_cpu_variants.py compares results with those recorded for this version.
 ARITHMETIC = 1
 
 _CHUNK_BYTES = 32 << 20
-_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
 class CpuLibrary:
@@ -38,7 +40,7 @@ class CpuLibrary:
         check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk: UInt8s = np.zeros(0, np.uint8)
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
         """Return the exported function of this name. Python's GIL is released while it runs."""
@@ -58,7 +60,7 @@ class CpuLibrary:
         """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long."""
         self._wake()
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int) -> UInt8s:
         """Return zeros [num_bytes] uint8, 64-byte aligned, for data that is read again and again.
 
         They are in huge pages if the system has them (33 GB/s from memory instead of 21). Small allocations share a
@@ -67,11 +69,11 @@ class CpuLibrary:
             mapping = mmap.mmap(-1, max(num_bytes, _CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # an operating system without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            chunk = torch.frombuffer(mapping, dtype=torch.uint8)
+            chunk = np.frombuffer(mapping, np.uint8)
             if num_bytes >= _CHUNK_BYTES:
                 return chunk
             self._chunk = chunk
-        taken, end = self._chunk[:num_bytes], round_up(num_bytes, _ALIGNMENT)
+        taken, end = self._chunk[:num_bytes], round_up(num_bytes, ALIGNMENT)
         self._chunk = self._chunk[end:]
         return taken
 

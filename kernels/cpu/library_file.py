@@ -1,8 +1,8 @@
 """The C kernels' shared library as a file: from the wheel, from the cache, or built.
 
-This module needs the standard library only, so the library can be built while torch is being imported. Built libraries
-are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...). Only its owner may enter this folder, because the
-engine runs its files. A file's name contains source_hash(); its last bytes are the digest of its content.
+This module needs the standard library only, so the library can be built while other modules are imported. Built
+libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...). Only its owner may enter this folder,
+because the engine runs its files. A file's name contains source_hash(); its last bytes are the digest of its content.
 """
 
 import contextlib

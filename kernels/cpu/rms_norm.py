@@ -2,43 +2,46 @@
 
 import ctypes
 
-import torch
+import numpy as np
 
-from kernels.cpu.library import ELEMENT_TYPES, CpuLibrary
+from kernels.arrays import Floats
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.structs import NormArguments
+from kernels.elements import Dtype, Numbers
+from kernels.memory.aligned import aligned_empty
 
 
 class CpuNorm:
     """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype."""
 
-    def __init__(self, library: CpuLibrary, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> None:
-        self.weight, self.eps, self.dtype = weight.contiguous(), eps, dtype
+    def __init__(self, library: CpuLibrary, weight: Floats, eps: float, dtype: Dtype) -> None:
+        self.weight, self.eps, self.dtype = np.ascontiguousarray(weight), eps, dtype
         self._run = library.function("norm", ctypes.POINTER(NormArguments))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Numbers) -> Numbers:
         """Return x normalised, [T, d] of dtype. x is [T, d], contiguous, float32 or bfloat16."""
-        assert x.is_contiguous(), x.stride()
-        out = torch.empty(x.shape, dtype=self.dtype)
+        assert x.flags.c_contiguous, x.strides
+        out = aligned_empty(x.shape, self.dtype)
         self._normalise(None, x, out)
         return out
 
-    def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def after(self, hidden: Floats, x: Numbers) -> Numbers:
         """Add x [T, d] float32 or bfloat16 to hidden [T, d] float32 in place; return hidden normalised, of dtype."""
-        assert x.is_contiguous(), x.stride()
-        out = torch.empty(hidden.shape, dtype=self.dtype)
-        self._normalise(hidden.data_ptr(), x, out)
+        assert x.flags.c_contiguous, x.strides
+        out = aligned_empty(hidden.shape, self.dtype)
+        self._normalise(hidden.ctypes.data, x, out)
         return out
 
-    def _normalise(self, hidden: int | None, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _normalise(self, hidden: int | None, x: Numbers, out: Numbers) -> None:
         self._run(
             NormArguments(
                 hidden,
-                x.data_ptr(),
-                self.weight.data_ptr(),
-                out.data_ptr(),
+                x.ctypes.data,
+                self.weight.ctypes.data,
+                out.ctypes.data,
                 *x.shape,
-                ELEMENT_TYPES[x.dtype],
-                ELEMENT_TYPES[self.dtype],
+                ELEMENT_NUMBERS[x.dtype],
+                ELEMENT_NUMBERS[self.dtype],
                 self.eps,
             )
         )

@@ -2,32 +2,35 @@
 
 import ctypes
 
-import torch
+import numpy as np
 
+from kernels.arrays import Floats, Ints
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.structs import RopeArguments
-from kernels.torch.rope import rotary_tables
+from kernels.elements import Numbers
+from kernels.memory.aligned import aligned_empty
+from kernels.rotary import rotary_tables
 
 MAX_HEAD_DIM = 4096  # enum in rope.c: a head is rotated in a stack buffer of this size
 _LEAST_POSITIONS = 1024  # of a table that is not empty
 
 
 class RotaryTable:
-    """cos and sin [positions, head_dim] float32 of kernels.torch.rope.rotary_tables, extended on demand."""
+    """cos and sin [positions, head_dim] float32 of kernels.rotary.rotary_tables, extended on demand."""
 
-    def __init__(self, frequencies: torch.Tensor, factor: float = 1.0) -> None:
+    def __init__(self, frequencies: Floats, factor: float = 1.0) -> None:
         self._frequencies, self._factor = frequencies, factor
-        self.cos = self.sin = torch.empty(0, 2 * len(frequencies))
+        self.cos = self.sin = np.empty((0, 2 * len(frequencies)), np.float32)
 
     def reach(self, num_positions: int) -> None:
         """Extend the table to at least num_positions positions. Existing positions keep their bits."""
         have = len(self.cos)
         if num_positions <= have:
             return
-        positions = torch.arange(have, max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length()))
+        positions = np.arange(have, max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length()))
         cos, sin = rotary_tables(positions, self._frequencies, self._factor)
-        self.cos, self.sin = torch.cat((self.cos, cos[:, 0])), torch.cat((self.sin, sin[:, 0]))
+        self.cos, self.sin = np.concatenate((self.cos, cos)), np.concatenate((self.sin, sin))
 
 
 class CpuRope:
@@ -35,41 +38,39 @@ class CpuRope:
 
     head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation; None = no norms."""
 
-    def __init__(
-        self, library: CpuLibrary, num_heads: int, head_norms: torch.Tensor | None = None, eps: float = 0.0
-    ) -> None:
+    def __init__(self, library: CpuLibrary, num_heads: int, head_norms: Floats | None = None, eps: float = 0.0) -> None:
         self.num_heads, self.eps = num_heads, eps
-        self.head_norms = None if head_norms is None else head_norms.contiguous()
+        self.head_norms = None if head_norms is None else np.ascontiguousarray(head_norms)
         self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
 
     def __call__(
         self,
-        qkv: torch.Tensor,
+        qkv: Numbers,
         table: "RotaryTable",
-        positions: torch.Tensor,
+        positions: Ints,
         cache: CpuKVCache,
         layer: int,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
+        slots: Ints,
+    ) -> Numbers:
         """Write K and V to the cache, and return the rotated Q [T, H, D] of the cache's dtype.
 
         qkv is [T, (H + 2 * Hkv) * D] of the cache's dtype, positions [T] int64 within the table, slots [T] int64
         (-1 = do not store)."""
-        assert qkv.is_contiguous(), qkv.stride()
+        assert qkv.flags.c_contiguous, qkv.strides
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim
         assert cache.head_dim % 2 == 0, cache.head_dim
-        q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=cache.dtype)
+        q = aligned_empty((len(qkv), self.num_heads, cache.head_dim), cache.dtype)
         self._run(
             RopeArguments(
-                qkv.data_ptr(),
-                table.cos.data_ptr(),
-                table.sin.data_ptr(),
-                positions.data_ptr(),
-                None if self.head_norms is None else self.head_norms.data_ptr(),
-                slots.data_ptr(),
-                q.data_ptr(),
-                cache.layers[layer].data_ptr(),
+                qkv.ctypes.data,
+                table.cos.ctypes.data,
+                table.sin.ctypes.data,
+                positions.ctypes.data,
+                None if self.head_norms is None else self.head_norms.ctypes.data,
+                slots.ctypes.data,
+                q.ctypes.data,
+                cache.layers[layer].ctypes.data,
                 cache.shape,
                 self.num_heads,
                 len(qkv),

@@ -4,21 +4,20 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from kernels.arrays import Int32s
+from kernels.arrays import Floats, Int32s
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.structs import SamplingArguments
 from kernels.cpu.token_masks import CpuTokenMasks
-from kernels.rounding import round_up
+from kernels.memory.aligned import ALIGNMENT, aligned_empty
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
 
 
 class CpuSampler:
-    """Draws tokens as core/sampling/sampler.py does with torch's operations.
+    """Draws tokens as core/sampling/sampler.py does with NumPy.
 
     The weights of the two differ in their last bits. So a token may differ if a draw falls within about 1e-7 of the
     border between two tokens. Each is deterministic by itself."""
@@ -32,19 +31,18 @@ class CpuSampler:
         self._columns: list[NDArray[Any]] = []  # of _COLUMNS, each as long as _tokens
         self._tokens = np.zeros(0, np.int32)
         self._room: tuple[int, ...] = ()  # vocabulary size and threads that the scratch was made for
-        self._logits: torch.Tensor | None = None  # the arguments point to these
+        self._logits: Floats | None = None  # the arguments point to these
 
-    def __call__(
-        self, logits: torch.Tensor, columns: tuple[NDArray[Any], ...], largest: Int32s | None = None
-    ) -> Int32s:
+    def __call__(self, logits: Floats, columns: tuple[NDArray[Any], ...], largest: Int32s | None = None) -> Int32s:
         """Return a sampled token id [S] of each row; -1 if a row's largest logit / temperature is not finite.
 
         logits are [S, V] float32, contiguous. The columns [S] are temperature, top_k, top_p, min_p, seed, position and
         choice. `largest` [S] is largest() of these logits, if it is known."""
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
-            self._scratch = torch.empty(self._scratch_bytes(room[0]) * room[1] + 64, dtype=torch.uint8)
-            self._arguments.scratch = round_up(self._scratch.data_ptr(), 64)
+            num_bytes = self._scratch_bytes(room[0]) * room[1] + ALIGNMENT
+            self._scratch = aligned_empty((num_bytes,), np.dtype(np.uint8))
+            self._arguments.scratch = self._scratch.ctypes.data
             self._room = room
         for buffer, column in zip(self._columns, columns, strict=True):
             buffer[:num_rows] = column
@@ -53,20 +51,20 @@ class CpuSampler:
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
-    def largest(self, logits: torch.Tensor) -> Int32s:
+    def largest(self, logits: Floats) -> Int32s:
         """Return the index [S] of each row's largest logit, the first of equals; -1 if that logit is not finite."""
         num_rows = self._point_to(logits)
         self._arguments.temperature = self._arguments.largest = None
         self._run(self._arguments)
         return self._tokens[:num_rows].copy()
 
-    def _point_to(self, logits: torch.Tensor) -> int:
-        """Point the arguments to these logits, and return the number of rows. A repeated tensor is not read again."""
+    def _point_to(self, logits: Floats) -> int:
+        """Point the arguments to these logits, and return the number of rows. A repeated array is not read again."""
         arguments = self._arguments
         if logits is not self._logits:
-            assert logits.is_contiguous(), logits.stride()
+            assert logits.flags.c_contiguous, logits.strides
             arguments.num_rows, arguments.vocab_size = logits.shape
-            arguments.logits, self._logits = logits.data_ptr(), logits
+            arguments.logits, self._logits = logits.ctypes.data, logits
         num_rows: int = arguments.num_rows
         if num_rows > len(self._tokens):
             self._grow(1 << (num_rows - 1).bit_length())

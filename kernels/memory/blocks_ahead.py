@@ -18,7 +18,7 @@ class BlocksAhead:
     """The pages taken ahead for a cache in the machine's memory."""
 
     def __init__(self, cache: KVCache) -> None:
-        self._layers = cache.layers
+        self._layers = cache.memory
         self._num_blocks = cache.num_blocks
         self._block_bytes = self._layers[0].nbytes // cache.num_blocks  # in a layer
         all_layers = self._block_bytes * len(self._layers)

@@ -1,33 +1,32 @@
-"""Requests to the system for a large tensor's memory: huge pages, and pages before they are written."""
+"""Requests to the system for a large array's memory: huge pages, and pages before they are written."""
 
 import ctypes
 import mmap
 
-import torch
-
+from kernels.elements import Numbers
 from kernels.rounding import round_up
 
 _HUGE = 2 << 20  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 
-def want_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system for pages of 2 MiB where the tensor has not been touched yet.
+def want_huge_pages(array: Numbers) -> None:
+    """Ask the system for pages of 2 MiB where the array has not been touched yet.
 
     With pages of 4 KiB, a read or write at a random place waits for an address translation first. A system without huge
     pages ignores this.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None and tensor.nbytes >= _HUGE:  # a smaller tensor holds no whole huge page
-        _advise(tensor.data_ptr(), tensor.nbytes, advice)
+    if advice is not None and array.nbytes >= _HUGE:  # a smaller array holds no whole huge page
+        _advise(array.ctypes.data, array.nbytes, advice)
 
 
-def take_pages(tensor: torch.Tensor, begin: int, end: int) -> bool:
-    """Let the system assign memory to these bytes of the tensor now; return False where it cannot.
+def take_pages(array: Numbers, begin: int, end: int) -> bool:
+    """Let the system assign memory to these bytes of the array now; return False where it cannot.
 
     Their content stays.
     """
-    return _advise(tensor.data_ptr() + begin, end - begin, _POPULATE_WRITE)
+    return _advise(array.ctypes.data + begin, end - begin, _POPULATE_WRITE)
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> bool:

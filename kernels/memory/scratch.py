@@ -2,7 +2,8 @@
 
 import math
 
-import torch
+from kernels.elements import Dtype, Numbers
+from kernels.memory.aligned import aligned_empty
 
 
 class Scratch:
@@ -12,12 +13,12 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, Dtype], Numbers] = {}
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous, uninitialised tensor of this shape."""
+    def get(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
+        """Return a contiguous, uninitialised array of this shape."""
         size = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or len(buffer) < size:
-            self._buffers[name, dtype] = buffer = torch.empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
+            self._buffers[name, dtype] = buffer = aligned_empty((size,), dtype)
+        return buffer[:size].reshape(shape)

@@ -13,6 +13,7 @@ import torch
 from kernels.arrays import AnyInts, Ints
 from kernels.memory.kv_cache import KVCache
 from kernels.rounding import ceil_div
+from kernels.torch.kv_cache import TorchKVCache
 
 #: Most scores (4 bytes each) that one product makes for each head. It bounds memory, and fits a CPU's cache.
 _MAX_SCORES = 1 << 18
@@ -92,19 +93,19 @@ def _cuts(counts: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def paged_attention(
-    q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetadata, scale: float
+    q: torch.Tensor, cache: TorchKVCache, layer: int, metadata: AttentionMetadata, scale: float
 ) -> torch.Tensor:
     """Compute the causal attention of a mixed batch: q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype.
 
     The step's own K and V are in the cache already.
     """
-    out = torch.empty(q.shape, dtype=cache.dtype)
+    out = torch.empty(q.shape, dtype=cache.layers[layer].dtype)
     for group in metadata.groups:
-        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale).to(cache.dtype))
+        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale).to(out.dtype))
     return out.flatten(1)
 
 
-def _attend(q: torch.Tensor, cache: KVCache, layer: int, group: WorkGroup, scale: float) -> torch.Tensor:
+def _attend(q: torch.Tensor, cache: TorchKVCache, layer: int, group: WorkGroup, scale: float) -> torch.Tensor:
     """Return the outputs of a group's tokens [n * T, H, D] float32."""
     n, num_heads, num_kv_heads, head_dim = group.num_requests, q.shape[1], cache.num_kv_heads, cache.head_dim
     runs = cache.layers[layer].view(-1, cache.block_size * head_dim).index_select(0, group.kv_runs).float()

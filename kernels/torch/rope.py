@@ -4,12 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.memory.kv_cache import KVCache
-
-
-def rotary_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Return the frequencies [head_dim / 2] float32, in radians per token."""
-    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+from kernels.torch.kv_cache import TorchKVCache
 
 
 def rotary_tables(
@@ -37,7 +32,7 @@ def rope_kv_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    cache: KVCache,
+    cache: TorchKVCache,
     layer: int,
     write_rows: torch.Tensor,
     write_tokens: torch.Tensor | slice,

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.memory.kv_cache import KVCache
 from kernels.triton.attention_tile import fold_tile, load_queries
 from kernels.triton.attention_work import SPLIT, TritonWork, kv_tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
+from kernels.triton.kv_cache import TritonKVCache
 
 
 # fmt: off
@@ -107,7 +107,7 @@ def _merge(
 
 def decode_attention(
     q: torch.Tensor,
-    cache: KVCache,
+    cache: TritonKVCache,
     layer: int,
     work: TritonWork,
     scale: float,
@@ -141,7 +141,7 @@ def decode_attention(
         KV_HEADS=kv_heads,
         BLOCK_SIZE=cache.block_size,
         BLOCK_M=max(16, power_of_2(num_heads // kv_heads)),
-        BLOCK_N=kv_tile_tokens(cache.head_dim, cache.dtype),
+        BLOCK_N=kv_tile_tokens(cache.head_dim, q.dtype),
         DIRECT=splits == 1,
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,

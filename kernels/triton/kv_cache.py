@@ -4,16 +4,45 @@ The layout is that of the torch path. A head's tokens of a block lie together, s
 whole cache lines.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from kernels.arrays import Int32s
+from kernels.elements import Dtype
 from kernels.memory.kv_cache import KVCache
+from kernels.torch.tensors import DTYPES
 from kernels.triton.copy_blocks import copy_blocks
 
 
 class TritonKVCache(KVCache):
-    """The blocks of all layers. Errors: MemoryError with the sizes when they cannot be reserved."""
+    """The blocks of all layers. Errors: MemoryError with the sizes when they cannot be reserved.
+
+    pinned: memory of the host that a GPU reads and writes by itself.
+    """
+
+    layers: Sequence[torch.Tensor]
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Dtype,
+        device: torch.device,
+        pinned: bool = False,
+    ) -> None:
+        self._device, self._pinned = device, pinned
+        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+
+    def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
+        dtype = DTYPES[self.dtype]
+        if self._pinned:  # one tensor for all layers: torch takes a power of two of bytes for each tensor
+            return torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind()
+        return [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(num_layers)]
 
     def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
         """Copy this cache's blocks sources [n] to target's blocks targets [n], in all layers.

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.memory.kv_cache import KVCache
 from kernels.triton.attention_tile import fold_tile, load_queries
 from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
+from kernels.triton.kv_cache import TritonKVCache
 
 
 # fmt: off
@@ -51,7 +51,7 @@ def _prefill(
 
 def prefill_attention(
     q: torch.Tensor,
-    cache: KVCache,
+    cache: TritonKVCache,
     layer: int,
     work: TritonWork,
     scale: float,
@@ -87,9 +87,9 @@ def prefill_attention(
         BLOCK_D=max(16, power_of_2(cache.head_dim)),
         BLOCK_SIZE=cache.block_size,
         BLOCK_M=block_m,
-        BLOCK_N=kv_tile_tokens(cache.head_dim, cache.dtype),
+        BLOCK_N=kv_tile_tokens(cache.head_dim, q.dtype),
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
         UPCAST=INTERPRETED,
-        **prefill_options(cache.dtype),
+        **prefill_options(q.dtype),
     )

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.memory.kv_cache import KVCache
 from kernels.triton.device import power_of_2
+from kernels.triton.kv_cache import TritonKVCache
 
 
 # fmt: off
@@ -74,7 +74,7 @@ class TritonRope:
         qkv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        cache: KVCache,
+        cache: TritonKVCache,
         layer: int,
         slots: torch.Tensor,
     ) -> torch.Tensor:
@@ -84,9 +84,10 @@ class TritonRope:
         not store).
         """
         assert qkv.is_contiguous(), qkv.stride()
-        assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
+        dtype = cache.layers[layer].dtype
+        assert qkv.dtype == dtype, (qkv.dtype, dtype)
         assert cache.head_dim % 2 == 0, cache.head_dim
-        q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=cache.dtype, device=qkv.device)
+        q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=dtype, device=qkv.device)
         if len(qkv):
             _rope[(len(qkv),)](
                 qkv,

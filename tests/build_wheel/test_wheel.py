@@ -63,6 +63,15 @@ def test_the_wheel_is_one_package_with_all_sources_and_the_licence(wheel: Path) 
     assert "engine-core = engine_core.__main__:main" in files[f"{information}/entry_points.txt"].decode()
 
 
+def test_the_wheel_requires_no_torch(wheel: Path) -> None:
+    metadata = contents(wheel)[f"llm_engine_core-{VERSION}.dist-info/METADATA"].decode().splitlines()
+    required = [line for line in metadata if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+    assert any("numpy" in line for line in required)
+    assert not any(name in line for line in required for name in ("torch", "triton", "transformers"))
+    for extra in ("torch", "transformers", "cuda"):
+        assert f"Requires-Dist: torch>=2.11; extra == '{extra}'" in metadata
+
+
 def test_site_packages_gets_one_package(installed: Path) -> None:
     found = {path.name for path in site_packages(installed).iterdir()}
     assert found - {"dependencies.pth"} == {"engine_core", f"llm_engine_core-{VERSION}.dist-info"}

@@ -1,19 +1,41 @@
 """Hostile proposers: drafts that are always right, always wrong, by chance, or longer than allowed."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
 from core.batch.table import BatchTable
+from core.executors.fake import choice_seed
 from core.proposers.proposer import NUM_KINDS, Proposals
 from core.scheduling.scheduler import Scheduler
 from ipc.arrays import Ints
 from ipc.speculation import SpeculativeConfig
+from tests.fake_tokens import fake_tokens
 
 KINDS = ("right", "wrong", "random", "long")
 
 #: The next tokens of a row: (row, how many) -> at most so many.
 Oracle = Callable[[int, int], list[int]]
+
+
+@lru_cache(4096)
+def _stream(prompt: tuple[int, ...], seed: int, vocab_size: int) -> list[int]:
+    return fake_tokens(list(prompt), 128, vocab_size, seed)
+
+
+def fake_oracle(vocab_size: int, table: BatchTable) -> Oracle:
+    """The next tokens of the fake executor, up to the 128th of a request."""
+
+    def next_tokens(row: int, count: int) -> list[int]:
+        request = table.request[row]
+        assert request is not None
+        seed = choice_seed(request.seed, request.choice) if request.params.temperature > 0 else 0
+        prompt = table.tokens.read(row, 0, request.num_prompt_tokens).tolist()
+        first = int(table.num_tokens[row]) - request.num_prompt_tokens
+        return _stream(tuple(prompt), seed, vocab_size)[first : first + count]
+
+    return next_tokens
 
 
 def speculative(num_tokens: int = 5, step_ns: tuple[int, ...] = ()) -> SpeculativeConfig:

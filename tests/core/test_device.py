@@ -1,5 +1,6 @@
 """The choice of kernels: by the config and by what the machine has, and what is reported of it."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import core.device
-from core.device import start_cpu_kernels
+from core.device import start_cpu_kernels, start_torch
 from core.executors.local import LocalExecutor
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
@@ -31,26 +32,42 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu_library_file, "PREBUILT_FOLDER", tmp_path)
 
 
-def test_c_kernels_take_the_threads_and_leave_torch_one(said: list[str]) -> None:
-    torch.set_num_threads(2)
+def test_c_kernels_need_no_torch(said: list[str]) -> None:
     library = start_cpu_kernels(EngineConfig(threads=2))
     assert library is not None
     library.stop_threads()
-    assert torch.get_num_threads() == 1
     assert said == []
 
 
 def test_torch_is_torch() -> None:
-    torch.set_num_threads(2)
     assert start_cpu_kernels(EngineConfig(cpu_kernels="torch")) is None
-    assert torch.get_num_threads() == 2
+    for threads in (2, 1):
+        start_torch(EngineConfig(threads=threads))
+        assert torch.get_num_threads() == threads
+
+
+def without_torch(name: str) -> object:
+    return None if name == "torch" else importlib.util.find_spec(name)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_with_neither_the_error_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core.device, "find_spec", without_torch)
+    with pytest.raises(ConfigError, match=r"no C kernels here: no C compiler.*pip install 'llm-engine-core\[torch\]'"):
+        start_cpu_kernels(EngineConfig())
+
+
+def test_torch_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(core.device, "find_spec", without_torch)
+    write_tiny_model(tmp_path)
+    for options in ({"cpu_kernels": "torch"}, {"numerics": "L0"}, {"model_impl": "transformers"}):
+        with pytest.raises(ConfigError, match=r"needs torch, .*not installed: pip install 'llm-engine-core\[torch\]'"):
+            LocalExecutor(EngineConfig(model=str(tmp_path), threads=1, **options))
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_torch_serves_and_one_line_says_why(said: list[str]) -> None:
-    torch.set_num_threads(2)
     assert start_cpu_kernels(EngineConfig()) is None
-    assert torch.get_num_threads() == 2
     (line,) = said
     assert line.startswith(
         "engine-core: slower, and numerics level L0, without C kernels: no C compiler: no-such-compiler does not run"

@@ -1,39 +1,19 @@
 """Requests with drafts, right and wrong: streams, ends and blocks are those without; the executor reads every block."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from core.batch.table import BatchTable
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from core.executors.fake import choice_seed
 from core.inputs import EngineInput
 from ipc.messages import Abort, FinishReason
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
-from tests.core.hostile_drafts import KINDS, Hostile, Oracle, speculative, use
+from tests.core.hostile_drafts import KINDS, Hostile, fake_oracle, speculative, use
 from tests.core.test_several_tokens import MAX_LEN, messages
 from tests.fake_tokens import fake_tokens
-
-
-@lru_cache(1000)
-def stream(prompt: tuple[int, ...], seed: int) -> list[int]:
-    return fake_tokens(list(prompt), MAX_LEN, VOCAB_SIZE, seed)
-
-
-def oracle(table: BatchTable) -> Oracle:
-    def next_tokens(row: int, count: int) -> list[int]:
-        request, num_tokens = table.request[row], int(table.num_tokens[row])
-        assert request is not None
-        seed = choice_seed(request.seed, request.choice) if request.params.temperature > 0 else 0
-        prompt = table.tokens.read(row, 0, request.num_prompt_tokens).tolist()
-        first = num_tokens - request.num_prompt_tokens
-        return stream(tuple(prompt), seed)[first : first + count]
-
-    return next_tokens
-
 
 COUNT = 18  # requests
 
@@ -43,7 +23,7 @@ def run(kind: str | None, aborts: dict[int, int] | None = None, **options: Any) 
     settings = None if kind is None else speculative()
     config = small_config(max_model_len=MAX_LEN, fake_eos_token_id=EOS, speculative_config=settings, **options)
     driver, pending, step = Driver(config), messages(COUNT), 0
-    hostile = None if kind is None else use(driver.scheduler, kind, oracle, VOCAB_SIZE)
+    hostile = None if kind is None else use(driver.scheduler, kind, partial(fake_oracle, VOCAB_SIZE), VOCAB_SIZE)
     while pending:
         inbox: list[tuple[int, EngineInput]] = [(message.number % 3, message) for message in pending[:2]]
         if aborts and step in aborts:
@@ -118,14 +98,13 @@ class Offering(PagedExecutor):
 
     def sample(self, plan: SchedulerOutput, samples: Any) -> ModelRunnerOutput:
         output = super().sample(plan, samples)
-        drafts = [self._next(row) for row in plan.rows.tolist()]
+        drafts = [self._next(row, 3) for row in plan.rows.tolist()]
         counts = np.full(len(plan.rows), 3, np.int32)
         fields = {"draft_counts": counts, "draft_token_ids": np.array(drafts, np.int32).reshape(-1)}
         return ModelRunnerOutput(output.step, output.token_ids, counts=output.counts, **fields)  # type: ignore[arg-type]
 
-    def _next(self, row: int) -> list[int]:
-        length, first = int(self.table.num_tokens[row]), int(self.table.num_prompt_tokens[row])
-        return stream(tuple(self.table.tokens.read(row, 0, first).tolist()), 0)[length - first :][:3]
+    def _next(self, row: int, count: int) -> list[int]:
+        return fake_tokens(self.table.tokens.read(row, 0, int(self.table.num_tokens[row])).tolist(), count, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

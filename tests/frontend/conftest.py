@@ -126,6 +126,12 @@ def played_connection(played_engine: PlayedEngine, monkeypatch: pytest.MonkeyPat
     return played_engine
 
 
+@pytest.fixture
+def played_llm(played_connection: PlayedEngine) -> Iterator[LLM]:
+    with LLM(connect="ipc:///played") as with_engine:
+        yield with_engine
+
+
 def greedy(max_tokens: int = 8, **arguments: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
 

@@ -272,12 +272,6 @@ def test_a_tokenizer_that_is_not_there(tmp_path):
 # --- against a played engine ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def played_llm(played_connection):
-    with LLM(connect="ipc:///played") as with_engine:
-        yield with_engine
-
-
 def test_one_failed_request_fails_the_call_at_its_end(played_llm, played_connection):
     def answer(request):
         if request.number in (1, 3):

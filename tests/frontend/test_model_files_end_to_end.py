@@ -11,11 +11,12 @@ from huggingface_hub import constants
 
 from core.model_files.model_config import read_model_config
 from core.model_files.weights import expected_shapes, load_weights
-from core.models.stored_matrix import dense
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
 from ipc.sampling_params import SamplingParams
+from kernels.elements import FLOAT32
 from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
+from tests.numbers import dense_tensor
 from tools.bench.tiny_model import write_tiny_model
 
 HIDDEN = 256  # weights in a K block
@@ -83,7 +84,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_tensor_equals_the_gguf_packages_reading(quantized: Path) -> None:
     config = read_model_config(quantized)
-    found = {name: dense(weight, torch.float32) for name, weight in load_weights(quantized, config, torch.float32)}
+    found = {name: dense_tensor(weight) for name, weight in load_weights(quantized, config, FLOAT32)}
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected_shapes(config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(quantized).tensors}

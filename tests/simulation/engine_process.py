@@ -10,6 +10,7 @@ from core.inputs import HoldClient, ReleaseClient
 from ipc.config import EngineConfig
 from ipc.messages import EngineStopping
 from tests.core.driving import PagedExecutor
+from tests.core.hostile_drafts import KINDS, fake_oracle, use
 from tests.simulation.engine_parts import FailingExecutor, StepFailure, ready_executor, served
 from tests.simulation.network import Router
 from tests.simulation.world import MS, World
@@ -43,6 +44,9 @@ class EngineProcess:
         self.router = Router(world, capacity, self._read_soon, self._wake_late)
         self.executor = FailingExecutor(PagedExecutor(config, poison) if is_paged else ready_executor(config))
         self.core = EngineCore(config, self.executor, generation)  # type: ignore[arg-type]
+        if config.speculative_config is not None:
+            oracle = partial(fake_oracle, config.fake_vocab_size)
+            use(self.core.scheduler, world.random.choice(KINDS), oracle, config.fake_vocab_size)
         self.border = Border(
             self.router,  # type: ignore[arg-type]
             self.router,  # type: ignore[arg-type]
@@ -51,6 +55,7 @@ class EngineProcess:
             on_drain=self.drain,
             on_shutdown=lambda: None,
         )
+        self.border.sessions.has_read_all = lambda fd: True
         self.is_dead = False
         self.stopped_until_ns = 0
         self._round_at_ns: int | None = None  # when the next round is due

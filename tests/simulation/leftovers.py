@@ -18,7 +18,7 @@ def _counts(engine: EngineProcess) -> dict[str, tuple[Any, Any]]:
     scheduler, inbox, sessions = engine.core.scheduler, engine.border.inbox, engine.border.sessions
     pool, waiting, swap_space = scheduler.pool, scheduler.waiting, scheduler.preemption.swap_space
     of_sessions = [
-        (session.backlog.num_bytes, len(session.requests), session.requests.num_bytes, session.num_calls)
+        (session.backlog.num_bytes, len(session.requests), session.requests.account.num_bytes, session.num_calls)
         for session in sessions.all
     ]
     return {

@@ -8,6 +8,7 @@ import msgspec
 from ipc.config import EngineConfig
 from ipc.sampling_params import SamplingParams
 from tests.core.driving import small_config
+from tests.core.hostile_drafts import speculative
 from tests.simulation.oracle import Rules
 from tests.simulation.plan import Abort, Action, Ask, Call, Connect, Discard, Leave, Plan, Submit
 from tests.simulation.world import MS
@@ -155,6 +156,8 @@ def _config(rng: random.Random) -> EngineConfig:
         "max_num_queued_requests": rng.choice((65_536, 65_536, 65_536, 2)),
         "fake_eos_token_id": _EOS,
     }
+    if rng.random() < 0.3:
+        options["speculative_config"] = speculative(rng.choice((1, 3, 9)))
     return msgspec.structs.replace(small_config(**options), fake_vocab_size=rng.choice((30, 200)))
 
 

@@ -65,7 +65,7 @@ class Simulation:
             patch.multiple(sessions, **bounds),
             patch.object(backlog, "MAX_MERGED_BYTES", scenario.max_merged_bytes),
             patch.object(inbox, "MAX_MESSAGES", scenario.max_inbox),
-            patch.object(socket_rounds, "_MESSAGES_PER_ROUND", scenario.messages_per_round),
+            patch.object(socket_rounds, "_FRAMES_PER_ROUND", scenario.messages_per_round),
         ):
             self._start_engine()
             self._run_until(lambda: all(client.is_done for client in self._clients), "every request has ended")
@@ -167,4 +167,5 @@ class Simulation:
         stats = engine.core.scheduler.stats
         census["preemption"] += stats.num_preemptions
         census["swapped block"] += stats.num_swapped_in_blocks
+        census["accepted draft"] += stats.num_accepted_tokens
         census["prefix cache hit"] += stats.prefix_cache_hits

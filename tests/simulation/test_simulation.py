@@ -22,7 +22,7 @@ SEEDS_PER_ITEM = 200
 KINDS = (
     *("Cut", "Slow", "StopClient", "KillClient", "StopEngine", "KillEngine", "FailStep"),
     *("HoldClient", "ReleaseClient", "abort", "frame delivered twice", "resumed request"),
-    *("preemption", "swapped block", "prefix cache hit", "log probabilities"),
+    *("preemption", "swapped block", "prefix cache hit", "log probabilities", "accepted draft"),
     *(f"error: {text}" for text in ("deadline has passed", "send again later", "are not finite")),
     *(f"error: {text}" for text in ("nothing was heard", "did not answer again", "the engine closed the connection")),
     *(f"error: {text}" for text in ("the engine stopped", "the engine process has ended")),

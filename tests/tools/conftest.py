@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ipc.speculation import SpeculativeConfig
 from tests.captures import (
     CONFIG,
     capture_in_process,
@@ -15,9 +16,10 @@ from tools.bench.tiny_model import write_tiny_model
 @pytest.fixture(scope="session")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The workload of tests/captures.py on the fake executor, at both depths and with several tokens of a request in a
-    step, and on a tiny real model."""
+    step, and on a tiny real model; and with speculation."""
     folder = tmp_path_factory.mktemp("captures")
     write_tiny_model(folder / "model")
+    drafts = SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=3, step_ns=(10**6,) * 8)
     configs = {
         "fake": CONFIG,
         "deep": msgspec.structs.replace(CONFIG, async_scheduling=True),
@@ -27,6 +29,8 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             CONFIG, executor="local", model=str(folder / "model"), dtype="float32", threads=1
         ),
     }
+    for name in ("deep", "real"):
+        configs[f"{name}-drafts"] = msgspec.structs.replace(configs[name], speculative_config=drafts)
     for name, config in configs.items():
         capture_in_process(folder / name, config)
     return {"model": folder / "model", **{name: folder / name for name in configs}}

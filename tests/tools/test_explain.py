@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,11 +88,18 @@ def test_a_requests_name(text: str) -> None:
 
 def test_owner_files(tmp_path: Path) -> None:
     path = str(tmp_path / "owner")
-    write_owner_file(path, b"\0secret")
+    os.close(write_owner_file(path, b"longer than the next"))  # its process was killed
+    os.chmod(path, 0o644)
+    lock = write_owner_file(path, b"\0secret")
     assert read_owner_file(path) == b"\0secret"
-    with pytest.raises(ConfigError, match="exists"):
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="is in use by a running"):
         write_owner_file(path, b"x")
+    os.close(lock)
     (tmp_path / "owner").write_text("no hex")
+    with pytest.raises(ConfigError, match="exists and is not an owner file"):
+        write_owner_file(path, b"x")
+    assert (tmp_path / "owner").read_text() == "no hex"
     with pytest.raises(ConfigError, match="is not one"):
         read_owner_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -37,13 +37,21 @@ from tools.replay.differences import unpack
 
 
 @pytest.mark.parametrize("mode", ["resched", "full"])
-@pytest.mark.parametrize("name", ["fake", "deep", "several", "deep-several", "real"])
+@pytest.mark.parametrize("name", ["fake", "deep", "several", "deep-several", "real", "deep-drafts", "real-drafts"])
 def test_zero_differences(captures: dict[str, Path], name: str, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     status, report = replay(capfd, captures[name], "--mode", mode)
     run = report["run"]
     assert (status, run["difference"]) == (0, None)
     assert (run["num_requests"], run["num_steps"]) == (NUM_REQUESTS, report["num_steps"])
     assert min(run["num_aborted"], run["num_preemptions"], run["num_cached_tokens"], run["num_tokens"]) > 0
+
+
+def test_plans_with_drafts_are_in_the_captures(captures: dict[str, Path]) -> None:
+    """And of the real model's drafts some were right: a row had more than one token in a step."""
+    for name, least in (("deep-drafts", 1), ("real-drafts", 2)):
+        steps = [turn.step for turn in CaptureFile(captures[name]).turns()]
+        counts = [np.frombuffer(step.token_counts, "<i4") for step in steps if step.token_counts]
+        assert max(int(one.max()) for one in counts) >= least
 
 
 def test_zero_differences_of_an_engine_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

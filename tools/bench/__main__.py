@@ -1,7 +1,6 @@
 """`python -m tools.bench BENCHMARK`: print one JSON line per result; it never fails because of a time."""
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,14 +10,17 @@ from typing import Any
 import msgspec
 
 from ipc.config import EngineConfig, config_from_options
+from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
 from tools.bench.capture_cost import measure_capture
+from tools.bench.http import measure_http
 from tools.bench.ipc import measure_ipc
 from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.runs import Bench
 from tools.bench.scheduler_cost import measure_scheduler
+from tools.bench.speculation import measure_speculation
 from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tiny_model import write_tiny_model
@@ -31,17 +33,21 @@ DEFAULTS = {
     "throughput": ["batch8", "batch32", "prefix"],
     "startup": [],
     "ipc": [],
+    "http": [],
     "capture": [],
     "metrics": [],
     "gemm": [],
     "kernels": [],
     "scheduler": [],
     "step": [],
+    "speculation": [],
+    "structured": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
 _OWN_ENGINE = {
     "ipc": measure_ipc,
+    "http": measure_http,
     "capture": measure_capture,
     "metrics": measure_metrics,
     "scheduler": measure_scheduler,
@@ -141,6 +147,11 @@ def _run_workloads(
 
 
 def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
+    if parsed.benchmark == "speculation" and parsed.connect is None and not parsed.workload:
+        names = parsed.only.split(",") if parsed.only else []
+        for record in measure_speculation(options, rounds=parsed.reps, names=names):
+            print_record(record)
+        return
     if parsed.connect is not None or parsed.only is not None or parsed.workload:
         raise ConfigError(
             f"{parsed.benchmark} starts its own engine and has no workload: leave out --connect, --only, --workload"
@@ -148,7 +159,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
         return
-    if parsed.benchmark in ("gemm", "kernels", "step"):
+    if parsed.benchmark in ("gemm", "kernels", "step", "structured"):
         _run_kernels(parsed, options)
         return
     measure = _OWN_ENGINE[parsed.benchmark]
@@ -161,7 +172,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
 
 def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     config = config_from_options(**options)
-    threads, has_kernels = config.threads or len(os.sched_getaffinity(0)), parsed.kernel_cache == "filled"
+    threads, has_kernels = config.threads or usable_cpus(), parsed.kernel_cache == "filled"
     for rep in range(parsed.reps):
         measured = measure_cleanly(
             config, tries=parsed.tries, quiet_seconds=parsed.quiet_seconds, has_kernels=has_kernels
@@ -181,6 +192,10 @@ def _run_kernels(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
 
 def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     # Imported here: they need torch, which takes seconds.
+    if parsed.benchmark == "structured":
+        from tools.bench.structured import measure_structured
+
+        return measure_structured(config, rep)
     if parsed.benchmark == "gemm":
         from tools.bench.gemm import measure_gemm
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from core.device import num_threads, start_cpu_kernels
@@ -21,7 +22,9 @@ from ipc.version import NAME, VERSION
 from kernels.cpu.decoder import exceed_caches
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
+from kernels.elements import ELEMENT_TYPES, Dtype, Numbers, element_name
 from kernels.torch.linear import plain_product, prepacked_product
+from kernels.torch.tensors import DTYPES, to_array
 
 _HEAD_ROWS = 32  # at most: the head computes one row for each request that samples
 
@@ -31,7 +34,7 @@ _SECONDS = 0.3  # for each product
 _READ_BYTES = 256 << 20
 _READ_SECONDS = 1.0
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[Any], object]
 
 
 class Shape(NamedTuple):
@@ -49,7 +52,7 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     Errors: ModelFileError, UnsupportedModelError; ConfigError without C kernels if the config demands them.
     """
     shapes = _shapes(read_model_config(resolve_model(config.model)))
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     threads = num_threads(config)
     library = start_cpu_kernels(config)
     kernels: dict[str, Callable[[torch.Tensor], Product]] = {
@@ -58,12 +61,12 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     }
     if library is not None:
         made, streams = library, exceed_caches(sum(_num_weights(shape) for shape in shapes) * dtype.itemsize)
-        kernels = {f"c-{library.variant}": lambda weight: _packed(made, weight, streams), **kernels}
+        kernels = {f"c-{library.variant}": lambda weight: _packed(made, to_array(weight), streams), **kernels}
     yield _measure_read(library, threads, rep)
     for kernel, pack in kernels.items():
         torch.set_num_threads(1 if kernel.startswith("c-") else threads)
         common: dict[str, Any] = {"engine": NAME, "version": VERSION, "workload": "gemm", "kernel": kernel}
-        common |= {"dtype": str(dtype).removeprefix("torch."), "threads": threads, "rep": rep}
+        common |= {"dtype": element_name(dtype), "threads": threads, "rep": rep}
         totals = dict.fromkeys(rows, 0.0)
         for shape in shapes:
             for num_rows, seconds in _measure(shape, pack, dtype, rows).items():
@@ -75,14 +78,14 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
         library.stop_threads()
 
 
-def _packed(library: CpuLibrary, weight: torch.Tensor, streams: bool) -> PackedMatrix:
+def _packed(library: CpuLibrary, weight: Numbers, streams: bool) -> Product:
     """Return the weight as the engine has it.
 
     The model's size decides whether its weights are read past the caches, and whether they are compact.
     """
     matrix = PackedMatrix(library, weight, is_kept=not streams)
     matrix.arguments.streams = streams
-    return matrix
+    return lambda x: matrix(to_array(x))
 
 
 def _num_weights(shape: Shape) -> int:
@@ -91,8 +94,9 @@ def _num_weights(shape: Shape) -> int:
 
 def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    room = torch.empty(_READ_BYTES, dtype=torch.uint8) if library is None else library.allocate(_READ_BYTES)
-    numbers = room.fill_(0).view(torch.float32)
+    room = np.empty(_READ_BYTES, np.uint8) if library is None else library.allocate(_READ_BYTES)
+    room.fill(0)
+    numbers = torch.from_numpy(room).view(torch.float32)
     times: list[float] = []
     end = time.perf_counter() + _READ_SECONDS
     while not times or time.perf_counter() < end:
@@ -119,14 +123,14 @@ def _shapes(config: ModelConfig) -> list[Shape]:
 
 @torch.inference_mode()
 def _measure(
-    shape: Shape, pack: Callable[[torch.Tensor], Product], dtype: torch.dtype, rows: Sequence[int]
+    shape: Shape, pack: Callable[[torch.Tensor], Product], dtype: Dtype, rows: Sequence[int]
 ) -> dict[int, float]:
     """Return the seconds of one product for each number of rows."""
-    weight = torch.randn(shape.out_features, shape.in_features, dtype=dtype)
+    weight = torch.randn(shape.out_features, shape.in_features, dtype=DTYPES[dtype])
     products = [pack(weight) for _ in range(min(_MAX_COPIES, math.ceil(_COPIES_BYTES / weight.nbytes)))]
     best: dict[int, float] = {}
     for num_rows in rows:
-        x = torch.randn(_rows(shape.name, num_rows), shape.in_features, dtype=dtype)
+        x = torch.randn(_rows(shape.name, num_rows), shape.in_features, dtype=DTYPES[dtype])
         times: list[float] = []
         end = time.perf_counter() + _SECONDS
         while not times or time.perf_counter() < end:
@@ -142,7 +146,7 @@ def _rows(name: str, num_rows: int) -> int:
     return min(num_rows, _HEAD_ROWS) if name == "head" else num_rows
 
 
-def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, dtype: torch.dtype) -> dict[str, Any]:
+def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, dtype: Dtype) -> dict[str, Any]:
     """Return one record.
 
     Bytes are the weights' in this dtype, read once; where weights are compact, three quarters of that are read.

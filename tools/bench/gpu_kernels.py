@@ -18,6 +18,7 @@ from core.device import cuda_device
 from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
 from ipc.version import NAME, VERSION
+from kernels.torch.tensors import element_type
 
 
 class Shapes(NamedTuple):
@@ -116,7 +117,7 @@ def _attention(
 
     heads, kv_heads, width = shapes.heads, shapes.kv_heads, shapes.head_dim
     blocks = ceil_div(length, 16)
-    cache = TritonKVCache(1, requests * blocks + 1, 16, kv_heads, width, dtype, device)
+    cache = TritonKVCache(1, requests * blocks + 1, 16, kv_heads, width, element_type(dtype), device)
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
     work = triton_work(np.full(requests, count), np.full(requests, length), tables, heads // kv_heads, device)
@@ -192,7 +193,7 @@ def _row_cases(shapes: Shapes, device: torch.device, dtype: torch.dtype, rows: i
     head_dim, num_rotated = shapes.head_dim, shapes.heads + shapes.kv_heads
     qkv_width = (num_rotated + shapes.kv_heads) * head_dim
     qkv, slots = torch.randn(rows, qkv_width, device=device).to(dtype), torch.arange(16, 16 + rows, device=device)
-    cache = TritonKVCache(1, rows // 16 + 2, 16, shapes.kv_heads, head_dim, dtype, device)
+    cache = TritonKVCache(1, rows // 16 + 2, 16, shapes.kv_heads, head_dim, element_type(dtype), device)
     cos, sin = torch.randn(2, rows, 1, head_dim, device=device)
     rotated, rope = qkv.view(rows, -1, head_dim)[:, :num_rotated], TritonRope(shapes.heads)
     yield Case(

@@ -27,7 +27,10 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
-from kernels.torch.rope import rotary_frequencies, rotary_tables, rotate
+from kernels.elements import ELEMENT_TYPES, Dtype, element_name
+from kernels.rotary import rotary_frequencies
+from kernels.torch.rope import rotary_tables, rotate
+from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
 _SECONDS = 0.3  # for each operation
 
@@ -56,7 +59,7 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     if library is None:
         raise ConfigError("bench kernels measures the C kernels, and there are none here; see cpu_kernels")
     threads = num_threads(config)
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     bandwidth, peak = _limits(library, dtype)
     common: dict[str, Any] = {
         "engine": NAME,
@@ -64,12 +67,12 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
         "workload": "kernels",
         "variant": library.variant,
     }
-    common |= {"dtype": str(dtype).removeprefix("torch."), "threads": threads, "rep": rep}
+    common |= {"dtype": element_name(dtype), "threads": threads, "rep": rep}
     for case in _cases(library, dtype):
         seconds = _least(case.run)
         torch.set_num_threads(threads)
         torch_seconds = _least(case.torch_run)
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # torch's threads would spin beside the kernels'
         yield common | {
             "kernel": case.kernel,
             "shape": case.shape,
@@ -95,15 +98,15 @@ def _least(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def _limits(library: CpuLibrary, dtype: torch.dtype) -> tuple[float, float]:
+def _limits(library: CpuLibrary, dtype: Dtype) -> tuple[float, float]:
     """Return (bytes/s from memory, operations/s)."""
-    large, small = torch.zeros(1 << 16, 1024, dtype=dtype), torch.zeros(512, 512, dtype=dtype)
-    x, row = torch.zeros(512, 512, dtype=dtype), torch.zeros(1, 1024, dtype=dtype)
+    large, small = np.zeros((1 << 16, 1024), dtype), np.zeros((512, 512), dtype)
+    x, row = np.zeros((512, 512), dtype), np.zeros((1, 1024), dtype)
     matrix, square = PackedMatrix(library, large), PackedMatrix(library, small)
     return large.nbytes / _least(lambda: matrix(row)), 2 * 512**3 / _least(lambda: square(x))
 
 
-def _cases(library: CpuLibrary, dtype: torch.dtype) -> Iterator[Case]:
+def _cases(library: CpuLibrary, dtype: Dtype) -> Iterator[Case]:
     for name, requests, length, count in _BATCHES:
         yield _attention(library, dtype, name, requests, length, count)
     for rows in (1, 32, 512):
@@ -112,17 +115,17 @@ def _cases(library: CpuLibrary, dtype: torch.dtype) -> Iterator[Case]:
         yield from _sampler_cases(library, rows)
 
 
-def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int, length: int, count: int) -> Case:
+def _attention(library: CpuLibrary, dtype: Dtype, name: str, requests: int, length: int, count: int) -> Case:
     blocks = ceil_div(length, 16)
     cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
-    cache.layers[0].normal_()
+    to_tensor(cache.layers[0]).normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
     planner = AttentionPlanner(library, _HEADS, _KV_HEADS)
     plan = planner(np.full(requests, count), np.full(requests, length), tables, cache.block_size)
-    q = torch.randn(requests * count, _HEADS, _HEAD_DIM).to(dtype)
+    q = to_array(torch.randn(requests * count, _HEADS, _HEAD_DIM).to(DTYPES[dtype]))
     attention = CpuAttention(library)
-    theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(dtype)
-    keys, values = torch.randn(2, requests, _KV_HEADS, length, _HEAD_DIM).to(dtype)
+    theirs = torch.randn(requests, _HEADS, count, _HEAD_DIM).to(DTYPES[dtype])
+    keys, values = torch.randn(2, requests, _KV_HEADS, length, _HEAD_DIM).to(DTYPES[dtype])
     group = _HEADS // _KV_HEADS
     if count == 1:  # torch is fastest with the query heads of a KV head as rows of one head
         theirs = theirs.view(requests, _KV_HEADS, group, _HEAD_DIM)
@@ -139,33 +142,36 @@ def _attention(library: CpuLibrary, dtype: torch.dtype, name: str, requests: int
     )
 
 
-def _row_cases(library: CpuLibrary, dtype: torch.dtype, rows: int) -> Iterator[Case]:
-    hidden, x, weight = torch.randn(rows, _HIDDEN), torch.randn(rows, _HIDDEN).to(dtype), torch.ones(_HIDDEN)
-    norm, size = CpuNorm(library, weight, 1e-5, dtype), dtype.itemsize
+def _row_cases(library: CpuLibrary, dtype: Dtype, rows: int) -> Iterator[Case]:
+    to = DTYPES[dtype]
+    hidden, x, weight = torch.randn(rows, _HIDDEN), torch.randn(rows, _HIDDEN).to(to), torch.ones(_HIDDEN)
+    norm, size = CpuNorm(library, to_array(weight), 1e-5, dtype), dtype.itemsize
+    arrays = to_array(hidden), to_array(x)
     yield Case(
         "norm after addition",
         f"{rows}x{_HIDDEN}",
-        lambda: norm.after(hidden, x),
-        lambda: rms_norm(hidden.add_(x), (_HIDDEN,), weight, 1e-5).to(dtype),
+        lambda: norm.after(*arrays),
+        lambda: rms_norm(hidden.add_(x), (_HIDDEN,), weight, 1e-5).to(to),
         rows * _HIDDEN * (8 + 2 * size),
         rows * _HIDDEN * 5,
     )
     width = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
-    qkv, slots = torch.randn(rows, width).to(dtype), torch.arange(16, 16 + rows)
+    qkv, slots = torch.randn(rows, width).to(to), torch.arange(16, 16 + rows)
     cache, rope = CpuKVCache(1, rows // 16 + 2, 16, _KV_HEADS, _HEAD_DIM, dtype), CpuRope(library, _HEADS)
     positions, table = torch.arange(rows), RotaryTable(rotary_frequencies(_HEAD_DIM, 1e4))
     table.reach(rows)
-    cos, sin = rotary_tables(positions, rotary_frequencies(_HEAD_DIM, 1e4))
-    heads, plain = qkv.view(rows, -1, _HEAD_DIM)[:, : _HEADS + _KV_HEADS], torch.empty(rows + 16, width, dtype=dtype)
+    cos, sin = rotary_tables(positions, to_tensor(rotary_frequencies(_HEAD_DIM, 1e4)))
+    heads, plain = qkv.view(rows, -1, _HEAD_DIM)[:, : _HEADS + _KV_HEADS], torch.empty(rows + 16, width, dtype=to)
+    columns = to_array(qkv), table, to_array(positions), cache, 0, to_array(slots)
 
     def theirs_rope() -> None:
-        rotated = rotate(heads, cos, sin).to(dtype).flatten(1)
+        rotated = rotate(heads, cos, sin).to(to).flatten(1)
         plain[:, : rotated.shape[1]].index_copy_(0, slots, rotated)
 
     yield Case(
         "rope and cache write",
         f"{rows}x{width}",
-        lambda: rope(qkv, table, positions, cache, 0, slots),
+        lambda: rope(*columns),
         theirs_rope,
         rows * (2 * width * size + 2 * _HEAD_DIM * 4),
         rows * (_HEADS + _KV_HEADS) * _HEAD_DIM * 3,
@@ -185,7 +191,7 @@ def _sampler_cases(library: CpuLibrary, rows: int) -> Iterator[Case]:
         yield Case(
             f"sampler {name}",
             f"{rows}x{_VOCAB}",
-            partial(sampler, logits, columns),
+            partial(sampler, to_array(logits), columns),
             partial(_sample, logits, temperature, top_k, top_p),
             rows * _VOCAB * 4,
             rows * _VOCAB,

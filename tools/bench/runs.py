@@ -1,10 +1,10 @@
 """Run a workload through the public LLM when the machine is quiet, and repeat a disturbed run."""
 
-import os
 import time
 from typing import Any, NamedTuple
 
 from frontend.llm import LLM
+from ipc.cpus import usable_cpus
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 from tools.bench.quiet import (
     cpu_by_process,
@@ -69,7 +69,7 @@ class Bench:
         self._tries = tries
         self._quiet_seconds = quiet_seconds
         self._num_runs = 0
-        self.threads = options.get("threads") or len(os.sched_getaffinity(0))
+        self.threads = options.get("threads") or usable_cpus()
         self.dtype = options.get("dtype") or "as served"
         begin_s = 0.0 if is_first else seconds_since_process_start()
         self._llm = LLM(connect=connect, skip_tokenizer_init=True, **options)

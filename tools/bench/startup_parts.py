@@ -59,25 +59,24 @@ def start_by_parts(config: EngineConfig) -> Parts:
     path = resolve_model(config.model)
     with _timed(parts, "tokenizer"):
         read_tokenizer_files(path, optional=True)
-    with _timed(parts, "import torch"):
-        import torch
     with _timed(parts, "import ours"):
         from core.device import start_cpu_kernels
         from core.model_files.load_format import open_weights
         from core.model_files.model_config import read_model_config
         from core.models.llama import Llama
-        from core.models.stored_matrix import dense
+        from core.models.stored_matrix import StoredMatrix
         from kernels.cpu.library_file import find_library
+        from kernels.elements import ELEMENT_TYPES
     if config.cpu_kernels != "torch":
         with _timed(parts, "find or build kernels"):
             find_library()
     library = start_cpu_kernels(config)
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     with _timed(parts, "map"):
         model_config = read_model_config(path)
         opened = open_weights(config.load_format, path, model_config, dtype, library)
     with _timed(parts, "dequantize"):
-        weights = [(name, dense(weight, dtype)) for name, weight in opened.tensors]
+        weights = [(name, w.dense(dtype) if isinstance(w, StoredMatrix) else w) for name, w in opened.tensors]
     with _timed(parts, "pack"):
         model = Llama(model_config, weights, dtype, config.numerics, library)
     with _timed(parts, "kv cache"):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from core.capture.file import CaptureFile
 from frontend.client.client import EngineClient
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
 from ipc.messages import FinishReason

@@ -16,6 +16,7 @@ from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError, EngineDeadError
 from ipc.messages import PauseMode
 from ipc.scheduling_messages import RequestExplanation
+from tools.address import address_to_connect, owner_file_to_read
 from tools.control import read_owner_file
 from tools.options import ArgumentParser
 from tools.top.keyboard import Keyboard
@@ -31,10 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     """Watch an engine until `q`, and return the exit status. Errors: ConfigError, EngineDeadError without an engine."""
     parser = ArgumentParser(
         prog="engine-core top",
-        usage="engine-core top --connect ADDR [--owner-file FILE] [--interval S] [--once | --json]",
+        usage="engine-core top [--connect ADDR] [--owner-file FILE] [--interval S] [--once | --json]",
         description="Show a running engine live. Without a terminal, or with --once: show it once, as plain text.",
     )
-    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address")
+    parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument(
         "--owner-file", metavar="FILE", help="that of `serve --owner-file`: needed to abort and to pause"
     )
@@ -46,9 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     if not 0.05 <= parsed.interval <= 3600:
         parser.error("--interval must be from 0.05 to 3600 seconds")
-    token = b"" if parsed.owner_file is None else read_owner_file(parsed.owner_file)
+    address, owner_file = address_to_connect(parsed.connect), owner_file_to_read(parsed.owner_file, parsed.connect)
+    token = b"" if owner_file is None else read_owner_file(owner_file)
     watch = Watch(
-        lambda: EngineClient(ZmqTransport(parsed.connect), name="top", owner_token=token, hello_timeout=_HELLO_S),
+        lambda: EngineClient(ZmqTransport(address), name="top", owner_token=token, hello_timeout=_HELLO_S),
         _MOST_REQUESTS,
     )
     try:

@@ -3,6 +3,7 @@
 import pytest
 import zmq
 
+from core.border.accounts import Load
 from core.border.inbox import Inbox
 from core.border.sessions import Session, Sessions
 from ipc.messages import Outputs
@@ -32,7 +33,7 @@ def sessions(socket: PlayedSocket) -> Sessions:
 def open_session(sessions: Sessions) -> Session:
     session = sessions.open(b"1", 5, "", is_owner=False, has_lease=True, lease_time=0.0)
     for number in (7, 9):
-        session.requests.add(number, b"x", 1)
+        session.requests.add(number, b"x", Load(1, 1, 1))
     return session
 
 

@@ -84,6 +84,21 @@ def test_prepared_requests_of_a_client_keep_their_order(start: Start, gate: Gate
     assert gate.begun == list(range(30))
 
 
+def test_clients_take_turns(start: Start, gate: Gate) -> None:
+    address = start(gate, **PATIENT).address
+    with RawClient(address) as many, RawClient(address) as other:
+        for number in range(1, 5):
+            many.add(number, [7])
+        wait_until(lambda: gate.begun == [1])
+        many.statistics()  # all of its requests have arrived
+        other.add(10, [7])
+        other.statistics()
+        gate.opened.set()
+        many.finish(1, 2, 3, 4)
+        other.finish(10)
+    assert gate.begun == [1, 2, 10, 3, 4]
+
+
 @pytest.mark.parametrize(("kind", "text"), [(8, "8 is no grammar: write one that is"), (9, "KeyError: 'nine'")])
 def test_a_failure_is_its_client_s_alone(start: Start, gate: Gate, kind: int, text: str) -> None:
     with RawClient(start(gate, **PATIENT).address) as client:

@@ -11,13 +11,14 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
-from core.models.step import HiddenResult, ModelInputs, StepResult
+from core.models.step import ModelInputs, StepResult
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig, LogprobsMode, PreemptionMode
 from ipc.messages import AddRequest, Logprobs, Outputs
 from ipc.sampling_params import SamplingParams
+from kernels.elements import FLOAT32
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 
@@ -31,10 +32,9 @@ MAX_MODEL_LEN = 96
 def both(**changes: Any) -> tuple[Llama, Llama]:
     """One tiny model by torch's kernels and by Triton's."""
     config = tiny_config(**{"vocab_size": VOCAB, "num_hidden_layers": 2, **changes})
-    operations = TritonOperations(config, torch.float32, DEVICE)
-    weights = list(random_weights(config, torch.float32))
-    moved = [(name, tensor.to(DEVICE)) for name, tensor in weights]
-    return Llama(config, weights, torch.float32), Llama(config, moved, torch.float32, operations=operations)
+    operations = TritonOperations(config, FLOAT32, DEVICE)
+    weights = list(random_weights(config, FLOAT32))
+    return Llama(config, weights, FLOAT32), Llama(config, weights, FLOAT32, operations=operations)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -62,11 +62,8 @@ class OnDevice:
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         names = ("token_ids", "positions", "slots", "logits_rows")
-        moved = {name: getattr(inputs, name).to(DEVICE) for name in names}
-        result = self._model.forward(inputs._replace(**moved))
-        assert isinstance(result, HiddenResult)
-        result.logits = result.logits.cpu()
-        return result
+        moved = {name: torch.from_numpy(getattr(inputs, name)).to(DEVICE) for name in names}
+        return self._model.forward(inputs._replace(**moved))
 
 
 @pytest.mark.parametrize("kind", SHAPES)

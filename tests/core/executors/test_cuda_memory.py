@@ -10,6 +10,7 @@ from core.executors.cuda import CudaExecutor
 from core.model_files.loading import load_model
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
+from kernels.elements import FLOAT32
 from kernels.triton import decode_attention
 from tests.triton_device import ANYWHERE, ON_GPU
 from tools.bench.tiny_model import write_tiny_model
@@ -100,4 +101,4 @@ def test_a_step_that_does_not_fit_is_an_error(executor: CudaExecutor, monkeypatc
 def test_models_of_transformers_code_are_refused(tiny: Path) -> None:
     config = EngineConfig(model=str(tiny), device="cuda", model_impl="transformers")
     with pytest.raises(ConfigError, match=r"device='cuda' runs models of our own, and .* needs transformers' code"):
-        load_model(tiny, torch.float32, config)
+        load_model(tiny, FLOAT32, config)

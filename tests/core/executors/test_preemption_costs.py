@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 
 from core.runner import preemption_costs
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import measure_costs
+from kernels.elements import FLOAT32
 from kernels.memory.kv_cache import KVCache
 from tests.core.runner.test_invariance import tiny_model
 
@@ -45,14 +45,14 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def cache(num_blocks: int, clock: Clock, copy_ns: int) -> TimedCache:
-    made = TimedCache(1, num_blocks, 4, 1, 8, torch.float32)
+    made = TimedCache(1, num_blocks, 4, 1, 8, FLOAT32)
     made.clock, made.copy_ns = clock, copy_ns
     return made
 
 
 def runner(num_blocks: int, num_swap_blocks: int, block_size: int) -> ModelRunner:
     return ModelRunner(
-        tiny_model(torch.float32),
+        tiny_model(FLOAT32),
         num_rows=4,
         num_blocks=num_blocks,
         block_size=block_size,

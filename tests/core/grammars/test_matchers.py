@@ -69,7 +69,6 @@ def test_a_draft_that_is_not_allowed_has_nothing_behind_it_and_changes_nothing()
     before = allowed(matchers.masks(np.array([1]))[0])
     masks = matchers.masks(np.array([1]), [[bad, yes, bad]])
     assert [allowed(mask) for mask in masks] == [before, [], [], []]
-    assert matchers.num_allowed(1, [yes, bad]) == 1
     assert allowed(matchers.masks(np.array([1]))[0]) == before
     assert matchers.failure(0) is None
 
@@ -77,12 +76,15 @@ def test_a_draft_that_is_not_allowed_has_nothing_behind_it_and_changes_nothing()
 def test_forced_tokens_are_those_of_the_tokenizer() -> None:
     matchers = RowMatchers(GRAMMARS, 2)
     matchers.add(0, PARAMS[0], np.zeros(0, np.int32))
-    forced = matchers.forced(0)
-    assert tokenizer().decode(forced).startswith('{"name')
-    assert forced == tokenizer().encode('{"name":"').ids[: len(forced)]
-    assert matchers.num_allowed(0, forced) == len(forced)
-    matchers.append(np.array([0] * len(forced)), np.array(forced, np.int32))
-    assert matchers.forced(0) == []
+    counts, forced = matchers.drafts(np.array([1, 0]))
+    assert counts is not None
+    assert counts.tolist() == [0, len(forced)]
+    assert tokenizer().decode(forced.tolist()).startswith('{"name')
+    assert forced.tolist() == tokenizer().encode('{"name":"').ids[: len(forced)]
+    matchers.append(np.array([0] * len(forced)), forced)
+    assert matchers.drafts(np.array([0]))[0] is None
+    matchers.add(1, structured(choice=["yes"]), np.array(tokenizer().encode("yes").ids, np.int32))
+    assert matchers.drafts(np.array([0, 1]))[1].tolist() == [EOS]
 
 
 def test_a_row_is_where_its_output_has_brought_it() -> None:

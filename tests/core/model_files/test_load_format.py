@@ -3,17 +3,18 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from core.model_files import load_format
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig, read_model_config
 from core.model_files.weights import expected_shapes
-from core.models.stored_matrix import dense
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import cut_gguf_metadata
 from ipc.files.model_files import model_fingerprint, resolve_model
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers
+from tests.numbers import dense
 from tools.bench.tiny_model import write_tiny_model
 
 
@@ -23,7 +24,7 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def _made_up(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, dict[str, torch.Tensor], str]:
+def _made_up(path: Path, dtype: Dtype = FLOAT32) -> tuple[ModelConfig, dict[str, Numbers], str]:
     config = read_model_config(path)
     opened = open_weights("dummy", path, config, dtype)
     assert opened.label == "dummy-"
@@ -33,20 +34,21 @@ def _made_up(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfi
 def test_files(tiny: Path) -> None:
     config = read_model_config(tiny)
     for name in ("auto", "safetensors"):
-        opened = open_weights(name, tiny, config, torch.bfloat16)
+        opened = open_weights(name, tiny, config, BFLOAT16)
         assert (opened.label, opened.fingerprint) == ("", model_fingerprint(tiny))
         assert [name for name, _ in opened.tensors] == list(expected_shapes(config))
     with pytest.raises(ConfigError, match=r"load_format='gguf' does not fit .* which is safetensors"):
-        open_weights("gguf", tiny, config, torch.bfloat16)
+        open_weights("gguf", tiny, config, BFLOAT16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_made_up_weights_need_no_file_and_are_always_the_same(tiny: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_made_up_weights_need_no_file_and_are_always_the_same(tiny: Path, dtype: Dtype) -> None:
     (tiny / "model.safetensors").unlink()
     config, first, fingerprint = _made_up(tiny, dtype)
     _, second, again = _made_up(tiny, dtype)
     assert {name: tuple(tensor.shape) for name, tensor in first.items()} == expected_shapes(config)
-    assert all(tensor.dtype == dtype and torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert all(numbers.dtype == (dtype if numbers.ndim > 1 else FLOAT32) for numbers in first.values())
+    assert all(np.array_equal(numbers, second[name]) for name, numbers in first.items())
     assert fingerprint == again
     with pytest.raises(ModelFileError, match=r"expected model\.safetensors"):
         open_weights("auto", tiny, config, dtype)
@@ -58,12 +60,14 @@ def test_made_up_weights_are_of_a_sensible_size_and_never_repeat_a_row(
     monkeypatch.setattr(load_format, "_PERIOD", 10_007)
     _, tensors, _ = _made_up(tiny)
     for name, tensor in tensors.items():
-        if tensor.dim() == 1:
-            assert torch.equal(tensor, torch.ones(tensor.shape)), name
+        if tensor.ndim == 1:
+            assert np.array_equal(tensor, np.ones(tensor.shape)), name
         else:
-            assert tensor.std().item() == pytest.approx(0.02, rel=0.05), name
-            assert len(torch.unique(tensor, dim=0)) == len(tensor), name
-    assert not torch.equal(tensors["model.layers.0.mlp.gate_proj.weight"], tensors["model.layers.0.mlp.up_proj.weight"])
+            assert float(tensor.std()) == pytest.approx(0.02, rel=0.05), name
+            assert len(np.unique(tensor, axis=0)) == len(tensor), name
+    assert not np.array_equal(
+        tensors["model.layers.0.mlp.gate_proj.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
+    )
 
 
 def test_made_up_weights_of_a_gguf_header_take_little_time(tmp_path: Path) -> None:
@@ -71,8 +75,8 @@ def test_made_up_weights_of_a_gguf_header_take_little_time(tmp_path: Path) -> No
     path = tmp_path / "header.gguf"
     path.write_bytes(cut_gguf_metadata(resolve_model(None)))
     begin = time.process_time()
-    _, tensors, _ = _made_up(path, torch.bfloat16)
-    assert sum(tensor.numel() for tensor in tensors.values()) > 134_000_000
+    _, tensors, _ = _made_up(path, BFLOAT16)
+    assert sum(tensor.size for tensor in tensors.values()) > 134_000_000
     assert time.process_time() - begin < 5.0  # 0.2 s alone on the machine
 
 

@@ -14,10 +14,13 @@ from safetensors.torch import save_file
 from core.model_files import weights
 from core.model_files.model_config import ModelConfig, read_model_config
 from core.model_files.weights import expected_shapes, load_weights
-from core.models.stored_matrix import Weight, dense
+from core.models.stored_matrix import Weight
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.model_files import resolve_model
+from kernels.elements import FLOAT32, Dtype
+from kernels.torch.tensors import element_type
+from tests.numbers import dense_tensor
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -87,8 +90,8 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str = "F32") 
     return path
 
 
-def dense_weights(weights: Iterator[tuple[str, Weight]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: dense(weight, dtype) for name, weight in weights}
+def dense_weights(weights: Iterator[tuple[str, Weight]], dtype: Dtype = FLOAT32) -> dict[str, torch.Tensor]:
+    return {name: dense_tensor(weight, dtype) for name, weight in weights}
 
 
 def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -139,8 +142,8 @@ def test_demo_model_equals_transformers_reading_of_it(tmp_path: Path, monkeypatc
         assert getattr(config, name) == oracle["config"][name], name
     expected = oracle["tensors"]
     num_weights = 0
-    for name, weight in load_weights(path, config, torch.float32):
-        tensor = dense(weight, torch.float32)
+    for name, weight in load_weights(path, config, FLOAT32):
+        tensor = dense_tensor(weight)
         assert torch.equal(tensor, expected.pop(name)), name
         num_weights += tensor.numel()
     copy.unlink()
@@ -157,7 +160,7 @@ def test_folder_saved_by_transformers(tmp_path: Path) -> None:
         model = LlamaForCausalLM(LlamaConfig(**settings, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=3))
         model.save_pretrained(tmp_path)
         config = read_model_config(tmp_path)
-        found = dense_weights(load_weights(tmp_path, config, torch.float32), torch.float32)
+        found = dense_weights(load_weights(tmp_path, config, FLOAT32))
         expected = {name: tensor for name, tensor in model.state_dict().items() if not tied or name != "lm_head.weight"}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -171,7 +174,9 @@ def test_folder_saved_by_transformers(tmp_path: Path) -> None:
 def test_folder_in_every_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
     tensors = random_weights(dtype=stored)
     save_file(tensors, tmp_path / "model.safetensors")
-    check_equal(dense_weights(load_weights(tmp_path, CONFIG, wanted), wanted), tensors, wanted)
+    check_equal(
+        dense_weights(load_weights(tmp_path, CONFIG, element_type(wanted)), element_type(wanted)), tensors, wanted
+    )
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -188,7 +193,9 @@ def test_gguf_in_every_type(kind: str, tmp_path: Path) -> None:
         for name, tensor in tensors.items()
     }
     for dtype in (torch.float32, torch.bfloat16):
-        check_equal(dense_weights(load_weights(path, CONFIG, dtype), dtype), expected, dtype)
+        check_equal(
+            dense_weights(load_weights(path, CONFIG, element_type(dtype)), element_type(dtype)), expected, dtype
+        )
 
 
 def test_files_under_an_index(tmp_path: Path) -> None:
@@ -199,7 +206,7 @@ def test_files_under_an_index(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in part}, tmp_path / file)
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    check_equal(dense_weights(load_weights(tmp_path, CONFIG, torch.float32), torch.float32), tensors, torch.float32)
+    check_equal(dense_weights(load_weights(tmp_path, CONFIG, FLOAT32)), tensors, torch.float32)
 
 
 @pytest.mark.parametrize("padding", range(1, 8))
@@ -212,14 +219,16 @@ def test_safetensors_data_at_odd_bytes(padding: int, tmp_path: Path) -> None:
     header = data[8 : 8 + length] + b" " * padding
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     for dtype in (torch.float32, torch.float16):
-        check_equal(dense_weights(load_weights(tmp_path, CONFIG, dtype), dtype), tensors, dtype)
+        check_equal(
+            dense_weights(load_weights(tmp_path, CONFIG, element_type(dtype)), element_type(dtype)), tensors, dtype
+        )
 
 
 def test_weights_that_need_no_conversion_are_not_copied(tmp_path: Path) -> None:
     tensors = random_weights()
     save_file(tensors, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
-    found = dense_weights(load_weights(tmp_path, CONFIG, torch.float32), torch.float32)
+    found = dense_weights(load_weights(tmp_path, CONFIG, FLOAT32))
     places = [tensor.data_ptr() for tensor in found.values()]
     assert max(places) - min(places) < len(before)  # all lie in one mapping
     found["model.norm.weight"].zero_()  # the mapping is private
@@ -229,8 +238,8 @@ def test_weights_that_need_no_conversion_are_not_copied(tmp_path: Path) -> None:
 def test_weights_outlive_the_iterator_and_the_file(tmp_path: Path) -> None:
     tensors = random_weights()
     save_file(tensors, tmp_path / "model.safetensors")
-    name, weight = next(load_weights(tmp_path, CONFIG, torch.float32))
-    tensor = dense(weight, torch.float32)
+    name, weight = next(load_weights(tmp_path, CONFIG, FLOAT32))
+    tensor = dense_tensor(weight)
     (tmp_path / "model.safetensors").unlink()
     assert torch.equal(tensor, tensors[name])
 
@@ -243,9 +252,9 @@ def test_harmless_extra_tensors(tmp_path: Path) -> None:
         "model.rotary_emb.inv_freq": torch.zeros(8),
     }
     save_file(tensors | extra, tmp_path / "model.safetensors")
-    check_equal(dense_weights(load_weights(tmp_path, TIED, torch.float32), torch.float32), tensors, torch.float32)
+    check_equal(dense_weights(load_weights(tmp_path, TIED, FLOAT32)), tensors, torch.float32)
     path = write_gguf(tmp_path / "m.gguf", to_gguf(tensors) | {"blk.0.attn_rot_embd.weight": torch.zeros(8)})
-    check_equal(dense_weights(load_weights(path, TIED, torch.float32), torch.float32), tensors, torch.float32)
+    check_equal(dense_weights(load_weights(path, TIED, FLOAT32)), tensors, torch.float32)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ def test_missing_unexpected_and_misshapen_tensors_of_a_folder(tmp_path: Path) ->
     for contents, message in cases:
         save_file(contents, file)
         with pytest.raises(ModelFileError, match=message) as caught:
-            load_weights(tmp_path, CONFIG, torch.float32)
+            load_weights(tmp_path, CONFIG, FLOAT32)
         assert str(tmp_path) in str(caught.value)
 
 
@@ -303,10 +312,10 @@ def test_missing_unexpected_and_misshapen_tensors_of_a_gguf_file(tmp_path: Path)
     for contents, message in cases:
         write_gguf(path, contents)
         with pytest.raises(ModelFileError, match=message) as caught:
-            load_weights(path, CONFIG, torch.float32)
+            load_weights(path, CONFIG, FLOAT32)
         assert str(path) in str(caught.value)
     with pytest.raises(ModelFileError, match=r"unexpected tensor 'output\.weight'"):
-        load_weights(write_gguf(path, tensors), TIED, torch.float32)
+        load_weights(write_gguf(path, tensors), TIED, FLOAT32)
 
 
 @pytest.mark.usefixtures("no_conversion")
@@ -315,7 +324,7 @@ def test_a_quantization_that_is_not_supported(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"token_embd\.weight has type MXFP4; supported are F32, F16, BF16, Q8_0"
     ):
-        load_weights(path, CONFIG, torch.float32)
+        load_weights(path, CONFIG, FLOAT32)
 
 
 def test_a_config_of_absurd_size_costs_nothing_to_refuse(tmp_path: Path) -> None:
@@ -323,12 +332,12 @@ def test_a_config_of_absurd_size_costs_nothing_to_refuse(tmp_path: Path) -> None
     huge = {"vocab_size": 2**24, "hidden_size": 2**20, "num_hidden_layers": 2**12, "intermediate_size": 2**22}
     config = ModelConfig(**{**{name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__}, **huge})
     with pytest.raises(ModelFileError, match=r"model\.embed_tokens\.weight is missing"):
-        load_weights(tmp_path, config, torch.float32)
+        load_weights(tmp_path, config, FLOAT32)
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     save_file(random_weights(), tmp_path / "model.safetensors")
-    found = load_weights(tmp_path, CONFIG, torch.float32)
+    found = load_weights(tmp_path, CONFIG, FLOAT32)
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:4096])
     with pytest.raises(ModelFileError, match="became shorter"):
@@ -341,7 +350,7 @@ def test_q_and_k_rows_by_hand(tmp_path: Path) -> None:
     rows = torch.arange(64, dtype=torch.float32)[:, None].expand(64, 64).contiguous()
     contents = to_gguf(tensors) | {"blk.1.attn_q.weight": rows}
     path = write_gguf(tmp_path / "m.gguf", contents)
-    found = dense_weights(load_weights(path, CONFIG, torch.float32), torch.float32)[Q_PROJ]
+    found = dense_weights(load_weights(path, CONFIG, FLOAT32))[Q_PROJ]
     head = [*range(0, 16, 2), *range(1, 16, 2)]
     assert found[:, 0].tolist() == [16 * h + row for h in range(4) for row in head]
     assert np.array_equal(found[:, 0], found[:, 63])

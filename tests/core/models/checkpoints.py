@@ -15,6 +15,7 @@ from core.model_files.weights import load_weights
 from core.models.llama import Llama
 from ipc.arrays import Ints
 from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.elements import FLOAT32
 from tests.core.models.test_golden import generate
 from tests.core.models.test_llama import Requests
 
@@ -126,7 +127,7 @@ def our_logits(
 ) -> list[torch.Tensor]:
     """Compute logits in chunks, all prompts at once. library: None = torch's operations; wrong: changed fields."""
     config = msgspec.structs.replace(read_model_config(path), **wrong)
-    model = Llama(config, load_weights(path, config, torch.float32), torch.float32, library=library)
+    model = Llama(config, load_weights(path, config, FLOAT32), FLOAT32, library=library)
     requests = Requests(model, prompts)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
     while left := {i: min(len(p) - requests.done[i], 170) for i, p in enumerate(prompts) if requests.done[i] < len(p)}:

@@ -15,8 +15,9 @@ import torch
 
 from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
-from core.models.stored_matrix import dense
+from kernels.elements import FLOAT32
 from tests.core.models.checkpoints import CASES, Golden, check_greedy, check_logits, golden
+from tests.numbers import dense_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
@@ -143,8 +144,8 @@ def test_tensors_are_those_of_transformers_gguf_reader(
     for name in ("hidden_size", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "vocab_size"):
         assert getattr(config, name) == oracle["config"][name], name
     tensors = oracle["tensors"]
-    for name, weight in load_weights(path, config, torch.float32):
-        theirs, tensor = tensors.pop(name), dense(weight, torch.float32)
+    for name, weight in load_weights(path, config, FLOAT32):
+        theirs, tensor = tensors.pop(name), dense_tensor(weight)
         offset = 1.0 if GGUF_CASES[case] == "gemma3" and name.endswith("norm.weight") else 0.0
         assert torch.equal(tensor - offset, theirs), name
     assert not tensors

@@ -17,12 +17,13 @@ from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
-from core.models.stored_matrix import dense
 from core.process.resolve import resolve
 from ipc.config import CpuKernels, EngineConfig
 from ipc.files.model_files import resolve_model
 from ipc.messages import AddRequest, Outputs
 from ipc.sampling_params import SamplingParams
+from kernels.elements import FLOAT32
+from tests.numbers import dense_tensor
 
 DATA = Path(__file__).parents[2] / "data"
 GOLDEN: list[dict[str, Any]] = json.loads((DATA / "golden_smollm2.json").read_text())["prompts"]
@@ -35,7 +36,7 @@ def safetensors_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     source = resolve_model(None)
     config = read_model_config(source)
     save_file(
-        {name: dense(weight, torch.float32).clone() for name, weight in load_weights(source, config, torch.float32)},
+        {name: dense_tensor(weight).clone() for name, weight in load_weights(source, config, FLOAT32)},
         folder / "model.safetensors",
     )
     (folder / "config.json").write_text(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from core.model_files.loading import load_model
+from kernels.elements import FLOAT32
 from tests.core.models.test_llama import Requests
 from tests.core.models.test_transformers_model import VOCAB, config_for, save
 
@@ -30,15 +31,17 @@ def test_hidden_states_are_those_of_transformers(path: str, model_type: str, tmp
     ids = np.random.default_rng(1).integers(3, VOCAB, 40)
     with torch.inference_mode():
         expected = theirs.get_decoder()(torch.from_numpy(ids)[None], use_cache=False).last_hidden_state[0]
-    model: Any = load_model(tmp_path, torch.float32, config_for(tmp_path, **PATHS[path])).model
+    model: Any = load_model(tmp_path, FLOAT32, config_for(tmp_path, **PATHS[path])).model
     if path == "operations of the C kernels":
         model._decoder = None
     requests = Requests(model, [ids])
     for begin, end in ((0, 25), (25, 26), (26, 40)):
         logits = requests.step({0: end - begin})[0]
-        rows = torch.arange(end - begin).flip(0)[::2]
-        found = requests.result.hidden_of(rows)
+        rows = np.arange(end - begin)[::-2].copy()
+        found = torch.from_numpy(requests.result.hidden_of(rows))
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected[begin + rows], rtol=2e-4, atol=2e-4)
-        torch.testing.assert_close(requests.result.logits_of(rows), logits[rows], rtol=1e-4, atol=1e-4)
-        assert torch.equal(requests.result.hidden_of(rows), found)
+        torch.testing.assert_close(
+            torch.from_numpy(requests.result.logits_of(rows)), logits[rows], rtol=1e-4, atol=1e-4
+        )
+        assert np.array_equal(requests.result.hidden_of(rows), found)

@@ -13,9 +13,12 @@ from core.models.step import ModelInputs
 from ipc.errors import ModelFileError
 from ipc.rounding import ceil_div
 from kernels.cpu.library import load_cpu_library
+from kernels.elements import BFLOAT16, FLOAT32, rounded
+from kernels.torch.tensors import to_tensor
+from tests.numbers import fill_with_nan
 
 BLOCK_SIZE = 16
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [FLOAT32, BFLOAT16]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +55,8 @@ def random_weights(config, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for name, shape in expected_shapes(config).items():
         numbers = torch.randn(shape, generator=generator)
-        yield name, (1 + 0.1 * numbers if len(shape) == 1 else numbers * shape[-1] ** -0.5).to(dtype)
+        numbers = 1 + 0.1 * numbers if len(shape) == 1 else numbers * shape[-1] ** -0.5
+        yield name, rounded(numbers.numpy(), dtype)
 
 
 class Requests:
@@ -62,8 +66,7 @@ class Requests:
         self.model, self.prompts, self.done = model, prompts, [0] * len(prompts)
         num_blocks = [ceil_div(len(prompt), BLOCK_SIZE) for prompt in prompts]
         self.cache = model.allocate_cache(sum(num_blocks) + 1, BLOCK_SIZE)
-        for layer in self.cache.layers:
-            layer[1:] = torch.nan
+        fill_with_nan(self.cache)
         blocks = iter((np.random.default_rng(seed).permutation(sum(num_blocks)) + 1).tolist())
         self.tables = np.zeros((len(prompts), max(num_blocks)), np.int32)
         for index, count in enumerate(num_blocks):
@@ -78,17 +81,17 @@ class Requests:
         blocks = self.tables[np.repeat(which, num_tokens), positions // BLOCK_SIZE].astype(np.int64)
         metadata = self.model.attention_metadata(num_tokens, starts + num_tokens, self.tables[which], self.cache)
         inputs = ModelInputs(
-            token_ids=torch.from_numpy(np.concatenate(ids)),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
+            token_ids=np.concatenate(ids),
+            positions=positions,
+            slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
             attention=metadata,
             cache=self.cache,
-            logits_rows=torch.arange(len(positions)),
+            logits_rows=np.arange(len(positions)),
         )
         self.result = self.model.forward(inputs)  # of the last step
         for index, count in counts.items():
             self.done[index] += count
-        return dict(zip(counts, self.result.logits.clone().split(num_tokens.tolist()), strict=True))
+        return dict(zip(counts, torch.from_numpy(self.result.logits.copy()).split(num_tokens.tolist()), strict=True))
 
 
 def prompts(*lengths, vocab_size=320):
@@ -116,7 +119,8 @@ def transformers_logits(config, weights, ids, dtype):
         )
     ).to(dtype)
     model.load_state_dict(
-        {name: tensor.to(dtype) for name, tensor in weights.items()}, strict=not model.config.tie_word_embeddings
+        {name: to_tensor(numbers).to(dtype) for name, numbers in weights.items()},
+        strict=not model.config.tie_word_embeddings,
     )
     model.tie_weights()
     with torch.inference_mode():
@@ -128,12 +132,12 @@ def transformers_logits(config, weights, ids, dtype):
 @pytest.mark.parametrize("kernels", ["torch", "c"])
 def test_error_is_at_most_twice_that_of_transformers(tied, kernels):
     config = tiny_config(tie_word_embeddings=tied)
-    weights = dict(random_weights(config, torch.float32))
+    weights = dict(random_weights(config, FLOAT32))
     (ids,) = prompts(200)
     exact = transformers_logits(config, weights, ids, torch.float64)
     theirs = transformers_logits(config, weights, ids, torch.float32)
     library = load_cpu_library() if kernels == "c" else None
-    requests = Requests(Llama(config, weights.items(), torch.float32, library=library), [ids])
+    requests = Requests(Llama(config, weights.items(), FLOAT32, library=library), [ids])
     ours = torch.cat([requests.step({0: count})[0] for count in (150, 1, 1, 48)])
     assert ours.dtype == torch.float32
     error, their_error = (ours - exact).abs(), (theirs - exact).abs()
@@ -170,9 +174,7 @@ def test_logits_depend_on_own_tokens_only(heads, dtype):
 
 def test_recomputation_and_prefix_hits_give_the_same_bits():
     """Preempted: the same tokens again in other blocks. Prefix hit: another request's blocks of equal tokens."""
-    model = Llama(
-        tiny_config(), random_weights(tiny_config(), torch.bfloat16), torch.bfloat16, library=load_cpu_library()
-    )
+    model = Llama(tiny_config(), random_weights(tiny_config(), BFLOAT16), BFLOAT16, library=load_cpu_library())
     (ids,) = prompts(100)
     requests = Requests(model, [ids, ids, ids])
     whole = requests.step({0: 100})[0]
@@ -186,28 +188,29 @@ def test_recomputation_and_prefix_hits_give_the_same_bits():
 def test_only_the_asked_rows_are_computed_and_skipped_slots_not_stored(kernels):
     config = tiny_config()
     library = load_cpu_library() if kernels == "c" else None
-    model = Llama(config, random_weights(config, torch.float32), torch.float32, library=library)
+    model = Llama(config, random_weights(config, FLOAT32), FLOAT32, library=library)
     requests = Requests(model, prompts(20))
-    ids, positions = torch.from_numpy(requests.prompts[0]), torch.arange(20)
-    slots = torch.from_numpy(np.repeat(requests.tables[0].astype(np.int64) * BLOCK_SIZE, BLOCK_SIZE)[:20])
+    ids, positions = requests.prompts[0], np.arange(20)
+    slots = np.repeat(requests.tables[0].astype(np.int64) * BLOCK_SIZE, BLOCK_SIZE)[:20]
     slots += positions % BLOCK_SIZE
     slots[19] = -1
     metadata = model.attention_metadata(np.array([20]), np.array([20]), requests.tables, requests.cache)
-    inputs = ModelInputs(ids, positions, slots, metadata, requests.cache, torch.tensor([17, 3]))
-    logits = model.forward(inputs).logits
+    inputs = ModelInputs(ids, positions, slots, metadata, requests.cache, np.array([17, 3]))
+    logits = torch.from_numpy(model.forward(inputs).logits)
     assert logits.shape == (2, 320)
     assert torch.allclose(logits, Requests(model, prompts(20)).step({0: 20})[0][[17, 3]], atol=1e-5)
-    written = requests.cache.keys(2).isfinite().all(-1).all(-1)  # [num_blocks, block_size]
+    keys = torch.as_tensor(requests.cache.keys(2))  # of either kind of cache
+    written = keys.isfinite().all(-1).all(-1)  # [num_blocks, block_size]
     assert int(written[1:].sum()) == 19
     assert (requests.cache.layers[2][0] == 0).all()
 
 
 def test_missing_weights_are_named():
     config = tiny_config()
-    weights = dict(random_weights(config, torch.float32))
+    weights = dict(random_weights(config, FLOAT32))
     del weights["model.layers.2.mlp.up_proj.weight"]
     with pytest.raises(ModelFileError, match=r"lacks these tensors: model\.layers\.2\.mlp\.up_proj\.weight$"):
-        Llama(config, weights.items(), torch.float32)
+        Llama(config, weights.items(), FLOAT32)
 
 
 def test_variant_and_numerics():
@@ -215,7 +218,7 @@ def test_variant_and_numerics():
     config, library = tiny_config(), load_cpu_library()
 
     def made(seed=0, **options):
-        return Llama(config, random_weights(config, torch.float32, seed), torch.float32, **options)
+        return Llama(config, random_weights(config, FLOAT32, seed), FLOAT32, **options)
 
     exact, again = made(library=library), made(1, library=library)
     asked, without = made(library=library, numerics="L0"), made(library=None)

@@ -7,19 +7,20 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 
 from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes, load_weights
 from core.models import stored_matrix
 from core.models.llama import Llama
-from core.models.stored_matrix import StoredMatrix, StoredPart, dense
+from core.models.stored_matrix import StoredMatrix, StoredPart
 from core.models.weight_parts import WeightParts
 from kernels.cpu.library import CpuLibrary, load_cpu_library
-from kernels.torch.dequantize import BLOCK_SIZES, dequantize
+from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES, dequantize
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, rounded
 from tests.core.models.test_llama import Requests, prompts
+from tests.numbers import dense
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [FLOAT32, BFLOAT16]
 DEPTH = 512
 #: Rows of each type.
 MIXED = {"Q4_K": 3, "Q6_K": 2, "F32": 1, "BF16": 4, "Q8_0": 5, "F16": 2, "Q5_1": 1}
@@ -53,51 +54,54 @@ TYPES = {
 
 def stored(type_name: str, rows: int, **options: Any) -> StoredPart:
     weights, block_bytes = BLOCK_SIZES[type_name]
-    numbers = torch.randn(rows, DEPTH, generator=torch.Generator().manual_seed(rows))
+    numbers = np.random.default_rng(rows).standard_normal((rows, DEPTH), np.float32)
     if weights == 1:
-        data = numbers.to(stored_matrix._PLAIN[type_name]).view(torch.uint8)
+        data = rounded(numbers, PLAIN_TYPES[type_name]).view(np.uint8)
     else:
         shape = rows, DEPTH // weights, block_bytes
         blocks = np.random.default_rng(rows).integers(0, 256, shape, np.uint8)
         scales = [block_bytes - 2] if type_name == "Q6_K" else [0] if type_name == "Q8_0" else [0, 2]
         for place in scales:  # finite float16 numbers
             blocks[..., place : place + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-        data = torch.from_numpy(blocks.reshape(rows, -1))
+        data = blocks.reshape(rows, -1)
     return StoredPart(type_name, data, DEPTH, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("library", [None, load_cpu_library()], ids=["torch", "c"])
-def test_mixed_types_give_the_bits_of_each_alone(library: CpuLibrary | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("library", [None, load_cpu_library()], ids=["numpy", "c"])
+def test_mixed_types_give_the_bits_of_each_alone(library: CpuLibrary | None, dtype: Dtype) -> None:
     parts = [stored(name, rows, library=library) for name, rows in MIXED.items()]
-    expected = [dequantize(part.data.view(-1), part.type_name).view(-1, DEPTH).to(dtype) for part in parts]
+    expected = [rounded(dequantize(part.data.reshape(-1), part.type_name), dtype).reshape(-1, DEPTH) for part in parts]
     matrix = StoredMatrix(parts)
     assert matrix.shape == (sum(MIXED.values()), DEPTH)
-    assert torch.equal(matrix.dense(dtype), torch.cat(expected))
-    assert all(torch.equal(StoredMatrix([part]).dense(dtype), rows) for part, rows in zip(parts, expected, strict=True))
+    assert np.array_equal(matrix.dense(dtype), np.concatenate(expected))
+    assert all(
+        np.array_equal(StoredMatrix([part]).dense(dtype), rows) for part, rows in zip(parts, expected, strict=True)
+    )
 
 
 def test_a_dense_matrix_is_no_copy_and_others_are_released() -> None:
-    tensor, released = torch.randn(3, 4), list[str]()
-    assert StoredMatrix.of(tensor).dense(torch.float32).data_ptr() == tensor.data_ptr()
-    assert torch.equal(StoredMatrix.of(tensor).dense(torch.bfloat16), tensor.bfloat16())
-    assert dense(tensor, torch.bfloat16) is tensor
+    matrix, released = np.random.default_rng(0).standard_normal((3, 4), np.float32), list[str]()
+    assert np.shares_memory(StoredMatrix.of(matrix).dense(FLOAT32), matrix)
+    assert np.array_equal(StoredMatrix.of(matrix).dense(BFLOAT16), rounded(matrix, BFLOAT16))
     parts = [stored(name, 2, release=lambda name=name: released.append(name)) for name in ("Q4_K", "F32")]
-    matrix = StoredMatrix(parts)
+    stored_parts = StoredMatrix(parts)
     assert released == []
-    matrix.dense(torch.bfloat16)
+    stored_parts.dense(BFLOAT16)
     assert released == ["Q4_K", "F32"]
 
 
 def test_taking_concatenates_and_converts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_matrix, "_write", lambda *_: pytest.fail("converted before anybody asked"))
     q, k = StoredMatrix([stored("Q4_K", 3)]), StoredMatrix([stored("Q6_K", 2)])
-    v, norm = torch.randn(4, DEPTH), torch.randn(5)
+    v, norm = np.ones((4, DEPTH), np.float32), np.arange(5, dtype=np.float32)
     parts = WeightParts(iter([("k", k), ("norm", norm), ("v", v), ("q", q)]))
     matrix = parts.take_matrix("q", "k", "v")
     assert [(part.type_name, part.rows) for part in matrix.parts] == [("Q4_K", 3), ("Q6_K", 2), ("F32", 4)]
-    assert [part.data.data_ptr() for part in matrix.parts[:2]] == [m.parts[0].data.data_ptr() for m in (q, k)]
-    assert parts.take("norm") is norm
+    assert all(part.data is m.parts[0].data for part, m in zip(matrix.parts, (q, k), strict=False))
+    taken = parts.take("norm")
+    assert np.array_equal(taken, norm)
+    assert not np.shares_memory(taken, norm)  # which may lie in a mapped file
 
 
 def write_mixed(path: Path) -> None:
@@ -118,9 +122,9 @@ def write_mixed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("library", [None, load_cpu_library()], ids=["torch", "c"])
+@pytest.mark.parametrize("library", [None, load_cpu_library()], ids=["numpy", "c"])
 def test_a_model_of_mixed_types_is_that_of_its_dense_weights(
-    library: CpuLibrary | None, dtype: torch.dtype, tmp_path: Path
+    library: CpuLibrary | None, dtype: Dtype, tmp_path: Path
 ) -> None:
     """Its Q, K and V are of three types, its gate and up of two."""
     path = tmp_path / "mixed.gguf"
@@ -129,10 +133,10 @@ def test_a_model_of_mixed_types_is_that_of_its_dense_weights(
     merged = [read[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert all(isinstance(weight, StoredMatrix) for weight in merged)
     assert [part.type_name for weight in merged for part in weight.parts] == ["Q8_0", "Q5_0", "F16"]
-    converted = [(name, dense(weight, dtype).clone()) for name, weight in read.items()]
+    converted = [(name, dense(weight, dtype).copy()) for name, weight in read.items()]
     logits = [
         Requests(Llama(CONFIG, weights, dtype, library=library), prompts(9, vocab_size=40)).step({0: 9})[0]
         for weights in (load_weights(path, CONFIG, dtype, library), converted)
     ]
-    assert torch.equal(*logits)
+    assert np.array_equal(*logits)
     assert logits[0].isfinite().all()

@@ -10,6 +10,7 @@ from transformers.models.phi3 import modeling_phi3
 
 from core.models.transformers_model import TransformersModel
 from ipc.errors import UnsupportedModelError
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.models.test_transformers_model import SIZES, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -27,7 +28,7 @@ def test_attention_that_ours_does_not_know_is_refused_with_the_numbers(
         lambda module, query, *rest, **more: eager(module, 1.1 * query, *rest, **more),
     )
     with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: .* off by [\d.]+% .*at most 0.1% is rounding"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)
 
 
 def test_attention_that_differs_beyond_the_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +41,7 @@ def test_attention_that_differs_beyond_the_window_is_refused(tmp_path: Path, mon
 
     monkeypatch.setattr(modeling_phi3, "eager_attention_forward", differing)
     with pytest.raises(UnsupportedModelError, match=r"^Phi3ForCausalLM: .* off by [\d.]+% .*at most 0.1% is rounding"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)
 
 
 def test_a_mask_that_differs_beyond_what_is_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,15 +56,15 @@ def test_a_mask_that_differs_beyond_what_is_run_is_refused(tmp_path: Path, monke
         finally:
             self.config.sliding_window = 150
 
-    TransformersModel(tmp_path, torch.float32)
+    TransformersModel(tmp_path, FLOAT32)
     monkeypatch.setattr(modeling_phi3.Phi3Attention, "forward", forgetting)
     with pytest.raises(UnsupportedModelError, match="mask of layer 0 shows 150 tokens to the one at position 255"):
-        TransformersModel(tmp_path, torch.float32)
-    TransformersModel(tmp_path, torch.float32, max_model_len=150)  # up to there it makes no difference
+        TransformersModel(tmp_path, FLOAT32)
+    TransformersModel(tmp_path, FLOAT32, max_model_len=150)  # up to there it makes no difference
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_beside_keys_and_values_is_refused_however_small(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_state_beside_keys_and_values_is_refused_however_small(dtype: Dtype, tmp_path: Path) -> None:
     """Falcon-H1's state space with random weights changes the logits by less than rounding to bfloat16 does."""
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
     save("falcon_h1", tmp_path, **SIZES, **mamba, num_key_value_heads=2)
@@ -84,7 +85,7 @@ def test_tokens_that_see_each_other_beside_attention_are_refused(
 
     monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", mixing)
     with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: a token reaches others beside attention"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)
 
 
 def test_weights_that_are_no_numbers_are_told_from_that(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_weights_that_are_no_numbers_are_told_from_that(tmp_path: Path) -> None:
         model.model.norm.weight[3] = torch.nan
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: its logits are NaN;"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)
 
 
 def test_code_that_goes_by_the_largest_position_in_the_batch_is_refused(
@@ -109,8 +110,8 @@ def test_code_that_goes_by_the_largest_position_in_the_batch_is_refused(
 
     monkeypatch.setattr(modeling_olmo2.Olmo2RotaryEmbedding, "forward", by_length)
     with pytest.raises(UnsupportedModelError, match=r"two requests in one batch change each other's logits by [\d.]+%"):
-        TransformersModel(tmp_path, torch.float32)
-    TransformersModel(tmp_path, torch.float32, max_model_len=100)
+        TransformersModel(tmp_path, FLOAT32)
+    TransformersModel(tmp_path, FLOAT32, max_model_len=100)
 
 
 def test_code_that_is_right_for_whole_prompts_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_code_that_is_right_for_whole_prompts_only_is_refused(tmp_path: Path, mo
 
     monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", by_count)
     with pytest.raises(UnsupportedModelError, match=r"after a second step its logits are off by [\d.]+% of"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -155,4 +156,4 @@ def test_what_the_trial_has_not_shown_is_refused_in_a_step(
 
     monkeypatch.setattr(modeling_olmo2.Olmo2Attention, "forward", changing)
     with pytest.raises(UnsupportedModelError, match=reason):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from core.executors.local import LocalExecutor
 from core.models.transformers_model import TransformersModel
 from ipc.errors import ModelFileError, UnsupportedModelError
+from kernels.elements import FLOAT32
 from tests.core.models.test_transformers_model import SIZES, VOCAB, config_for, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -63,7 +63,7 @@ def test_what_would_run_wrongly_is_refused(
 ) -> None:
     save(model_type, tmp_path, **settings)
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*; LlamaForCausalLM, .* run here, and models of"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)
 
 
 #: What is changed in config.json, what is said.
@@ -110,4 +110,4 @@ def test_transformers_missing_names_the_install_line(tmp_path: Path, monkeypatch
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelFileError, match=r"llm-engine-core\[transformers\]"):
-        TransformersModel(tmp_path, torch.float32)
+        TransformersModel(tmp_path, FLOAT32)

@@ -13,6 +13,7 @@ from core.models.transformers_rotation import Rotation
 from core.process.resolve import resolve
 from ipc.config import EngineConfig
 from ipc.errors import UnsupportedModelError
+from kernels.elements import FLOAT32
 from tests.core.models.test_transformers_model import SIZES, VOCAB, config_for, generate, greedy, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -113,8 +114,8 @@ def test_a_rotation_that_cannot_be_settled_is_refused(long_mscale: float, tmp_pa
     more = {"short_mscale": 1.2, "long_mscale": long_mscale}
     save("phimoe", tmp_path, **longrope(**more), num_local_experts=4, sliding_window=None)
     with pytest.raises(UnsupportedModelError, match="PhimoeRotaryEmbedding: its rotation goes by the longest request"):
-        TransformersModel(tmp_path, torch.float32)
-    TransformersModel(tmp_path, torch.float32, max_model_len=BORDER)
+        TransformersModel(tmp_path, FLOAT32)
+    TransformersModel(tmp_path, FLOAT32, max_model_len=BORDER)
 
 
 def test_others_are_left_alone(tmp_path: Path) -> None:

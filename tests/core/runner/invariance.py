@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
@@ -25,12 +24,15 @@ from core.runner.model_runner import ModelRunner
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
-from ipc.arrays import Int32s, Ints
+from ipc.arrays import Floats, Int32s, Ints
 from ipc.config import EngineConfig, SchedulingPolicy
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.sampling_params import SamplingParams
 from ipc.speculation import SpeculativeConfig
+from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded
+from tests.numbers import nan
 
 TARGET = 1000  # number and seed of the request that is watched
 TARGET_CLIENT = 7  # has no other request
@@ -78,34 +80,34 @@ KINDS: dict[str, ModelConfig] = {
     ),
 }
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
 @lru_cache(maxsize=64)
-def tiny_model(dtype: torch.dtype, kind: str = "plain", variant: str | None = None) -> Llama:
+def tiny_model(dtype: Dtype, kind: str = "plain", variant: str | None = None) -> Llama:
     """Return a model of the C kernels, made once: a step of a model leaves nothing for the next."""
     return random_model(KINDS[kind], dtype, variant)
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, variant: str | None = None) -> Llama:
+def random_model(config: ModelConfig, dtype: Dtype, variant: str | None = None) -> Llama:
     """variant: of the C kernels; None = the best that this CPU runs."""
     return Llama(config, random_weights(config, dtype).items(), dtype, library=load_cpu_library(variant))
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def random_weights(config: ModelConfig, dtype: Dtype) -> dict[str, Numbers]:
     """Return weights by name, the same on every machine."""
     rng = np.random.Generator(np.random.PCG64(5))
 
-    def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def numbers(name: str, shape: tuple[int, ...]) -> Numbers:
         drawn = rng.standard_normal(shape, np.float32) * np.float32(0.2)
-        return torch.from_numpy(drawn + np.float32(name.endswith("norm.weight"))).to(dtype)
+        return rounded(drawn + np.float32(name.endswith("norm.weight")), dtype)
 
     return {name: numbers(name, shape) for name, shape in expected_shapes(config).items()}
 
 
-def bits(values: torch.Tensor) -> torch.Tensor:
+def bits(values: Floats) -> Int32s:
     """float32 -> int32: unlike equality of numbers this tells 0 from -0, and NaN is itself."""
-    return values.view(torch.int32)
+    return values.view(np.int32)
 
 
 class Recorder(ModelRunner):
@@ -128,8 +130,8 @@ class Recorder(ModelRunner):
             eos_token_ids=(0,),
             logprobs_mode=config.logprobs_mode,
         )
-        self.logits: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.edited: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.logits: dict[tuple[int, int, int], Floats] = {}
+        self.edited: dict[tuple[int, int, int], Floats] = {}
         self.num_computed_again = 0  # rows of logits
         self.num_starts = 0  # of the target's first choice
         self.num_poisoned = 0  # slots that held numbers before
@@ -144,7 +146,7 @@ class Recorder(ModelRunner):
         self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
         is_readable = self._readable()
         inputs = super().prepare(plan)
-        written = inputs.slots.numpy()
+        written = inputs.slots
         is_readable.reshape(-1)[written] = False
         known = self._is_poisoned.copy()
         self._poison(~is_readable)
@@ -166,12 +168,11 @@ class Recorder(ModelRunner):
     def _poison(self, where: npt.NDArray[np.bool_]) -> None:
         """where: [blocks, block_size], or [blocks]."""
         fresh = np.broadcast_to(where.reshape(len(where), -1), self._is_poisoned.shape) & ~self._is_poisoned
-        slots = torch.from_numpy(np.flatnonzero(fresh))
-        cache = self.cache
-        rows = cache.slot_rows(slots)
-        nan = torch.full((len(slots), 2 * cache.num_kv_heads * cache.head_dim), torch.nan, dtype=cache.dtype)
+        slots, cache = np.flatnonzero(fresh), self.cache
+        assert isinstance(cache, CpuKVCache), type(cache)
+        poison = np.full((len(slots), 2 * cache.num_kv_heads * cache.head_dim), nan(cache.dtype))
         for layer in range(len(cache.layers)):
-            cache.write(layer, rows, nan)
+            cache.write(layer, slots, poison)
         self._is_poisoned |= fresh
 
     def sample(self, rows: Ints, result: StepResult, offsets: Ints | None = None) -> Int32s:
@@ -180,16 +181,16 @@ class Recorder(ModelRunner):
         if offsets is not None:
             positions += offsets
         columns = (self.sampling.seed[rows], self.sampling.choice[rows], positions)
-        raw = logits.clone()
+        raw = logits.copy()
         tokens = super().sample(rows, result, offsets)
         is_kept = np.ones(len(rows), np.bool_) if offsets is None else accepted(rows, offsets, tokens, self.table)
         for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if not is_kept[index]:
                 continue
             self.num_computed_again += key in self.logits
-            for kept, values in ((self.logits, raw[index]), (self.edited, logits[index].clone())):
+            for kept, values in ((self.logits, raw[index]), (self.edited, logits[index].copy())):
                 before = kept.setdefault(key, values)
-                assert torch.equal(bits(before), bits(values)), f"(seed, choice, position) {key}: other logits again"
+                assert np.array_equal(bits(before), bits(values)), f"(seed, choice, position) {key}: other logits again"
         return tokens
 
 
@@ -270,8 +271,8 @@ class Run(NamedTuple):
 
     tokens: dict[int, list[int]]
     finish: dict[int, FinishReason]
-    logits: dict[int, torch.Tensor]
-    edited: dict[int, torch.Tensor]
+    logits: dict[int, Floats]
+    edited: dict[int, Floats]
     logprobs: dict[int, ReceivedLogprobs]
     recorder: Recorder
     num_cached_tokens: int  # what the prefix cache gave while the target and its neighbours ran
@@ -319,8 +320,8 @@ def run(
     heard = drive(engine, recorder, list(inbox), between)
     tokens = {choice: ids for (number, choice), ids in heard.tokens.items() if number == TARGET}
 
-    def stacked(kept: dict[tuple[int, int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
-        return {c: torch.stack([kept[TARGET, c, position] for position in range(len(tokens[c]))]) for c in tokens}
+    def stacked(kept: dict[tuple[int, int, int], Floats]) -> dict[int, Floats]:
+        return {c: np.stack([kept[TARGET, c, position] for position in range(len(tokens[c]))]) for c in tokens}
 
     return Run(
         tokens,
@@ -360,7 +361,7 @@ def difference(got: Run, alone: Run) -> str:
     for what, one, other in (("logits", got.logits, alone.logits), ("edited logits", got.edited, alone.edited)):
         for choice, expected in other.items():
             values = one[choice][: len(expected)]
-            wrong = (bits(values) != bits(expected[: len(values)])).any(-1).nonzero()[:, 0].tolist()
+            wrong = (bits(values) != bits(expected[: len(values)])).any(-1).nonzero()[0].tolist()
             if wrong:
                 return f"{what} of choice {choice} differ at output positions {wrong}"
     if got.tokens != alone.tokens or got.finish != alone.finish:

@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from core.models.llama import Llama
 from kernels.cpu.build import VARIANTS, usable_variants
 from kernels.cpu.library import ARITHMETIC, load_cpu_library
+from kernels.elements import FLOAT32
 from tests.core.runner.invariance import DTYPES, KINDS, difference, run, tiny_model
 from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS, scenario
 
@@ -30,7 +30,6 @@ USABLE = usable_variants()
 
 @pytest.fixture(params=USABLE)
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    torch.set_num_threads(1)
     yield request.param
     load_cpu_library(request.param).stop_threads()
 
@@ -49,7 +48,7 @@ def test_a_request_in_any_company_has_the_logits_it_has_alone(dtype: str, kind: 
 def digest(model: Llama) -> str:
     """Hex, of the logits of a prompt's last token and of fifteen greedy ones, a sliding layer among the layers."""
     logits = run(model, PROMPT, temperature=0.0).logits[0]
-    return hashlib.blake2b(logits.numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(logits.tobytes(), digest_size=8).hexdigest()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +57,7 @@ def test_the_arithmetic_is_that_of_its_number(dtype: str, variant: str) -> None:
 
 
 def test_the_digest_would_show_another_arithmetic() -> None:
-    models = [tiny_model(torch.float32, kind) for kind in KINDS]
+    models = [tiny_model(FLOAT32, kind) for kind in KINDS]
     assert len({digest(model) for model in models}) == len(KINDS)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
@@ -16,6 +15,7 @@ from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
 from ipc.messages import Outputs, RequestFailed
 from kernels.cpu.library import load_cpu_library
+from kernels.elements import BFLOAT16, FLOAT32
 from tests.core.runner.invariance import (
     DTYPES,
     KINDS,
@@ -33,11 +33,6 @@ from tests.core.runner.invariance import (
 from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS, mixed, scenario
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind: str) -> None:
@@ -50,7 +45,7 @@ def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind
 
 
 def test_two_threads_give_the_bits_of_one() -> None:
-    model, library = tiny_model(torch.bfloat16), load_cpu_library()
+    model, library = tiny_model(BFLOAT16), load_cpu_library()
     alone = run(model, PROMPT)
     library.start_threads(2)
     try:
@@ -63,7 +58,7 @@ def test_two_threads_give_the_bits_of_one() -> None:
 def test_the_demo_model_in_bfloat16() -> None:
     path = resolve_model(None)
     config = read_model_config(path)
-    model = Llama(config, load_weights(path, config, torch.bfloat16), torch.bfloat16, library=load_cpu_library())
+    model = Llama(config, load_weights(path, config, BFLOAT16), BFLOAT16, library=load_cpu_library())
     prompt = PROMPT[:150]
     alone = run(model, prompt, max_tokens=6)
     crowd = run(model, prompt, max_tokens=6, neighbours=neighbours(16, 1, 60, 12), budget=100)
@@ -97,7 +92,7 @@ def test_a_pool_too_small_changes_no_logits_of_anybody(dtype: str) -> None:
     assert (squeezed.tokens, squeezed.finish) == (unhurried.tokens, unhurried.finish)
     for kept, other in ((got.logits, expected.logits), (got.edited, expected.edited)):
         assert kept.keys() == other.keys()
-        assert [key for key in kept if not torch.equal(bits(kept[key]), bits(other[key]))] == []
+        assert [key for key in kept if not np.array_equal(bits(kept[key]), bits(other[key]))] == []
 
 
 def test_nan_logits_fail_one_request_alone() -> None:
@@ -105,16 +100,16 @@ def test_nan_logits_fail_one_request_alone() -> None:
 
     class Poisoned(Recorder):
         def sample(self, rows: Ints, result: Any) -> Int32s:
-            poisoned = result.logits.clone()
-            poisoned[self.sampling.seed[rows] == 2] = torch.nan
+            poisoned = result.logits.copy()
+            poisoned[self.sampling.seed[rows] == 2] = np.nan
             return super().sample(rows, SimpleNamespace(logits=poisoned, largest=None))
 
-    engine, recorder = recorded_engine(tiny_model(torch.float32), config, Poisoned)
+    engine, recorder = recorded_engine(tiny_model(FLOAT32), config, Poisoned)
     messages = engine.step([request(1, [5, 6, 7], 4, 0.0), request(2, [8, 9], 4, 0.0)], 0)
     failed = [message for _, message in messages if isinstance(message, RequestFailed)]
     assert [message.number for message in failed] == [2]
     assert "not finite" in failed[0].message
-    alone = drive(*recorded_engine(tiny_model(torch.float32), config), [request(1, [5, 6, 7], 4, 0.0)])
+    alone = drive(*recorded_engine(tiny_model(FLOAT32), config), [request(1, [5, 6, 7], 4, 0.0)])
     first = np.frombuffer(next(m for _, m in messages if isinstance(m, Outputs)).tokens, "<i4").tolist()
     assert first + drive(engine, recorder, []).tokens[1, 0] == alone.tokens[1, 0]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
@@ -16,6 +15,9 @@ from ipc.config import EngineConfig
 from ipc.messages import RequestFailed
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.elements import FLOAT32, Numbers
+from kernels.torch.tensors import to_array, to_tensor
 from tests.core.runner.invariance import (
     DTYPES,
     KINDS,
@@ -32,11 +34,6 @@ from tests.core.runner.invariance import (
     tiny_model,
 )
 from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, mixed, scenario
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def cached(length: int) -> Callable[[Llama], Run]:
@@ -74,8 +71,8 @@ def test_attention_that_depends_on_the_chunk_fails_the_comparison(
     """Its results are a little larger for some numbers of tokens in a step than for others."""
     model, exact = model_by_operations(dtype), CpuAttention.__call__
 
-    def uneven(self: CpuAttention, q: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return exact(self, q, *rest).mul_(1 + len(q) % 5 / 128)
+    def uneven(self: CpuAttention, q: Numbers, *rest: Any) -> Numbers:
+        return to_array(to_tensor(exact(self, q, *rest)).mul_(1 + len(q) % 5 / 128))
 
     alone = run(model, PROMPT)
     assert [difference(each(model), alone) for each in VARIED[group]] == [""] * len(VARIED[group])
@@ -95,12 +92,13 @@ def test_a_product_that_depends_on_its_neighbours_fails_the_comparison(
     alone = run(model, PROMPT)
     exact = PackedMatrix.__call__
 
-    def halved(self: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+    def halved(self: PackedMatrix, x: Numbers) -> Numbers:
         if not 24 <= len(x) < 64:
             return exact(self, x)
-        left = x.clone()
+        left, right = x.copy(), x.copy()
         left[:, self.in_features // 2 :] = 0
-        return exact(self, left) + exact(self, x - left)
+        right[:, : self.in_features // 2] = 0
+        return to_array(to_tensor(exact(self, left)) + to_tensor(exact(self, right)))
 
     monkeypatch.setattr(PackedMatrix, "__call__", halved)
     assert difference(run(model, PROMPT), alone) == "", "the target alone has so many rows"
@@ -110,7 +108,7 @@ def test_a_product_that_depends_on_its_neighbours_fails_the_comparison(
 def failed(recorder_type: type[Recorder]) -> list[int]:
     """Numbers of the requests that fail among a few whose blocks were others' before; some share a prompt."""
     config = small_config(num_blocks=20, rows=4, budget=64)
-    engine, recorder = recorded_engine(tiny_model(torch.float32), config, recorder_type)
+    engine, recorder = recorded_engine(tiny_model(FLOAT32), config, recorder_type)
     inbox = [request(n, PROMPT[n // 2 * 40 :][:37], 9, 0.5) for n in range(1, 7)]
     found: list[int] = []
     while inbox or engine.has_unfinished:
@@ -152,20 +150,21 @@ def test_a_read_of_poison_fails_the_request(recorder_type: type[Recorder]) -> No
 
 def test_whatever_nobody_may_read_is_nan() -> None:
     config = EngineConfig(max_num_seqs=9, max_num_batched_tokens=60, num_blocks_override=36, max_model_len=560)
-    engine, recorder = recorded_engine(tiny_model(torch.float32), config)
+    engine, recorder = recorded_engine(tiny_model(FLOAT32), config)
     drive(engine, recorder, list(mixed(neighbours(9, 3, 30, 90))))
     engine.scheduler.reset_prefix_cache()
     drive(engine, recorder, [request(20, PROMPT[:20], 1, 0.0)])  # two blocks, of which twelve slots are free
     for layer in range(3):
+        assert isinstance(recorder.cache, CpuKVCache)
         for stored in (recorder.cache.keys(layer), recorder.cache.values(layer)):
-            is_nan = stored.isnan().flatten(2)
+            is_nan = np.isnan(stored).reshape(*stored.shape[:2], -1)
             assert (is_nan.all(-1) == is_nan.any(-1)).all()
             assert int((~is_nan.any(-1)).sum()) == 16 + 20, "of the null block and of the request's tokens"
 
 
 @pytest.mark.parametrize("option", [*EDITS, *FILTERS])
 def test_an_option_less_is_another_request(option: str) -> None:
-    model = tiny_model(torch.float32)
+    model = tiny_model(FLOAT32)
     options = {**(EDITS if option in EDITS else FILTERS), "n": 2, "stop_token_ids": [100]}
     del (fewer := dict(options))[option]
     assert difference(run(model, PROMPT, params=fewer), run(model, PROMPT, params=options)) != ""

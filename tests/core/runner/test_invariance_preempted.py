@@ -4,10 +4,10 @@ row, at any place in the batch, among neighbours that come and go, with one step
 
 import numpy as np
 import pytest
-import torch
 
 from core.engine import EngineCore
 from core.inputs import EngineInput, HoldClient, ReleaseClient
+from kernels.elements import BFLOAT16
 from tests.core.runner.invariance import (
     DTYPES,
     KINDS,
@@ -24,11 +24,6 @@ from tests.core.runner.invariance_scenarios import PROMPT, Preempting, mixed, pr
 SHORT = PROMPT[:150]  # past the first KV tile and both windows
 CHUNK = 48
 NUM_STEPS = 11  # of the target alone: four chunks, the last of which gives the first of eight tokens
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +58,7 @@ def test_preempted_after_every_step(dtype: str, kind: str) -> None:
 @pytest.mark.parametrize("forgets", [False, True])
 def test_tokens_of_steps_in_flight_are_sampled_again(forgets: bool) -> None:
     """At depth 2 a preempted row loses the token of the step in flight. The recorder compares what comes twice."""
-    model = tiny_model(torch.bfloat16, kind="local and global")
+    model = tiny_model(BFLOAT16, kind="local and global")
     alone = run(model, SHORT, max_tokens=8)
     num_again = 0
     for step in range(1, NUM_STEPS):

@@ -3,14 +3,12 @@
 The model is tiny and random; its cache is full of NaN where nobody has written, on the device and on the host.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from core.engine import EngineCore
 from core.execution.executor import Costs, FinishedStep, ModelInfo
@@ -20,7 +18,9 @@ from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, Outputs
 from ipc.sampling_params import SamplingParams
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import TINY, random_model
+from tests.numbers import fill_with_nan
 
 BLOCK_SIZE = 8
 SMALL = msgspec.structs.replace(
@@ -28,15 +28,6 @@ SMALL = msgspec.structs.replace(
 )
 #: For auto: whole blocks are cheaper to copy (74 against 80), a short one beside few whole ones to compute again.
 AUTO_COSTS = {"recompute_ns_per_token": 10, "swap_ns_per_block": 37}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is too small for two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Executor:
@@ -51,8 +42,8 @@ class Executor:
             num_swap_blocks=config.num_swap_blocks or 0,
         )
         for cache in (self.runner.cache, self.runner.swap_cache):
-            for layer in cache.layers if cache else ():
-                layer[1:] = torch.nan  # what nobody stored must not be read
+            if cache is not None:
+                fill_with_nan(cache)  # what nobody stored must not be read
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return memory_bytes // block_size
@@ -77,7 +68,7 @@ class Run(NamedTuple):
 
 
 @lru_cache(2)
-def model(dtype: torch.dtype) -> Llama:
+def model(dtype: Dtype) -> Llama:
     return random_model(SMALL, dtype)
 
 
@@ -100,7 +91,7 @@ def requests() -> list[tuple[int, int, AddRequest]]:
     return made
 
 
-def run(dtype: torch.dtype, **options: Any) -> Run:
+def run(dtype: Dtype, **options: Any) -> Run:
     given = {"num_swap_blocks": 0, "recompute_ns_per_token": 1, "swap_ns_per_block": 1, **options}
     config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=96, max_num_batched_tokens=24, **given)
     engine = EngineCore(config, Executor(model(dtype), config))
@@ -128,16 +119,16 @@ def run(dtype: torch.dtype, **options: Any) -> Run:
 
 
 @lru_cache(2)
-def unhurried(dtype: torch.dtype) -> Run:
+def unhurried(dtype: Dtype) -> Run:
     """One after the other, with room for all."""
     return run(dtype, max_num_seqs=1, num_blocks_override=100, enable_prefix_caching=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: bool, dtype: torch.dtype) -> None:
+def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: bool, dtype: Dtype) -> None:
     costs = AUTO_COSTS if mode == "auto" else {}
     pressed = run(
         dtype,

@@ -1,13 +1,13 @@
 """A steady step of the model runner: as many Python calls for 40 rows as for one, and few; nothing is timed."""
 
 import pytest
-import torch
 
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
+from kernels.elements import FLOAT32
 from tests.core.runner.invariance import request, tiny_model
 from tests.core.test_step_cost import count_calls
 
@@ -21,7 +21,7 @@ class Counting:
         self.info = ModelInfo("tiny", "", "float32", 500, 2048, (0,), "L2")
         self.counts: list[int] = []
         self._runner = ModelRunner(
-            tiny_model(torch.float32),
+            tiny_model(FLOAT32),
             num_rows=CONFIG.max_num_seqs,
             num_blocks=100,
             block_size=CONFIG.block_size,

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from core.batch.table import BatchTable
 from core.engine import EngineCore
@@ -14,6 +13,7 @@ from core.execution.runner_table import RunnerTable
 from core.runner.accepted import accepted
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.driving import add_message, small_config
 from tests.core.hostile_drafts import speculative, use
 from tests.core.runner.invariance import Recorder, RecordingExecutor, tiny_model
@@ -41,7 +41,7 @@ def messages() -> list[AddRequest]:
 Streams = dict[int, list[int]]
 
 
-def run(config: EngineConfig, dtype: torch.dtype, plain: Streams | None) -> tuple[Found, EngineCore]:
+def run(config: EngineConfig, dtype: Dtype, plain: Streams | None) -> tuple[Found, EngineCore]:
     """plain: the streams that drafts are made from, a third of them wrong; None: no drafts."""
     recorder = Recorder(tiny_model(dtype), config)
     engine = EngineCore(config, RecordingExecutor(recorder))
@@ -68,11 +68,10 @@ def next_tokens(plain: Streams, table: BatchTable, row: int, count: int) -> list
     return plain[int(table.number[row])][first : first + count]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
-def test_streams_are_those_of_one_token_a_step(mode: str, dtype: torch.dtype) -> None:
+def test_streams_are_those_of_one_token_a_step(mode: str, dtype: Dtype) -> None:
     """Tokens, ends and log probabilities, bit for bit, beside rows with other options and among preemptions."""
-    torch.set_num_threads(1)
     config = msgspec.structs.replace(
         small_config(24, 8, max_num_seqs=6, budget=40, max_model_len=80), logprobs_mode=mode
     )

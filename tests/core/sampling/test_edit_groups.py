@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
@@ -64,7 +63,7 @@ class Rows:
     def step(self, rows: list[int], logits: np.ndarray) -> list[int]:
         """logits [len(rows), VOCAB_SIZE] -> tokens"""
         index = np.array(rows)
-        tokens = sample(torch.from_numpy(logits.copy()), self.columns.inputs(index, self.table))
+        tokens = sample(logits.copy(), self.columns.inputs(index, self.table))
         self.table.append_tokens(index, tokens)
         self.columns.append_tokens(index, tokens)
         return tokens.tolist()

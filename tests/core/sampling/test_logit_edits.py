@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
@@ -48,7 +47,7 @@ class Rows:
     def step(self, rows: list[int], logits: np.ndarray) -> list[int]:
         """logits [len(rows), VOCAB_SIZE]"""
         index = np.array(rows)
-        tokens = sample(torch.from_numpy(logits.copy()), self.columns.inputs(index, self.table))
+        tokens = sample(logits.copy(), self.columns.inputs(index, self.table))
         finite = tokens >= 0
         self.table.append_tokens(index[finite], tokens[finite])
         self.columns.append_tokens(index[finite], tokens[finite])
@@ -177,7 +176,7 @@ def test_distribution_with_edits_chi_square() -> None:
     counts = np.zeros(VOCAB_SIZE)
     for position in range(num_draws):
         inputs = one._replace(position=np.array([position]))
-        counts[sample(torch.from_numpy(logits[None].copy()), inputs)[0]] += 1
+        counts[sample(logits[None].copy(), inputs)[0]] += 1
     allowed = expected > 0
     assert allowed.sum() == 4
     assert counts[~allowed].sum() == 0
@@ -195,7 +194,7 @@ def test_a_row_that_may_draw_nothing_is_reported_alone() -> None:
 
 
 def count_calls(rows: Rows, batch: list[int]) -> int:
-    logits = torch.zeros(len(batch), VOCAB_SIZE)
+    logits = np.zeros((len(batch), VOCAB_SIZE), np.float32)
     index = np.array(batch)
     calls = 0
 
@@ -239,12 +238,12 @@ def test_neighbours_keep_their_bits() -> None:
     rows.start(3, SamplingParams(max_tokens=None, **OPTIONS[-2]), [1, 2, 3])
     for row in (0, 1, 2, 4):
         rows.start(row, SamplingParams(), [1])
-    logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
-    changed = logits.clone()
+    logits = np.random.default_rng(1).standard_normal((5, VOCAB_SIZE), np.float32)
+    changed = logits.copy()
     apply_edits(changed, rows.columns.inputs(np.arange(5), rows.table).edits)
     others = [0, 1, 2, 4]
-    assert torch.equal(changed[others], logits[others])
-    assert not torch.equal(changed[3], logits[3])
+    assert np.array_equal(changed[others], logits[others])
+    assert not np.array_equal(changed[3], logits[3])
 
 
 def test_counts_equal_a_counter() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from core.engine import EngineCore
 from core.executors.fake import create
@@ -13,13 +12,9 @@ from core.sampling.logprobs import gather_logprobs
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, Outputs
+from kernels.elements import BFLOAT16, FLOAT32, rounded, to_floats
 from tests.core.driving import add_message, small_config
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def reference(logits: np.ndarray, token: int, num_top: int) -> tuple[int, list[int], list[float]]:
@@ -41,7 +36,7 @@ def test_logprobs_equal_the_reference(ties: bool) -> None:
     tokens = rng.integers(0, 900, 12)
     tokens[:4] = logits[:4].argmax(-1)
     num_top = np.array([0, 1, 5, 20, 2**31 - 1, 0, 7, 899, 20, 3, 1, 20])
-    got = gather_logprobs(torch.from_numpy(logits), tokens, num_top, np.arange(12) + 3, np.arange(12) * 2)
+    got = gather_logprobs(logits, tokens, num_top, np.arange(12) + 3, np.arange(12) * 2)
     assert got.rows.tolist() == list(range(3, 15))
     assert got.positions.tolist() == list(range(0, 24, 2))
     start = 0
@@ -55,7 +50,8 @@ def test_logprobs_equal_the_reference(ties: bool) -> None:
 
 
 def test_a_row_alone_has_the_bits_it_has_among_others() -> None:
-    logits = torch.randn(9, 50_000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    drawn = np.random.default_rng(0).standard_normal((9, 50_000), np.float32)
+    logits = to_floats(rounded(drawn, BFLOAT16))  # many ties
     tokens, num_top = np.arange(9) * 1000, np.array([0, 20, 5, -1, 3, 20, 1, 2, 20]).clip(0)
     together = gather_logprobs(logits, tokens, num_top, np.arange(9), np.arange(9))
     for row in range(9):
@@ -104,7 +100,7 @@ def run(
         num_blocks_override=num_blocks,
         max_model_len=min(2048, (num_blocks - 1) * 16),
     )
-    engine, recorder = recorded_engine(tiny_model(torch.float32), config)
+    engine, recorder = recorded_engine(tiny_model(FLOAT32), config)
     if first:
         drain(engine, [request(1, PROMPT, 3, 0.0)])
     received = drain(engine, [*others, request(1000, PROMPT, 24, 0.8, **WATCHED)])
@@ -115,7 +111,7 @@ def test_whole_requests_however_they_run() -> None:
     alone, recorder, _ = run()
     assert (len(alone.prompt), len(alone.output)) == (149, 24)
     for position, logprobs in enumerate(alone.output):
-        logits = recorder.logits[1000, 0, position].numpy()
+        logits = recorder.logits[1000, 0, position]
         rank, ids, values = reference(logits, int(logprobs.token_ids[0]), 4)
         assert (logprobs.rank, logprobs.token_ids.tolist()) == (rank, ids)
         assert np.abs(logprobs.values - values).max() < 1e-5
@@ -136,7 +132,7 @@ def test_prompt_logprobs_are_those_of_a_forced_continuation() -> None:
     """The log probability of prompt token p is that of sampling it after the first p tokens."""
     alone, _, _ = run()
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
-    engine, _ = recorded_engine(tiny_model(torch.float32), config)
+    engine, _ = recorded_engine(tiny_model(FLOAT32), config)
     for length in (1, 16, 37, 149):
         options: dict[str, Any] = {"allowed_token_ids": [PROMPT[length]], "logprobs": 2}
         forced = drain(engine, [request(length, PROMPT[:length], 1, 0.8, **options)])[length]

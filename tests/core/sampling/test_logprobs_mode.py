@@ -4,21 +4,16 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torch
 
 from core.sampling.sampler import processed_logits, sample
 from frontend.client.received_logprobs import ReceivedLogprobs
 from ipc.config import EngineConfig, LogprobsMode
+from kernels.elements import FLOAT32
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
 from tests.core.sampling.test_logprobs import PROMPT, drain, same
 from tests.core.sampling.test_sampler import CASES, edited, inputs, left_by_filters
 
 RAW, PROCESSED = {"raw_logprobs", "raw_logits"}, {"processed_logprobs", "processed_logits"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def reference(logits: np.ndarray, columns: Any, row: int) -> np.ndarray:
@@ -39,10 +34,10 @@ def test_processed_logits_are_those_a_token_is_drawn_from(case: dict[str, Any], 
     if ties:
         logits = np.round(logits)
     columns = inputs(6, **case, forbidden=[(0, 3), (1, int(logits[1].argmax())), (4, 899), (4, 5000)])
-    left = torch.from_numpy(logits.copy())
+    left = logits.copy()
     tokens = sample(left, columns)
     rows = np.array([4, 0, 1, 5])
-    got = processed_logits(left, rows, columns).numpy()
+    got = processed_logits(left, rows, columns)
     for one, row in zip(got, rows.tolist(), strict=True):
         assert one.tobytes() == reference(logits, columns, row).tobytes()
         assert np.isfinite(one[tokens[row]])
@@ -53,7 +48,7 @@ def run(mode: LogprobsMode, crowded: bool = False) -> tuple[ReceivedLogprobs, Re
     config = EngineConfig(
         max_num_seqs=18, max_num_batched_tokens=60, num_blocks_override=400, max_model_len=2048, logprobs_mode=mode
     )
-    engine, recorder = recorded_engine(tiny_model(torch.float32), config)
+    engine, recorder = recorded_engine(tiny_model(FLOAT32), config)
     options: dict[str, Any] = {"logprobs": 12, "prompt_logprobs": 2, "logit_bias": {3: 4.0, 9: -2.0}}
     watched = [request(1000, PROMPT, 8, 0.6, top_k=9, min_p=0.01, **options), request(1001, PROMPT, 8, 0.0, **options)]
     received = drain(engine, [*(neighbours(16, 1, 40, 12) if crowded else ()), *watched])
@@ -66,7 +61,7 @@ def test_whole_requests(mode: LogprobsMode) -> None:
     columns = inputs(1, temperature=0.6, top_k=9, top_p=0.95, min_p=0.01), inputs(1, temperature=0.0)
     for number, received, row_columns in ((1000, drawn, columns[0]), (1001, greedy, columns[1])):
         for position, one in enumerate(received.output):
-            logits = recorder.logits[number, 0, position].numpy().copy()
+            logits = recorder.logits[number, 0, position].copy()
             if mode in PROCESSED:
                 logits[[3, 9]] += np.array([4, -2], np.float32)
                 logits = reference(logits[None], row_columns, 0)

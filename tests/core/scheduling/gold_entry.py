@@ -28,6 +28,7 @@ class Entry:
     max_total: int
     salt: str
     eos: int
+    party: int  # under policy fair: its client, or its tenant's negative number
     rank: int = 0
     urgency: int = 0  # of policy priority: 1, 0, -1; the blocks of the less urgent are evicted first
     blocks: list[Block] = field(default_factory=list)
@@ -42,6 +43,8 @@ class Entry:
     begun: bool = False
     whole: bool = False  # starts with all the blocks that it can need
     preemptions: int = 0  # for other running rows
+    first: int = 0  # tokens of its prompt
+    drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, in the step that is planned
 
     def wanted(self) -> int:
         """Tokens that it could compute now; its last one is never computed."""
@@ -52,11 +55,11 @@ class Entry:
         """Advance by the tokens of this step; return whether it samples."""
         self.computed += self.n
         samples = self.computed == len(self.tokens) + self.pending
-        self.pending += samples
+        self.pending += samples and not self.drafts  # how many tokens drafts give is not known yet
         return samples
 
     def take(self, token: int) -> bool:
         """A sampled token has come; whether it was the last."""
         self.tokens.append(token)
-        self.pending -= 1
+        self.pending = max(0, self.pending - 1)
         return token == self.eos or len(self.tokens) == self.max_total

@@ -5,13 +5,13 @@ from tests.core.scheduling.gold_entry import Entry
 
 
 class GoldPolicy:
-    """fcfs: as they come. priority: by class, or by arrival + priority * aging. fair: clients by tokens served."""
+    """fcfs: as they come. priority: by class, or by arrival + priority * aging. fair: parties by tokens served."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.name, self.quantum = config.scheduling_policy, config.fair_quantum * 65536
         self.aging = round(config.priority_aging_seconds * 10**9)
         self.weights: dict[int, float] = {}
-        self.times: dict[int, int] = {}  # of each client: 65536 for a token, divided by its weight
+        self.times: dict[int, int] = {}  # of each party: 65536 for a token, divided by its weight
         self.latest = 0
 
     def join(self, q: Entry, live: list[Entry]) -> None:
@@ -19,23 +19,23 @@ class GoldPolicy:
         if self.name == "priority":
             q.urgency = (q.priority < 0) - (q.priority > 0)
             q.rank = q.arrival + q.priority * self.aging if self.aging else q.priority
-        present = {other.client for other in live}
-        if q.client not in present:  # who was away has saved nothing up
+        present = {other.party for other in live}
+        if q.party not in present:  # who was away has saved nothing up
             self.latest = min((self.times[client] for client in present), default=self.latest)
-            self.times[q.client] = max(self.times.get(q.client, 0), self.latest)
+            self.times[q.party] = max(self.times.get(q.party, 0), self.latest)
 
     def leave(self, last: Entry) -> None:
         """Nobody is left."""
-        self.latest = max(self.latest, self.times[last.client])
+        self.latest = max(self.latest, self.times[last.party])
 
     def charge(self, rows: list[Entry]) -> None:
         """Charge the rows for their tokens of this step."""
         for r in rows:
             new = min(r.n, max(0, r.computed + r.n - r.served))  # what is computed again is free
-            self.times[r.client] += new * max(1, round(65536 / self.weights.get(r.client, 1)))
+            self.times[r.party] += new * max(1, round(65536 / self.weights.get(r.party, 1)))
 
     def turn(self, r: Entry) -> tuple[int, int]:
-        return (self.times[r.client], r.client) if self.name == "fair" else (0, 0)
+        return (self.times[r.party], r.party) if self.name == "fair" else (0, 0)
 
     def place(self, r: Entry) -> tuple[int, ...]:
         """The smallest is served first."""
@@ -48,6 +48,6 @@ class GoldPolicy:
 
     def must_yield(self, r: Entry, q: Entry) -> bool:
         """Whether r, which runs, makes room for q, which waits."""
-        if self.name == "fair" and r.client != q.client:
-            return self.times[r.client] > self.times[q.client] + self.quantum
+        if self.name == "fair" and r.party != q.party:
+            return self.times[r.party] > self.times[q.party] + self.quantum
         return r.priority > q.priority and (self.name == "fair" or r.rank > q.rank)

@@ -18,12 +18,13 @@ class Gold:
         self.tokens = self.most = config.max_num_batched_tokens  # of a step, of a request in a step
         self.shut = False
         self.running, self.waiting = list[Entry](), list[Entry]()
-        self.in_flight: list[list[tuple[Entry, int, bool]]] = []  # row, which of its stays, whether it samples
+        self.in_flight: list[list[tuple[Entry, int, bool, list[int]]]] = []  # row, its stay, whether it samples, drafts
 
     def add(self, q: Entry) -> bool:
         """False: it never fits."""
         if self.b.up(q.max_total - 1) > self.b.usable:
             return False
+        q.first = len(q.tokens)
         self.policy.join(q, self.running + self.waiting)
         self.waiting.append(q)
         return True
@@ -46,26 +47,51 @@ class Gold:
         return (*self.policy.value(r), r.computed, -r.rank, -r.serial)
 
     def budget(self) -> int:
-        return self.tokens - sum(r.n for r in self.running)
+        return self.tokens - sum(r.n + len(r.drafts) for r in self.running)
 
     def schedule(self, now: int) -> None:
         self.now, self.skipped, self.preempted = now, 0, dict[Entry, int]()  # skipped: rows that want and get nothing
         self.starts, self.refused = list[Entry](), dict[Entry, str]()
+        for r in self.running + self.waiting:
+            r.drafts = []
         self.grow()
         self.admit()
+        self.guess()
         batch = [r for r in self.running if r.n]
         self.b.name(batch)
         self.policy.charge([r for r in batch if r not in self.starts])
-        self.in_flight += [[(r, r.stay, r.advance()) for r in batch]] if batch else []
+        self.in_flight += [[(r, r.stay, r.advance(), r.drafts) for r in batch]] if batch else []
 
     def update(self, token: Callable[[int, int], int]) -> list[int]:
         """The oldest step is back; token: of (request, position). Returns who has ended."""
         self.b.lift(1)
-        live = [r for r, stay, samples in self.in_flight.pop(0) if samples and r.stay == stay]
-        ended = [r for r in live if r.take(token(r.number, len(r.tokens)))]
+        step = self.in_flight.pop(0)
+        live = [r for r, stay, samples, _ in step if samples and r.stay == stay]
+        ended = [r for r, stay, samples, drafts in step if samples and r.stay == stay and self.take(r, drafts, token)]
+        if any(drafts for *_, drafts in step):
+            for r in live:
+                r.n = 0
+            self.b.name(live)
         for r in ended:
             self.leave(r)
         return [r.number for r in ended]
+
+    def guess(self) -> None:
+        """Give drafts; GoldWithDrafts does."""
+
+    def take(self, r: Entry, drafts: list[int], token: Callable[[int, int], int]) -> bool:
+        """The row's sampled tokens, one and one more for each right draft; whether the last was among them."""
+        right = 0
+        while right < len(drafts) and drafts[right] == token(r.number, len(r.tokens) + right):
+            right += 1
+        self.judge(r, drafts, right)
+        r.n = right
+        self.policy.charge([r] if right else [])
+        r.computed += right
+        return any(r.take(token(r.number, len(r.tokens))) for _ in range(right + 1))
+
+    def judge(self, r: Entry, drafts: list[int], right: int) -> None:
+        """So many of the row's drafts were right."""
 
     def divide(self, rows: list[Entry], fed: int = 10**9) -> int | None:
         """Give tokens in this order, from row `fed` on only for blocks it has. Returns the first short of blocks."""

@@ -120,7 +120,7 @@ def test_a_request_whose_end_was_lost_takes_nobody_elses_place(start: Callable[.
 
 
 def test_token_and_byte_bounds(start: Callable[..., Running]) -> None:
-    running = start(max_num_queued_tokens=1000, max_client_bytes=6000, lease_ms=60_000)
+    running = start(max_num_queued_tokens=1000, max_client_bytes=16_000, lease_ms=60_000)
     with owner(running) as client, RawClient(running.address) as other:
         client.send(Pause(1, PauseMode.NEW))
         client.receive(CallDone)
@@ -136,7 +136,7 @@ def test_token_and_byte_bounds(start: Callable[..., Running]) -> None:
         other.receive_any()
         other.add(4, [1] * 500)
         failed = other.receive(RequestFailed)
-        assert "and max_client_bytes is 6000; send again later" in failed.message
+        assert "and max_client_bytes is 16000; send again later" in failed.message
         client.add(1, [1] * 500)  # another client's bytes are its own
         client.finish(1)
         other.send(Abort(pack_numbers([3])))

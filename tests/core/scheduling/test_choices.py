@@ -5,23 +5,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from core.engine import EngineCore
 from core.executors.fake import choice_seed
 from core.inputs import EngineReply
 from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
+from kernels.elements import FLOAT32
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, PagedExecutor, add_message, small_config
 from tests.core.runner.invariance import neighbours, recorded_engine, tiny_model
 from tests.fake_tokens import fake_tokens
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
 
 Choices = dict[tuple[int, int], list[int]]
 
@@ -159,7 +153,7 @@ def test_delivered_tokens_of_each_choice() -> None:
 
 def test_choices_of_a_model_are_their_own() -> None:
     """Bitwise the same alone, among others, preempted; and another text for each choice."""
-    model, prompt = tiny_model(torch.float32), list(range(1, 60))
+    model, prompt = tiny_model(FLOAT32), list(range(1, 60))
     options: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.5}
     message = add_message(1000, prompt, 20, seed=1000, **options)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ipc.messages import ErrorCode, FinishReason, PauseMode
-from tests.core.driving import ByHand, Driver, Received, add_message, expected_tokens, small_config
+from tests.core.driving import EOS, ByHand, Driver, Received, add_message, expected_tokens, small_config
 
 
 def prompt(length: int, first: int) -> list[int]:
@@ -347,3 +347,16 @@ def test_hits_are_not_given_away_while_room_is_made_for_who_found_them() -> None
     received = driver.inbox.received
     for message in (low, urgent, finds):
         assert received[0, message.number].tokens == expected_tokens(message, 24)
+
+
+def test_the_stop_token_of_an_end_that_was_lost_is_reported_again() -> None:
+    """A client that has all tokens and not the end was told STOP without the stop token, so stop_reason was None."""
+    hand = ByHand(small_config())
+    expected = {0: 7, 1: None, 2: 7}
+    for number, delivered in ((0, [5, 7]), (1, [5, EOS]), (2, [7])):
+        options = {"ignore_eos": False, "stop_token_ids": [7], "delivered": delivered}
+        hand.add(add_message(number, [1], 9, **options), client=number % 2)
+    hand.flush()
+    for number, stop_token in expected.items():
+        received = hand.inbox.received[number % 2, number]
+        assert (received.finish, received.stop_token) == (FinishReason.STOP, stop_token)

@@ -70,7 +70,7 @@ def decided_by(gold: Gold) -> dict[str, Any]:
     copied, slots = (gold.copied, gold.slots) if isinstance(gold, GoldWithOptions) else (dict[Entry, int](), 0)
     counts = (gold.budget(), gold.b.free, len(gold.b.fenced), slots)
     return {
-        "batch": [(r.number, r.n) for r in gold.running if r.n],
+        "batch": [(r.number, r.n + len(r.drafts)) for r in gold.running if r.n],
         "started": [(q.number, q.computed - q.n) for q in gold.starts],
         "preempted": [(r.number, cause, copied.get(r, 0)) for r, cause in gold.preempted.items()],
         "refused": [(q.number, refusal) for q, refusal in gold.refused.items()],
@@ -88,6 +88,7 @@ class GoldMachine(RuleBasedStateMachine):
         self.flight: deque[SchedulerOutput] = deque()
         self.now = 0
         self.entries: dict[int, Entry] = {}
+        self.tenants: dict[str, int] = {}  # their numbers
         self.live: dict[int, Entry] = {}
 
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
@@ -105,16 +106,22 @@ class GoldMachine(RuleBasedStateMachine):
             prompt = prompt[: most - 1]
             max_tokens, eos = rng.randrange(1, 25), rng.choice([EOS, -1])
             client, priority, salt = rng.randrange(3), rng.randrange(-1, 2), rng.choice(["", "", "", "salt"])
+            tenant = rng.choice(["", "", "", "salt", "b"])
             message = add_message(number, prompt, max_tokens, ignore_eos=eos < 0, salt=salt)
-            message = msgspec.structs.replace(message, priority=priority)
+            message = msgspec.structs.replace(message, priority=priority, tenant=tenant)
+            party = self.tenants.get(tenant, -1 - len(self.tenants)) if tenant else client
             longest = min(len(prompt) + max_tokens, most)
-            entry = Entry(number, client, number, priority, self.now, list(prompt), longest, salt, eos)
+            entry = Entry(
+                number, client, number, priority, self.now, list(prompt), longest, f"{tenant}/{salt}", eos, party
+            )
             self.entries[number] = entry
             received = self.hand.add(message, client, now_ns=self.now)
             self.hand.flush()
             assert self.gold.add(entry) == (received.failed is None)
             if received.failed is None:
                 self.live[number] = entry
+                if tenant:
+                    self.tenants[tenant] = party
                 entry.preemptions = rng.choice([0, 0, 0, 0, 7, 8])  # by chance so many take long to come about
                 self.scheduler.find(client, number)[0].num_preemptions = entry.preemptions
 

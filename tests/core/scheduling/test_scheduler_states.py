@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from core.inputs import EngineInput
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Goodbye, ResetPrefixCache
 from tests.columns import pack_numbers
-from tests.core.driving import EOS, Driver, Received, add_message, expected_tokens, small_config
+from tests.core.driving import EOS, ByHand, Driver, Received, add_message, expected_tokens, small_config
 
 MS = 1_000_000  # ns
 POISON = 999
@@ -184,3 +184,17 @@ def test_engine_survives_random_clients(examples: int) -> None:
             max_examples=examples, stateful_step_count=20, derandomize=True, deadline=None, database=None
         ),
     )
+
+
+def test_rows_that_wait_for_a_step_of_prompts_are_skipped() -> None:
+    hand = ByHand(small_config(100, 4, budget=64, max_model_len=60, enable_chunked_prefill=False))
+    hand.add(add_message(0, [1], 20))
+    hand.add(add_message(1, [1, 2], 20))
+    hand.step()
+    hand.step()
+    assert hand.scheduler.stats.num_skipped == 0
+    hand.add(add_message(2, [1, 2, 3], 20))
+    assert list(hand.step()) == [2]
+    assert hand.scheduler.stats.num_skipped == 2
+    hand.step()
+    assert hand.scheduler.stats.num_skipped == 2

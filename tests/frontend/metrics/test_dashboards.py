@@ -43,6 +43,9 @@ VLLM_EXPRESSIONS = (
     "increase(vllm:num_preemptions_total[1m])",
     "histogram_quantile(0.9, sum by(le) (rate(vllm:iteration_tokens_total_bucket[1m])))",
     "histogram_quantile(0.9, sum by(le) (rate(vllm:request_time_per_output_token_seconds_bucket[1m])))",
+    "rate(vllm:spec_decode_num_accepted_tokens_total[1m]) / rate(vllm:spec_decode_num_draft_tokens_total[1m])",
+    "1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m]) / rate(vllm:spec_decode_num_drafts_total[1m])",
+    "sum by(position) (rate(vllm:spec_decode_num_accepted_tokens_per_pos_total[1m]))",
     'sum by(block_size, num_gpu_blocks) (vllm:cache_config_info{engine="0"})',
 )
 

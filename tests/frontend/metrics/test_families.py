@@ -20,6 +20,7 @@ STATISTICS = Statistics(
     **{field.name: 10 * number for number, field in enumerate(fields(Statistics)) if field.type is int}
     | {"num_blocks": 101, "num_free_blocks": 75, "num_scheduled_tokens": 5000},
     step_tokens=[1, 2] + [0] * 11 + [3],
+    num_accepted_tokens_per_pos=[5, 4],
 )
 
 

@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.completion_state import needs_every_token
 from frontend.results.outputs import Logprob

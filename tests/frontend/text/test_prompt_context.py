@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.outputs import TokenLogprobs
 from frontend.results.request_state import RequestState

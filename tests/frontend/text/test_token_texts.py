@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from frontend.client.journal import Progress
+from frontend.client.progress import Progress
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs
 from frontend.results.completion_state import CompletionState
 from frontend.results.request_state import RequestState

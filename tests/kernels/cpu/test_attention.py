@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import kernels.cpu.attention_plan
-from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.build import usable_variants
-from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
 from tests.kernels.attention_bench import DTYPES, AttentionBench, chunkings
 from tests.kernels.attention_reference import first_seen, reference_attention
+from tests.kernels.on_tensors import CpuAttention, CpuKVCache
 
 #: Query heads, KV heads, head size: groups of 1 to 9, sizes that fill vectors and that do not.
 HEADS = [(9, 3, 64), (14, 2, 64), (8, 8, 16), (9, 1, 80), (4, 2, 12), (8, 1, 128), (2, 2, 256), (6, 2, 20)]
@@ -29,7 +28,7 @@ class CpuBench(AttentionBench):
         super().__init__(lengths, heads, dtype, seed, block_size, window)
         self.heads = heads[:2]
         self.cache = CpuKVCache(1, self.cache.num_blocks, block_size, heads[1], heads[2], dtype)
-        self.cache.layers[0][1:] = torch.nan
+        self.cache.tensors[0][1:] = torch.nan
 
     def work(self, num_tokens, context_lens, tables):
         planner = AttentionPlanner(load_cpu_library(), *self.heads)
@@ -43,7 +42,7 @@ def attention(request):
 
 def attention_of(library):
     kernel = CpuAttention(library)
-    run = lambda q, cache, *rest: kernel(q.to(cache.dtype), cache, *rest)  # noqa: E731
+    run = lambda q, cache, *rest: kernel(q.to(cache.tensors[0].dtype), cache, *rest)  # noqa: E731
     run.library = library
     return run
 

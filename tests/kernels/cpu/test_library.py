@@ -210,6 +210,24 @@ def test_what_is_prebuilt_and_does_not_load_is_built(cache):
     assert len(libraries(cache)) == 1
 
 
+@pytest.mark.parametrize(
+    ("vendor", "extra", "best"),
+    [
+        ("AuthenticAMD", "avx512_bf16", "avx512bf16"),
+        ("GenuineIntel", "avx512_bf16", "avx512"),
+        ("GenuineIntel", "", "avx512"),
+    ],
+)
+def test_the_best_variant_depends_on_the_make_of_the_cpu(vendor, extra, best, monkeypatch, tmp_path):
+    words = sorted(VARIANTS["avx512"].needs)
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t: {' '.join(words)} {extra}\n")
+    monkeypatch.setattr(kernels.cpu.build, "_CPU_INFO", tmp_path / "cpuinfo")
+    usable = usable_variants()
+    assert usable[0] == best
+    assert set(usable) == {name for name in VARIANTS if extra or name != "avx512bf16"}
+    assert usable[-2:] == ["avx2", "portable"]
+
+
 def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(kernels.cpu.library_file, "usable_variants", lambda: ["portable"])
     with pytest.raises(CpuLibraryError, match="runs the kernels portable; not 'avx2'"):

@@ -5,8 +5,8 @@ import mmap
 
 import numpy as np
 import pytest
-import torch
 
+from kernels.elements import BFLOAT16, Numbers, to_floats
 from kernels.memory import blocks_ahead
 from kernels.memory.blocks_ahead import BlocksAhead
 from kernels.memory.kv_cache import KVCache
@@ -17,7 +17,7 @@ LAYERS, BLOCK_SIZE = 3, 16
 
 def cache_of(num_blocks: int) -> KVCache:
     """Blocks of 16 KiB in a layer."""
-    return KVCache(LAYERS, num_blocks, BLOCK_SIZE, 4, 64, torch.bfloat16)
+    return KVCache(LAYERS, num_blocks, BLOCK_SIZE, 4, 64, BFLOAT16)
 
 
 def blocks(*numbers: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -29,8 +29,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """(address of the layer, first byte, last byte) of each piece."""
     pieces: list[tuple[int, int, int]] = []
 
-    def take(tensor: torch.Tensor, begin: int, end: int) -> bool:
-        pieces.append((tensor.data_ptr(), begin, end))
+    def take(array: Numbers, begin: int, end: int) -> bool:
+        pieces.append((array.ctypes.data, begin, end))
         return True
 
     monkeypatch.setattr(blocks_ahead, "take_pages", take)
@@ -47,7 +47,7 @@ def test_each_layer_is_taken_once_up_to_the_bound(taken: list[tuple[int, int, in
             pass
     block_bytes = cache.layers[0].nbytes // cache.num_blocks
     for layer in cache.layers:
-        ranges = [(begin, end) for address, begin, end in taken if address == layer.data_ptr()]
+        ranges = [(begin, end) for address, begin, end in taken if address == layer.ctypes.data]
         assert all(end - begin <= 2 << 20 for begin, end in ranges)
         assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
         reach = ranges[-1][1] // block_bytes
@@ -71,11 +71,11 @@ def test_a_system_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [0]
 
 
-def resident_pages(tensor: torch.Tensor) -> int:
-    """Number of the tensor's pages that have memory."""
+def resident_pages(array: Numbers) -> int:
+    """Number of the array's pages that have memory."""
     page = mmap.PAGESIZE
-    first = tensor.data_ptr() // page * page
-    count = ceil_div(tensor.data_ptr() + tensor.nbytes - first, page)
+    first = array.ctypes.data // page * page
+    count = ceil_div(array.ctypes.data + array.nbytes - first, page)
     found = (ctypes.c_ubyte * count)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * page), found) == 0
     return sum(state & 1 for state in found)
@@ -84,12 +84,12 @@ def resident_pages(tensor: torch.Tensor) -> int:
 def test_pages_are_there_and_hold_what_they_held() -> None:
     cache = cache_of(1025)
     ahead = BlocksAhead(cache)
-    cache.layers[1][5] = 1.5
+    cache.layers[1][5] = 0x3FC0  # 1.5
     before = resident_pages(cache.layers[1])
     if not ahead.take():
         pytest.skip("this system takes no pages on demand")
     while ahead.take():
         pass
     assert resident_pages(cache.layers[1]) >= 1024 * 16384 // mmap.PAGESIZE > before
-    assert bool((cache.layers[1][5] == 1.5).all())
+    assert bool((to_floats(cache.layers[1][5]) == 1.5).all())
     assert not cache.layers[1][6:].any()

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.memory.kv_cache import KVCache
-from kernels.torch import rope_scaling
+from kernels.rotary import rotary_frequencies
 from kernels.torch.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.rms_norm import rms_norm
-from kernels.torch.rope import rope_kv_write, rotary_frequencies, rotary_tables, rotate
+from kernels.torch.rope import rope_kv_write, rotary_tables, rotate
+from kernels.torch.tensors import element_type, to_tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -66,35 +67,8 @@ def test_rms_norm_of_heads(head_dim):
         assert torch.allclose(whole[:, index], alone, rtol=1e-6, atol=1e-7)
 
 
-def test_scaled_frequencies():
-    """Each frequency equals its formula in float64; each of the three cases occurs."""
-    plain = rotary_frequencies(64, 10_000.0)
-    assert torch.equal(rope_scaling.linear(plain, 4.0), plain / 4)
-
-    llama3, yarn = [], []
-    begin, end = (64 * np.log(2048 / (turns * 2 * np.pi)) / (2 * np.log(10_000)) for turns in (32, 1))
-    for index in range(32):
-        frequency = 10_000.0 ** (-index / 32)
-        turns = 256 * frequency / (2 * np.pi)  # within the original length
-        share = np.clip((turns - 1) / (4 - 1), 0, 1)
-        llama3.append(frequency * (share + (1 - share) / 8))
-        share = 1 - np.clip((index - np.floor(begin)) / (np.ceil(end) - np.floor(begin)), 0, 1)
-        yarn.append(frequency * (share + (1 - share) / 8))
-    for got, expected in (
-        (rope_scaling.llama3(plain, 8.0, 1.0, 4.0, 256.0), np.array(llama3)),
-        (rope_scaling.yarn(64, 10_000.0, 8.0, 2048.0, 32.0, 1.0, True), np.array(yarn)),
-    ):
-        assert np.allclose(got.double().numpy(), expected, rtol=1e-5, atol=0)
-        ratio = got / plain
-        assert float(ratio[0]) == 1
-        assert float(ratio[-1]) == pytest.approx(1 / 8)
-        assert ((ratio > 0.13) & (ratio < 0.99)).any()
-    whole, parts = (rope_scaling.yarn(64, 10_000.0, 8.0, 2048.0, 32.0, 1.0, truncate) for truncate in (True, False))
-    assert not torch.equal(whole, parts)
-
-
 def test_tables_are_multiplied_by_the_attention_factor():
-    positions, frequencies = torch.arange(9), rotary_frequencies(8, 100.0)
+    positions, frequencies = torch.arange(9), to_tensor(rotary_frequencies(8, 100.0))
     for plain, scaled in zip(
         rotary_tables(positions, frequencies), rotary_tables(positions, frequencies, 1.25), strict=True
     ):
@@ -106,7 +80,7 @@ def test_rotate(head_dim):
     generator = torch.Generator().manual_seed(head_dim)
     x = torch.randn(300, 5, head_dim, generator=generator)
     positions = torch.arange(300) * 13
-    frequencies = rotary_frequencies(head_dim, 10_000.0)
+    frequencies = to_tensor(rotary_frequencies(head_dim, 10_000.0))
     cos, sin = rotary_tables(positions, frequencies)
     half = head_dim // 2
     turned = torch.view_as_complex(torch.stack((x[..., :half], x[..., half:]), -1).double())
@@ -117,11 +91,11 @@ def test_rotate(head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_kv_write_stores_what_it_should_where_it_should(dtype):
-    cache = KVCache(2, 6, 4, 2, 8, dtype)
+    cache = TorchKVCache(2, 6, 4, 2, 8, element_type(dtype))
     for layer in cache.layers:
         layer[1:] = torch.nan
     qkv = torch.randn(5, (4 + 2 * 2) * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cos, sin = rotary_tables(torch.tensor([0, 1, 9, 3, 4]), rotary_frequencies(8, 100.0))
+    cos, sin = rotary_tables(torch.tensor([0, 1, 9, 3, 4]), to_tensor(rotary_frequencies(8, 100.0)))
     slots = torch.tensor([4, 23, -1, 10, 9])
     stored = torch.tensor([0, 1, 3, 4])
     before = qkv.clone()

@@ -9,9 +9,10 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from kernels.memory.kv_cache import KVCache
 from kernels.rounding import ceil_div
 from kernels.torch.attention import attention_metadata
+from kernels.torch.kv_cache import TorchKVCache
+from kernels.torch.tensors import element_type
 from kernels.triton import decode_attention as decode
 from kernels.triton.attention_work import SPLIT, TritonWork, tile_tokens, triton_work, work_columns
 from kernels.triton.decode_attention import decode_attention
@@ -35,7 +36,7 @@ class Shape(NamedTuple):
 
 class Batch(NamedTuple):
     q: torch.Tensor
-    cache: KVCache
+    cache: TorchKVCache
     num_tokens: np.ndarray
     context_lens: np.ndarray
     tables: np.ndarray
@@ -49,7 +50,7 @@ def batch(shape: Shape, requests: list[tuple[int, int]], dtype: torch.dtype, see
     needed = ceil_div(lengths, size)
     blocks = rng.permutation(int(needed.sum())) + 1
     tables = rng.integers(0, 2**30, (len(requests), int(needed.max()) + 1)).astype(np.int32)  # ids of no block
-    cache = KVCache(1, int(needed.sum()) + 1, size, shape.kv_heads, shape.head_dim, dtype)
+    cache = TorchKVCache(1, int(needed.sum()) + 1, size, shape.kv_heads, shape.head_dim, element_type(dtype))
     cache.layers[0].fill_(torch.nan)
     numbers = torch.from_numpy(rng.standard_normal((int(lengths.sum()), 2, shape.kv_heads, shape.head_dim))).to(dtype)
     done, used = 0, 0

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from core.runner.device_tables import DeviceTables
-from kernels.memory.kv_cache import KVCache
+from kernels.elements import FLOAT32
+from kernels.rotary import rotary_frequencies
 from kernels.torch import gated_activation as reference_activation
+from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.rms_norm import rms_norm
-from kernels.torch.rope import rope_kv_write, rotary_frequencies, rotary_tables
+from kernels.torch.rope import rope_kv_write, rotary_tables
+from kernels.torch.tensors import element_type, to_tensor
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
@@ -81,10 +84,10 @@ def test_embedding(dtype: torch.dtype) -> None:
 def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype) -> None:
     num_tokens, slots = 5, torch.tensor([37, 16, -1, 63, 33])
     qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    cos, sin = rotary_tables(torch.tensor([0, 1, 5, 90, 4000]), rotary_frequencies(head_dim, 1e4))
+    cos, sin = rotary_tables(torch.tensor([0, 1, 5, 90, 4000]), to_tensor(rotary_frequencies(head_dim, 1e4)))
     weight = random(heads + kv_heads, head_dim, seed=1) if has_norms else None
-    ours = TritonKVCache(2, 4, 16, kv_heads, head_dim, dtype, DEVICE)
-    theirs = KVCache(2, 4, 16, kv_heads, head_dim, dtype)
+    ours = TritonKVCache(2, 4, 16, kv_heads, head_dim, element_type(dtype), DEVICE)
+    theirs = TorchKVCache(2, 4, 16, kv_heads, head_dim, element_type(dtype))
     for cache in (ours, theirs):
         for layer in cache.layers:
             layer.fill_(-7)
@@ -119,7 +122,7 @@ def test_products_are_not_cut_to_fewer_bits() -> None:
 
 
 def test_columns_are_sent_at_places_that_kernels_are_compiled_for() -> None:
-    tables = DeviceTables(1, 8, TritonKVCache(1, 2, 4, 1, 16, torch.float32, DEVICE))
+    tables = DeviceTables(1, 8, TritonKVCache(1, 2, 4, 1, 16, FLOAT32, DEVICE))
     columns = [np.arange(count) for count in (3, 0, 4, 1, 5)]
     sent = tables.send_columns(columns)
     assert [column.tolist() for column in sent] == [column.tolist() for column in columns]
@@ -153,9 +156,9 @@ def test_block_copies(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("in_host_memory", [False, True])
 def test_copies_between_caches(in_host_memory: bool) -> None:
     """Within the device, and to pinned memory and back."""
-    cache = TritonKVCache(2, 6, 4, 1, 16, torch.float32, DEVICE)
+    cache = TritonKVCache(2, 6, 4, 1, 16, FLOAT32, DEVICE)
     place = torch.device("cpu") if in_host_memory else DEVICE
-    pool = TritonKVCache(2, 4, 4, 1, 16, torch.float32, place, pinned=in_host_memory and ON_GPU)
+    pool = TritonKVCache(2, 4, 4, 1, 16, FLOAT32, place, pinned=in_host_memory and ON_GPU)
     for index, layer in enumerate((*cache.layers, *pool.layers)):
         layer[1:] = random(*layer[1:].shape, seed=index).to(layer.device)
     expected = [layer[[4, 2, 3]].clone() for layer in cache.layers]

@@ -16,7 +16,10 @@ Products and sums are rounded one by one in float32, so results equal those of t
 
 from collections.abc import Callable
 
-import torch
+import numpy as np
+
+from kernels.arrays import AnyInts, Floats, UInt8s
+from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, to_floats
 
 BLOCK = 32  # weights
 K_BLOCK = 256
@@ -40,91 +43,101 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
 _CHUNK_BYTES = 1 << 18
 
 
-def dequantize(data: torch.Tensor, type_name: str) -> torch.Tensor:
+def dequantize(data: UInt8s, type_name: str) -> Floats:
     """Return float32[n] from data uint8[n / weights in a block * bytes of a block].
 
-    `data` is contiguous and begins on a multiple of 4 bytes in its storage; the F32 result shares its memory. Errors:
-    KeyError for a type not in BLOCK_SIZES; RuntimeError for a size that is not a number of blocks.
+    `data` is contiguous and begins on a multiple of 4 bytes in memory; the F32 result shares its memory. Errors:
+    KeyError for a type not in BLOCK_SIZES; ValueError for a size that is not a number of blocks.
     """
     weights, block_bytes = BLOCK_SIZES[type_name]
-    blocks = data.view(-1, block_bytes)
-    if type_name in _PLAIN:
-        return blocks.view(_PLAIN[type_name]).float().view(-1)
+    blocks = data.reshape(-1, block_bytes)
+    if type_name in PLAIN_TYPES:
+        return to_floats(blocks.view(PLAIN_TYPES[type_name]).reshape(-1))
     convert = _KINDS[type_name]
-    out = torch.empty(len(blocks), weights, dtype=torch.float32, device=data.device)
+    out = np.empty((len(blocks), weights), np.float32)
     step = _CHUNK_BYTES // block_bytes
     for begin in range(0, len(blocks), step):
         out[begin : begin + step] = convert(blocks[begin : begin + step])
-    return out.view(-1)
+    return out.reshape(-1)
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_scalar(blocks, 0))
+def _q8_0(blocks: UInt8s) -> Floats:
+    return _signed(blocks[:, 2:]) * _scalar(blocks, 0)
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 2:], 16).float().sub_(8.0).mul_(_scalar(blocks, 0))
+def _q4_0(blocks: UInt8s) -> Floats:
+    return (_float(_nibbles(blocks[:, 2:], 16)) - np.float32(8)) * _scalar(blocks, 0)
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:], 16).float().mul_(_scalar(blocks, 0)).add_(_scalar(blocks, 2))
+def _q4_1(blocks: UInt8s) -> Floats:
+    return _float(_nibbles(blocks[:, 4:], 16)) * _scalar(blocks, 0) + _scalar(blocks, 2)
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _five_bits(blocks[:, 2:]).sub_(16.0).mul_(_scalar(blocks, 0))
+def _q5_0(blocks: UInt8s) -> Floats:
+    return (_five_bits(blocks[:, 2:]) - np.float32(16)) * _scalar(blocks, 0)
 
 
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _five_bits(blocks[:, 4:]).mul_(_scalar(blocks, 0)).add_(_scalar(blocks, 2))
+def _q5_1(blocks: UInt8s) -> Floats:
+    return _five_bits(blocks[:, 4:]) * _scalar(blocks, 0) + _scalar(blocks, 2)
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale_k(_nibbles(blocks[:, 16:], 32).float(), blocks)
+def _q4_k(blocks: UInt8s) -> Floats:
+    return _scale_k(_float(_nibbles(blocks[:, 16:], 32)), blocks)
 
 
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q5_k(blocks: UInt8s) -> Floats:
     """Convert Q5_K blocks. Bit i of byte j of the fifth bits belongs to weight 32 * i + j."""
-    fifth = (blocks[:, None, 16:48] >> _shifts(blocks, 1)) & 1
-    return _scale_k((_nibbles(blocks[:, 48:], 32) | fifth.view(-1, K_BLOCK) << 4).float(), blocks)
+    fifth = (blocks[:, None, 16:48] >> _shifts(1)) & 1
+    return _scale_k(_float(_nibbles(blocks[:, 48:], 32) | fifth.reshape(-1, K_BLOCK) << 4), blocks)
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q6_k(blocks: UInt8s) -> Floats:
     """Convert Q6_K blocks.
 
     Bits 2i and 2i + 1 of byte j of the high bits belong, in each half of the block, to its weight 32 * i + j.
     """
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(blocks, 2)) & 3
-    numbers = (_nibbles(blocks[:, :128], 64) | high.view(-1, K_BLOCK) << 4).float().sub_(32.0)
-    scales = blocks[:, 192:208].view(torch.int8).float().mul_(_scalar(blocks, 208))
-    return numbers.view(-1, 16, 16).mul_(scales[:, :, None]).view(-1, K_BLOCK)
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _shifts(2)) & 3
+    numbers = _float(_nibbles(blocks[:, :128], 64) | high.reshape(-1, K_BLOCK) << 4) - np.float32(32)
+    scales = _signed(blocks[:, 192:208]) * _scalar(blocks, 208)
+    scaled: Floats = numbers.reshape(-1, 16, 16) * scales[:, :, None]
+    return scaled.reshape(-1, K_BLOCK)
 
 
-def _scalar(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+def _scalar(blocks: UInt8s, offset: int) -> Floats:
     """Return float32[blocks, 1]: the float16 at this byte of each block."""
-    return blocks[:, offset : offset + 2].view(torch.float16).float()
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
-def _shifts(blocks: torch.Tensor, width: int) -> torch.Tensor:
+def _shifts(width: int) -> UInt8s:
     """Return uint8[8 / width, 1]: 0, width, 2 * width, ..., which bring each part of a byte to its low end."""
-    return torch.arange(0, 8, width, dtype=torch.uint8, device=blocks.device)[:, None]
+    return np.arange(0, 8, width, dtype=np.uint8)[:, None]
 
 
-def _nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
+def _float(numbers: AnyInts) -> Floats:
+    return numbers.astype(np.float32)
+
+
+def _signed(numbers: UInt8s) -> Floats:
+    """Return the bytes, read as int8, in float32."""
+    return numbers.view(np.int8).astype(np.float32)
+
+
+def _nibbles(packed: UInt8s, group: int) -> UInt8s:
     """Return the half-bytes uint8[blocks, 2n], each 0 to 15, of uint8[blocks, n].
 
     The low halves of each group of bytes come first, then the high ones.
     """
     groups = packed.reshape(len(packed), -1, group)
-    return torch.stack((groups & 15, groups >> 4), dim=2).view(len(packed), -1)
+    return np.stack((groups & 15, groups >> 4), axis=2).reshape(len(packed), -1)
 
 
-def _five_bits(packed: torch.Tensor) -> torch.Tensor:
+def _five_bits(packed: UInt8s) -> Floats:
     """Return float32[blocks, 32], each 0 to 31, from 4 bytes of fifth bits, lowest bit first, and 16 of nibbles."""
-    fifth = (packed[:, :4, None] >> _shifts(packed, 1).view(-1)) & 1
-    return (_nibbles(packed[:, 4:], 16) | fifth.view(-1, BLOCK) << 4).float()
+    fifth = (packed[:, :4, None] >> _shifts(1).reshape(-1)) & 1
+    return _float(_nibbles(packed[:, 4:], 16) | fifth.reshape(-1, BLOCK) << 4)
 
 
-def _scale_k(numbers: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _scale_k(numbers: Floats, blocks: UInt8s) -> Floats:
     """Scale and shift float32[blocks, 256] by the first 16 bytes of Q4_K and Q5_K blocks.
 
     12 of these bytes hold 6-bit numbers. s 0 to 3 and m 0 to 3 are in the low bits of the first 8. s and m 4 to 7 have
@@ -132,13 +145,15 @@ def _scale_k(numbers: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """
     first, last = blocks[:, 4:12], blocks[:, 12:16]
     high = (first >> 2) & 0x30
-    s = torch.cat((first[:, :4] & 63, (last & 15) | high[:, :4]), 1).float().mul_(_scalar(blocks, 0))
-    m = torch.cat((first[:, 4:] & 63, (last >> 4) | high[:, 4:]), 1).float().mul_(_scalar(blocks, 2))
-    return numbers.view(-1, 8, 32).mul_(s[:, :, None]).sub_(m[:, :, None]).view(-1, K_BLOCK)
+    s = _float(np.concatenate((first[:, :4] & 63, (last & 15) | high[:, :4]), 1)) * _scalar(blocks, 0)
+    m = _float(np.concatenate((first[:, 4:] & 63, (last >> 4) | high[:, 4:]), 1)) * _scalar(blocks, 2)
+    scaled: Floats = numbers.reshape(-1, 8, 32) * s[:, :, None] - m[:, :, None]
+    return scaled.reshape(-1, K_BLOCK)
 
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+#: Types that are element types.
+PLAIN_TYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+_KINDS: dict[str, Callable[[UInt8s], Floats]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

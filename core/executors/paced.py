@@ -1,0 +1,33 @@
+"""PacedExecutor: the fake executor with steps that take at least a given time, as those of a model do.
+
+Without a pace it runs ahead of whoever reads: a measurement of a reader would show merging only.
+"""
+
+import time
+
+from core.execution.executor import StepHandle
+from core.execution.plan import SchedulerOutput
+from core.executors.fake import FakeExecutor
+from ipc.config import EngineConfig
+
+
+class PacedExecutor(FakeExecutor):
+    """A FakeExecutor with steps of at least fake_step_us."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._step_ns = config.fake_step_us * 1000
+        self._due_ns = 0  # monotonic; end of the step before
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Run one step, and wait until its time is over."""
+        begin_ns = max(self._due_ns, time.monotonic_ns())
+        handle = super().execute(plan)
+        self._due_ns = begin_ns + self._step_ns
+        time.sleep(max(0, self._due_ns - time.monotonic_ns()) / 1e9)
+        return handle
+
+
+def create(config: EngineConfig) -> PacedExecutor:
+    """Create the executor for this config."""
+    return PacedExecutor(config)

@@ -1,0 +1,50 @@
+"""Parties: the numbers of those who share the engine under policy fair: clients, and tenants that clients name."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from core.batch.request import Request
+from core.scheduling.policies import Policy
+
+#: Tenants without live requests whose share is remembered. One that is forgotten comes back as a new one, which stands
+#: beside the least served of those at work.
+MAX_IDLE = 1024
+
+
+class Parties:
+    """Tenants by name: their numbers, which are negative, and how many live requests each has.
+
+    A client's own requests have the client's number, and cost nothing here. weights: shares by name.
+    """
+
+    def __init__(self, policy: Policy, weights: Mapping[str, float]) -> None:
+        self._policy = policy
+        self._weights = weights
+        self._numbers: dict[str, int] = {}
+        self._num_live: dict[str, int] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()  # the one idle for longest is first
+        self._num_named = 0
+
+    def enter(self, request: Request) -> None:
+        """Count a new request of a tenant, and set its party."""
+        tenant = request.tenant
+        number = self._numbers.get(tenant)
+        if number is None:
+            self._num_named += 1
+            number = self._numbers[tenant] = -self._num_named
+            if tenant in self._weights:
+                self._policy.set_weight(number, self._weights[tenant])
+        self._idle.pop(tenant, None)
+        self._num_live[tenant] = self._num_live.get(tenant, 0) + 1
+        request.party = number
+
+    def leave(self, request: Request) -> None:
+        """Count the end of a tenant's request."""
+        tenant = request.tenant
+        self._num_live[tenant] -= 1
+        if not self._num_live[tenant]:
+            del self._num_live[tenant]
+            self._idle[tenant] = None
+            if len(self._idle) > MAX_IDLE:
+                forgotten, _ = self._idle.popitem(last=False)
+                self._policy.forget(self._numbers.pop(forgotten))

@@ -1,0 +1,15 @@
+"""News: what one look into the journal gives a listener that serves many requests."""
+
+from typing import NamedTuple
+
+from ipc.arrays import Int32s, Ints, UInt8s
+
+
+class News(NamedTuple):
+    """New tokens and ends of R choices, as columns."""
+
+    numbers: Ints  # [R]
+    choices: Ints  # [R]
+    counts: Ints  # [R]: new tokens of each
+    tokens: Int32s  # [sum(counts)], row after row
+    finish: UInt8s  # [R] FinishReason; NONE for a choice that goes on

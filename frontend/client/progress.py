@@ -1,0 +1,27 @@
+"""Progress: what the journal has of one choice of a request."""
+
+from typing import NamedTuple
+
+from frontend.client.received_logprobs import ReceivedLogprobs
+from frontend.client.request_events import RequestEvent
+from ipc.arrays import Int32s
+from ipc.errors import EngineCoreError
+from ipc.messages import FinishReason
+
+
+class Progress(NamedTuple):
+    """Snapshot of one choice, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
+
+    token_ids: Int32s
+    finish: FinishReason
+    stop_token: int | None
+    num_cached_tokens: int
+    arrival_time: float
+    first_token_time: float
+    last_token_time: float
+    finished_time: float
+    error: EngineCoreError | None  # the engine refused or failed the request with it
+    logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
+    events: tuple[RequestEvent, ...] = ()  # of all choices of the request
+    num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
+    num_accepted_tokens: int = 0  # of these: became tokens

@@ -1,0 +1,168 @@
+"""The bodies of requests, as types: what is used, what is accepted without an effect, and what is refused by name.
+
+A field that is in no type is ignored and counted: clients send new ones every month.
+"""
+
+from typing import Any
+
+import msgspec
+
+from frontend.http.errors import HttpError
+
+Json = dict[str, Any]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream reports beside its tokens."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields of every body that asks for tokens. The first group has the names of SamplingParams; None = not given."""
+
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+
+    model: str | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Accepted, and without an effect on the answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    request_id: Any = None
+
+    # Refused by name.
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    structural_tag: Any = None
+    prompt_embeds: Any = None
+    lora_request: Any = None
+    logits_processors: Any = None
+    thinking_token_budget: Any = None
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: str | list[int | str | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    suffix: Any = None
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Json]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    documents: list[Json] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of /tokenize: a prompt, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Json] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Json | None = None
+    tools: list[Json] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+_GRAMMAR = "use response_format or structured_outputs"
+_BEAMS = "ask for n choices and take the best by its logprobs"
+#: Field -> (values that change nothing, what to do instead). None is always such a value.
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "best_of": ((1,), _BEAMS),
+    "use_beam_search": ((False,), _BEAMS),
+    "length_penalty": ((1.0, 1), _BEAMS),
+    "early_stopping": ((False,), _BEAMS),
+    "guided_json": ((), _GRAMMAR),
+    "guided_regex": ((), _GRAMMAR),
+    "guided_choice": ((), _GRAMMAR),
+    "guided_grammar": ((), _GRAMMAR),
+    "guided_decoding_backend": ((), _GRAMMAR),
+    "structural_tag": ((), _GRAMMAR),
+    "prompt_embeds": ((), "send text or token ids"),
+    "lora_request": ((), "load the adapted model as a model of its own"),
+    "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),
+    "thinking_token_budget": ((), "use max_tokens"),
+    "suffix": (("",), "write the prompt in the model's own form of filling in, if it has one"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none",), "use tool_choice"),
+    "modalities": ((["text"], []), "this server answers with text"),
+    "audio": ((), "this server answers with text"),
+}
+
+
+def refuse_fields(body: msgspec.Struct) -> None:
+    """Check that the fields this server knows and does not support have no effect. Errors: HttpError 400."""
+    for name in body.__struct_fields__:
+        if name in _REFUSED and (value := getattr(body, name)) is not None:
+            neutral, instead = _REFUSED[name]
+            if not any(type(value) is type(one) and value == one for one in neutral):
+                raise HttpError(400, f"{name} is not supported: {instead}", param=name)

@@ -1,0 +1,120 @@
+"""HttpError: a status, and the one error body of this server. The table from the engine's errors to statuses is here.
+
+A body is `{"error": {"message", "type", "param", "code"}}` for every status, and at most 2 KiB long: an answer must not
+be a multiple of its request. `x-should-retry: false` keeps clients from sending again what fails again.
+"""
+
+import math
+
+import msgspec
+
+from ipc.errors import (
+    DeadlineExceededError,
+    EngineCoreError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+)
+
+_MAX_MESSAGE_CHARS = 400  # 6 bytes each where JSON escapes them all
+
+Headers = list[tuple[bytes, bytes]]
+
+#: Status -> the type that OpenAI's clients and vLLM's call it.
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    421: "MisdirectedRequestError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+_NO_RETRY: Headers = [(b"x-should-retry", b"false")]
+#: Statuses after which the rest of the connection's bytes cannot be trusted.
+_CLOSING = (408, 413, 431)
+
+
+class HttpError(Exception):
+    """An answer other than success. param: the field of the body that is wrong. headers: further ones."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | int | None = None,
+        headers: Headers | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, status if code is None else code
+        self.headers = list(headers or [])
+        if status in _CLOSING:
+            self.headers.append((b"connection", b"close"))
+
+    def body(self) -> bytes:
+        """Return the JSON body."""
+        return msgspec.json.encode({"error": self.fields()})
+
+    def fields(self) -> dict[str, str | int | None]:
+        """Return the value of "error" in the body."""
+        message = str(self)
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = f"{message[: _MAX_MESSAGE_CHARS - 4]} ..."
+        message = message.encode(errors="replace").decode()  # a caller's text may have lone surrogates
+        return {"message": message, "type": _TYPES[self.status], "param": self.param, "code": self.code}
+
+
+def http_error(error: Exception, *, max_model_len: int) -> HttpError:
+    """Return the answer to an error of the engine or of the client. max_model_len: tokens, for the message."""
+    if isinstance(error, HttpError):
+        return error
+    text = str(error)
+    if isinstance(error, PromptTooLongError):
+        return HttpError(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens: {text}",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    if isinstance(error, InvalidRequestError):
+        return HttpError(400, text, param=_first_word(text))
+    if isinstance(error, DeadlineExceededError):
+        return HttpError(504, text, headers=_NO_RETRY)
+    if isinstance(error, RequestFailedError):
+        return _failed(error, text)
+    if isinstance(error, EngineDeadError):
+        return HttpError(503, "the engine is not running", headers=retry_after(1000))
+    if isinstance(error, EngineCoreError):
+        return HttpError(503, text, headers=retry_after(1000))
+    return HttpError(500, "the server failed to handle this request", headers=_NO_RETRY)
+
+
+def _failed(error: RequestFailedError, text: str) -> HttpError:
+    """Return the answer to a refusal or a failure: only what another attempt can change says when to try again."""
+    if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", ""):
+        return HttpError(503, text, headers=retry_after(error.retry_after_ms or 1000))
+    return HttpError(500, text, headers=_NO_RETRY)
+
+
+def retry_after(milliseconds: int) -> Headers:
+    """Return the headers that tell clients when to send a request again."""
+    seconds = max(1, math.ceil(milliseconds / 1000))
+    return [(b"retry-after-ms", b"%d" % milliseconds), (b"retry-after", b"%d" % seconds)]
+
+
+def _first_word(text: str) -> str | None:
+    """Return the parameter that a message of SamplingParams begins with, or None."""
+    word = text.split("=", 1)[0].split(" ", 1)[0]
+    return word if word.isidentifier() and ("_" in word or word in ("n", "stop", "seed", "temperature")) else None

@@ -1,0 +1,190 @@
+"""Ollama's API: /api/chat and /api/generate as lines of JSON, and what its programs ask of a server and its models.
+
+Models are neither pulled nor deleted nor unloaded here, and a prompt is never cut to num_ctx.
+"""
+
+import time
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import msgspec
+
+from frontend.http.answer_format import PromptSide, json_bytes
+from frontend.http.bodies import ChatBody, CompletionBody, Json
+from frontend.http.chat import prepare_chat
+from frontend.http.errors import HttpError
+from frontend.http.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, sampling_fields
+from frontend.http.reply import Reply
+from frontend.http.request import Request, Response
+from frontend.http.sampling import read_sampling
+from frontend.http.service import Service
+from frontend.http.usage import Usage
+from frontend.results.outputs import CompletionOutput
+from ipc.version import VERSION
+
+_Body = TypeVar("_Body", ChatBody, CompletionBody)
+_TAG = ":latest"
+_chat_decoder = msgspec.json.Decoder(OllamaChatBody)
+_generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
+
+
+class _ShowBody(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None
+
+
+_show_decoder = msgspec.json.Decoder(_ShowBody)
+
+
+async def chat(service: Service, request: Request) -> Reply:
+    """Answer a chat."""
+    given = request.decode(_chat_decoder)
+    name = service.check_model(request, given.model.removesuffix(_TAG))
+    if any(message.get("images") for message in given.messages):
+        raise HttpError(400, "this model takes text only, and no images", param="messages")
+    body = _chat_body(service, given, given.messages, given.tools)
+    prepared = await prepare_chat(service, request, body)
+    return service.submit(request, prepared, OllamaFormat(name, is_chat=True))
+
+
+async def generate(service: Service, request: Request) -> Reply:
+    """Answer a prompt: as a chat of one message, or with raw=true as it stands."""
+    given = request.decode(_generate_decoder)
+    name = service.check_model(request, given.model.removesuffix(_TAG))
+    for field in ("images", "suffix", "template", "context"):
+        if getattr(given, field):
+            raise HttpError(400, f"{field} is not supported by this server", param=field)
+    if given.raw:
+        body = _convert(CompletionBody, {**sampling_fields(given, service.max_model_len), "prompt": given.prompt})
+        params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=None)
+
+        prepared = await service.run(
+            request, lambda: service.prepare(request, body, [given.prompt], params, add_special_tokens=True)
+        )
+    else:
+        system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
+        messages = [*system, {"role": "user", "content": given.prompt}]
+        prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
+    return service.submit(request, prepared, OllamaFormat(name, is_chat=False))
+
+
+async def list_tags(service: Service, request: Request) -> Response:
+    """List the model's names."""
+    return Response(json_bytes({"models": [_card(service, name) for name in service.names_for(request)]}))
+
+
+async def list_running(service: Service, request: Request) -> Response:
+    """List what is loaded: the model, always."""
+    cards = [{**_card(service, n), "expires_at": "9999-12-31T00:00:00Z"} for n in service.names_for(request)]
+    return Response(json_bytes({"models": cards}))
+
+
+async def show(service: Service, request: Request) -> Response:
+    """Describe the model."""
+    body = request.decode(_show_decoder)
+    name = service.check_model(request, (body.model or body.name or "").removesuffix(_TAG))
+    tokenizer = service.engine.tokenizer
+    answer = {
+        "template": tokenizer.chat_template or "" if tokenizer is not None else "",
+        "details": _card(service, name)["details"],
+        "model_info": {"general.basename": name, "general.context_length": service.max_model_len},
+        "capabilities": ["completion"],
+    }
+    return Response(json_bytes(answer))
+
+
+async def get_version(service: Service, request: Request) -> Response:
+    """Return the version."""
+    return Response(json_bytes({"version": VERSION}))
+
+
+async def refuse(service: Service, request: Request) -> Response:
+    """Refuse what changes the models of a server."""
+    raise HttpError(501, "this server serves the model that it was started with; its owner changes it")
+
+
+class OllamaFormat:
+    """Answers of /api/chat and /api/generate."""
+
+    stream_type = b"application/x-ndjson"
+    keep_alive = b""  # a line that all of its clients skip does not exist
+
+    def __init__(self, name: str, *, is_chat: bool) -> None:
+        self._name = name
+        self._is_chat = is_chat
+        self._reason = "stop"
+        self._began_ns = time.monotonic_ns()
+        self._first_ns = 0
+
+    def opening(self) -> bytes:
+        """Return nothing: a stream begins with its first tokens."""
+        return b""
+
+    def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
+        """Return a line for the new text."""
+        self._first_ns = self._first_ns or time.monotonic_ns()
+        self._reason = output.finish_reason or self._reason
+        return self._line(output.text, {"done": False}) if output.text else b""
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the last line, with the counts."""
+        return self._line("", self._end(usage))
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return the line of an error."""
+        return json_bytes({"error": error.fields()["message"]}) + b"\n"
+
+    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+        """Return the body of a whole answer."""
+        self._reason = choices[0].finish_reason or self._reason
+        return self._line(choices[0].text, self._end(usage))
+
+    def _line(self, text: str, more: Json) -> bytes:
+        shown: Json = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"response": text}
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        return json_bytes({"model": self._name, "created_at": now, **shown, **more}) + b"\n"
+
+    def _end(self, usage: Usage) -> Json:
+        """Return the counts and the times, in nanoseconds."""
+        now = time.monotonic_ns()
+        first = self._first_ns or now
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": now - self._began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first - self._began_ns,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": now - first,
+        }
+
+
+def _chat_body(service: Service, given: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:
+    fields = sampling_fields(given, service.max_model_len)
+    kwargs = {} if given.think is None else {"enable_thinking": bool(given.think)}
+    return _convert(ChatBody, {**fields, "messages": messages, "tools": tools, "chat_template_kwargs": kwargs})
+
+
+def _convert(kind: type[_Body], fields: Json) -> _Body:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise HttpError(400, str(error)) from None
+
+
+def _card(service: Service, name: str) -> Json:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        "size": 0,
+        "digest": service.engine.client.welcome.model_fingerprint,
+        "details": {
+            "format": "engine-core",
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }

@@ -1,0 +1,87 @@
+"""The bodies of Ollama's API, and its options as the fields of ours."""
+
+from typing import Any
+
+import msgspec
+
+from frontend.http.bodies import Json
+from frontend.http.errors import HttpError
+
+#: Ollama's option -> our field of the same meaning.
+_NAMES = {
+    "num_predict": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+#: Options of the machine and of a model's loading, which this server's owner decides.
+_OWNERS = (
+    *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
+    *("vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "penalize_newline"),
+)
+#: Options that this server does not have -> the values that change nothing.
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "mirostat": (0,),
+    "tfs_z": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "mirostat_eta": (),
+    "mirostat_tau": (),
+}
+
+
+class OllamaBody(msgspec.Struct, kw_only=True):
+    """What both of Ollama's requests have."""
+
+    model: str
+    stream: bool | None = None  # None = true
+    options: Json | None = None
+    format: Any = None
+    keep_alive: Any = None  # nothing is unloaded here
+    think: Any = None
+
+
+class OllamaChatBody(OllamaBody, kw_only=True):
+    """The body of /api/chat."""
+
+    messages: list[Json] = []
+    tools: list[Json] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, kw_only=True):
+    """The body of /api/generate."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: Any = None
+
+
+def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
+    """Return the options as fields of SamplingFields. Errors: HttpError 400, also for a num_ctx above max_model_len."""
+    found: Json = {"stream": body.stream is not False}
+    if body.format not in (None, ""):
+        schema = {"type": "json_schema", "json_schema": {"schema": body.format}}
+        found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
+    for name, value in (body.options or {}).items():
+        if name == "num_ctx":
+            if not isinstance(value, int) or value > max_model_len:
+                text = f"num_ctx={value!r:.40}: this server's context is {max_model_len} tokens, and no prompt is cut"
+                raise HttpError(400, text, param="num_ctx", code="context_length_exceeded")
+        elif name in _REFUSED and value not in _REFUSED[name]:
+            raise HttpError(400, f"the option {name} is not supported", param=name)
+        elif name in _NAMES:
+            found[_NAMES[name]] = value
+        elif name not in _OWNERS and name not in _REFUSED:
+            raise HttpError(400, f"there is no option {name!r:.40}", param=name)
+    if found.get("max_tokens") in (-1, -2):
+        del found["max_tokens"]
+    return found

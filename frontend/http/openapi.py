@@ -1,0 +1,67 @@
+"""/openapi.json: the description of all routes, made of the routing table and the bodies' types."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from frontend.http.request import Request, Response
+from frontend.http.service import Service
+from ipc.version import VERSION
+
+_ERROR = {
+    "description": "an error",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+
+
+async def get_description(service: Service, request: Request) -> Response:
+    """Return this description."""
+    return Response(service.description)
+
+
+def describe(routes: Sequence[Any]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these routes (frontend/http/routes.py)."""
+    bodies = [route.body for route in routes if route.body is not None]
+    schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        takes_target = route.path.endswith("/") and len(route.path) > 1
+        path = f"{route.path}{{name}}" if takes_target else route.path
+        operation: dict[str, Any] = {
+            "summary": (route.handler.__doc__ or "").splitlines()[0],
+            "responses": {"200": {"description": "the answer"}, "default": _ERROR},
+            "security": [{"key": []}] if route.access.value == "key" else [],
+        }
+        if takes_target:
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if route.body is not None:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema_of[route.body]}},
+            }
+        paths.setdefault(path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "engine-core", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR_SCHEMA},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

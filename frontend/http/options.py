@@ -1,0 +1,33 @@
+"""HttpOptions: the options of an HTTP server, as the command line and a parent process give them."""
+
+import msgspec
+
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one HTTP server. served_model_names: names that callers may give the model; empty = the engine's."""
+
+    served_model_names: tuple[str, ...] = ()
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_connections: int = 20_000
+    allow_request_templates: bool = False  # a chat template is a program
+    include_usage: bool = False  # in every stream, also where it was not asked for
+    key_digests: tuple[str, ...] = ()  # SHA-256, hex, of keys without limits
+    api_key_file: str | None = None
+    checks_host: bool = True  # the server listens on this machine only, so that it knows its names
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # of pages in browsers; "*" = all
+    drain_timeout: float = 60.0  # seconds for running answers when the server ends
+
+
+#: What a worker is told, after its start, to let it take no more requests and end after the last answer.
+BEGIN_DRAIN = b"drain\n"
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What a worker process is told first. fds: the listening sockets that it inherits."""
+
+    connect: str
+    fds: tuple[int, ...]
+    options: HttpOptions

@@ -1,0 +1,60 @@
+"""The routing table: every path that this server answers, with what it does and who may ask."""
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from frontend.http import chat, completions, health, load, models, ollama, openapi, page
+from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from frontend.http.ollama_bodies import OllamaChatBody, OllamaGenerateBody
+from frontend.http.reply import Reply
+from frontend.http.request import Request, Response
+from frontend.http.service import Service
+
+Handler = Callable[[Service, Request], Awaitable[Response | Reply]]
+
+
+class Access(Enum):
+    """Who may use a route."""
+
+    OPEN = "open"  # everyone, without a key
+    KEY = "key"  # callers with a key, where the server has keys
+
+
+class Route(NamedTuple):
+    """One row. A path that ends in "/" takes what follows it as the request's target; access: KEY unless it says so."""
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access = Access.KEY
+    body: type[msgspec.Struct] | None = None
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", chat.create_chat_completion, body=ChatBody),
+    Route("POST", "/v1/completions", completions.create_completion, body=CompletionBody),
+    Route("GET", "/v1/models", models.list_models),
+    Route("GET", "/v1/models/", models.get_model),
+    Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),
+    Route("POST", "/detokenize", models.detokenize, body=DetokenizeBody),
+    Route("GET", "/tokenizer_info", models.get_tokenizer_info),
+    Route("POST", "/api/chat", ollama.chat, body=OllamaChatBody),
+    Route("POST", "/api/generate", ollama.generate, body=OllamaGenerateBody),
+    Route("GET", "/api/tags", ollama.list_tags),
+    Route("GET", "/api/ps", ollama.list_running),
+    Route("POST", "/api/show", ollama.show),
+    Route("GET", "/api/version", ollama.get_version),
+    *(Route("POST", f"/api/{name}", ollama.refuse) for name in ("pull", "push", "create", "copy")),
+    Route("DELETE", "/api/delete", ollama.refuse),
+    Route("GET", "/v1/load", load.get_load),
+    Route("GET", "/", page.get_page, Access.OPEN),
+    Route("GET", "/openapi.json", openapi.get_description),
+    Route("GET", "/version", models.get_version),
+    Route("GET", "/health", health.get_health, Access.OPEN),
+    Route("GET", "/ping", health.get_health, Access.OPEN),
+    Route("GET", "/live", health.get_live, Access.OPEN),
+    Route("GET", "/ready", health.get_ready, Access.OPEN),
+)

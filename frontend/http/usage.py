@@ -1,0 +1,20 @@
+"""Usage: the tokens that one reply took, counted as they come."""
+
+import msgspec
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all prompts and of all choices; cached: prompt tokens whose keys and values the engine already had."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def openai(self) -> dict[str, object]:
+        """Return the counts in the form of OpenAI's API."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

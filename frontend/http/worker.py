@@ -1,0 +1,64 @@
+"""HttpWorker: the HTTP server in a process of its own, seen from the process that started it."""
+
+import os
+import select
+import socket
+from collections.abc import Sequence
+
+from frontend.engine.child import Child, spawn
+from frontend.http.options import BEGIN_DRAIN, HttpOptions, WorkerStart
+from ipc.errors import EngineStartError
+
+_START_S = 30.0
+_END_S = 5.0  # for the worker to write the ends of its answers
+
+
+class HttpWorker:
+    """One worker process on sockets that stay open here, so that no connection is refused while it starts again."""
+
+    def __init__(self, connect: str, sockets: Sequence[socket.socket], options: HttpOptions) -> None:
+        self._start = WorkerStart(connect, tuple(one.fileno() for one in sockets), options)
+        self._child: Child | None = None
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the running worker."""
+        return self._running().process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Return a descriptor that is readable once the worker has ended."""
+        return self._running().pidfd
+
+    def start(self) -> None:
+        """Spawn the worker and wait until it serves. Errors: EngineStartError."""
+        child = self._child = spawn("frontend.http", self._start, pass_fds=self._start.fds)
+        poller, said = select.poll(), b""
+        poller.register(child.report_fd, select.POLLIN)
+        while not said.endswith(b"\n"):
+            data = os.read(child.report_fd, 4096) if poller.poll(_START_S * 1000) else b""
+            if not data:
+                break
+            said += data
+        if said != b"ready\n":
+            self.stop()
+            reason = said.decode(errors="replace").strip() or "it ended"
+            raise EngineStartError(f"the HTTP server did not start: {reason}")
+
+    def drain(self) -> None:
+        """Let the worker take no more requests and end after the last answer. Does not wait."""
+        if self._child is not None and self._child.lease_fd >= 0:
+            try:
+                os.write(self._child.lease_fd, BEGIN_DRAIN)
+            except BrokenPipeError:
+                return
+
+    def stop(self) -> None:
+        """End the worker and wait for its end. A second call does nothing."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.release(_END_S)
+
+    def _running(self) -> Child:
+        assert self._child is not None, "the worker does not run"
+        return self._child

@@ -1,0 +1,162 @@
+"""OfflineRun: the requests of one LLM.generate() or chat(), from the first submission to the last end."""
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from frontend.results.outputs import RequestOutput
+from frontend.results.request_state import RequestState
+from frontend.session import EngineHandle, PreparedRequest, final_only
+from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestError, RequestFailedError
+
+#: Least number of choices of one generate() that the engine holds at once. The others wait here and cost it nothing.
+_MIN_WINDOW = 256
+
+
+def run_all(
+    engine: EngineHandle,
+    prepared: list[PreparedRequest],
+    use_tqdm: bool | Callable[..., Any],
+    *,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Run all requests and return their outputs in order; with return_exceptions, errors in the place of failed ones.
+
+    Errors: those of LLM.generate().
+    """
+    if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+        raise InvalidRequestError(f"use_tqdm must be True, False or a class such as tqdm; got {use_tqdm!r:.80}")
+    run = OfflineRun(engine, prepared, _ProgressBar(len(prepared), use_tqdm))
+    try:
+        run.serve()
+    except EngineCoreError as error:
+        error.outputs = run.outputs
+        raise
+    finally:
+        run.close()
+    if run.errors and not return_exceptions:
+        raise _failure(run.errors, run.outputs)
+    return [run.errors.get(index, output) for index, output in enumerate(run.outputs)]
+
+
+class OfflineRun:
+    """The requests of one call.
+
+    A request that the engine refuses for want of room is submitted again, after the time that the engine names.
+    """
+
+    def __init__(self, engine: EngineHandle, prepared: list[PreparedRequest], progress_bar: "_ProgressBar") -> None:
+        self.outputs: list[RequestOutput | None] = [None] * len(prepared)
+        self.errors: dict[int, EngineCoreError] = {}  # by index of the prompt
+        self._engine, self._client = engine, engine.client
+        self._prepared = prepared
+        self._progress_bar = progress_bar
+        self._window = max(_MIN_WINDOW, 4 * engine.client.welcome.limits.max_num_seqs)  # choices
+        self._waiting = deque(range(len(prepared)))
+        self._refused: list[tuple[float, int]] = []  # heap of (monotonic time to submit it again, index)
+        self._running: dict[int, tuple[int, RequestState]] = {}  # by number
+        self._num_choices = 0  # of the running ones
+        self._first_number: int | None = None
+
+    def serve(self) -> None:
+        """Run all requests. Errors: EngineDeadError."""
+        client, running = self._client, self._running
+        while self._waiting or self._refused or running:
+            self._submit(time.monotonic())
+            left_s = max(0.0, self._refused[0][0] - time.monotonic()) if self._refused else None
+            for number in client.wait(np.fromiter(running, np.int64, len(running)), left_s).tolist():
+                self._look_at(number)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._client.discard(self._running)
+        self._progress_bar.close()
+
+    def _submit(self, now: float) -> None:
+        while self._refused and self._refused[0][0] <= now:
+            self._waiting.appendleft(heapq.heappop(self._refused)[1])
+        while self._waiting and (not self._running or self._num_choices < self._window):
+            index = self._waiting.popleft()
+            # The seed is that of an undisturbed run, in which prompts have numbers in their order.
+            seed = None if self._first_number is None else self._engine.derive_seed(self._first_number + index)
+            state = self._engine.submit(_final_only(self._prepared[index]), seed=seed)
+            if self._first_number is None:
+                self._first_number = state.number
+            self._running[state.number] = (index, state)
+            self._num_choices += self._prepared[index].params.n
+
+    def _look_at(self, number: int) -> None:
+        """Take the news of a request."""
+        index, state = self._running[number]
+        output = None
+        try:
+            output = self._engine.advance(state)
+            if output is None:
+                return
+            self.outputs[index] = output
+        except RequestFailedError as error:
+            if error.retry_after_ms:
+                heapq.heappush(self._refused, (time.monotonic() + error.retry_after_ms / 1000, index))
+            else:
+                self.errors[index] = error
+        except InvalidRequestError as error:
+            self.errors[index] = error
+        del self._running[number]
+        self._num_choices -= self._prepared[index].params.n
+        self._client.discard([number])
+        if output is not None or index in self.errors:
+            self._progress_bar.advance(output)
+
+
+def _final_only(prepared: PreparedRequest) -> PreparedRequest:
+    return prepared._replace(params=final_only(prepared.params))
+
+
+def _failure(errors: dict[int, EngineCoreError], outputs: Sequence[RequestOutput | None]) -> EngineCoreError:
+    """Return one error for all failed requests: it names the first, gives their number, and has the outputs."""
+    index, first = min(errors.items())
+    kinds = (InvalidRequestError, DeadlineExceededError, RequestFailedError)
+    kind = next(kind for kind in kinds if isinstance(first, kind))
+    more = f" ({len(errors)} of {len(outputs)} failed)" if len(errors) > 1 else ""
+    failure = kind(f"prompt {index} of {len(outputs)}: {first}{more}")
+    failure.outputs = outputs
+    return failure
+
+
+class _ProgressBar:
+    """A tqdm bar with the rates of vLLM's bar; shows nothing when it is off."""
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
+        self._bar: Any = None
+        self._num_input = 0
+        self._num_output = 0
+        self._start = time.monotonic()
+        if use_tqdm:
+            make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+            self._bar = make(
+                total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._rates(self._start + 1.0)
+            )
+
+    def advance(self, output: RequestOutput | None) -> None:
+        """Count one request that finished with `output`, or failed (None)."""
+        if self._bar is None:
+            return
+        if output is not None:
+            self._num_input += len(output.prompt_token_ids)
+            self._num_output += sum(len(one.token_ids) for one in output.outputs)
+            self._bar.postfix = self._rates(time.monotonic())
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _rates(self, now: float) -> str:
+        seconds = max(now - self._start, 1e-9)
+        input_rate, output_rate = self._num_input / seconds, self._num_output / seconds
+        return f"est. speed input: {input_rate:.2f} toks/s, output: {output_rate:.2f} toks/s"

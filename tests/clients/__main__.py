@@ -1,0 +1,113 @@
+"""Run real HTTP clients against `engine-core serve --http` on the demo model: `make clients`.
+
+Each folder here with a requirements.txt is an environment of its own (litellm needs another openai than the others).
+Each of its use_*.py is a program as the client's users write it, and fails by its exit code. The output has each client
+with its version, the result, and each distinct request that the client was seen to send.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from tests.clients.recorder import Recorder
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PATIENCE_S = 300
+
+
+def environment(folder: Path, where: Path) -> Path:
+    """Make the environment of this folder, unless it is there -> its Python."""
+    python = where / folder.name / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", where / folder.name], check=True)
+        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, "-r", folder / "requirements.txt"], check=True)
+    return python
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def serve(port: int) -> subprocess.Popen[bytes]:
+    """Start the server and wait until it is ready."""
+    server = subprocess.Popen([sys.executable, "-m", "tools.cli", "serve", "--http", f"127.0.0.1:{port}"], cwd=ROOT)
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with exit code {server.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                return server
+        except OSError:
+            time.sleep(0.1)
+    server.kill()
+    raise SystemExit(f"the server was not ready after {PATIENCE_S} s")
+
+
+def version(python: Path, script: Path) -> str:
+    """Return the version of the client that a script names in the first words of its docstring."""
+    (name,) = re.findall(r'^"""([\w-]+)', script.read_text())
+    ask = f"import importlib.metadata as m; print(m.version({name!r}))"
+    found = subprocess.run([python, "-c", ask], capture_output=True, text=True)
+    return f"{name} {found.stdout.strip()}"
+
+
+def main() -> int:
+    """Run all clients, or those whose names have the given text; return 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("--environments", type=Path, default=ROOT / ".clients", help="folder of the environments")
+    parser.add_argument("names", nargs="*", help="only clients whose script's name has one of these texts")
+    parsed = parser.parse_args()
+    port = free_port()
+    server = serve(port)
+    num_failed = 0
+    try:
+        recorder = Recorder(port)
+        base = f"http://127.0.0.1:{recorder.port}"
+        with urllib.request.urlopen(f"{base}/v1/models", timeout=30) as answer:
+            (model,) = re.findall(r'"id": ?"([^"]+)"', answer.read().decode())[:1]
+        variables = {**os.environ, "BASE_URL": f"{base}/v1", "SERVER": base, "MODEL": model}
+        variables |= {"ENGINE_PYTHON": sys.executable, "ROOT": str(ROOT)}
+        recorder.requests()
+        for script in sorted(HERE.glob("*/use_*.py")):
+            if parsed.names and not any(name in script.name for name in parsed.names):
+                continue
+            python = environment(script.parent, parsed.environments)
+            begin = time.monotonic()
+            try:
+                run = subprocess.run(
+                    [python, script], env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+                )
+                failed, errors = run.returncode != 0, run.stderr
+            except subprocess.TimeoutExpired:
+                failed, errors = True, f"not done after {PATIENCE_S} s"
+            num_failed += failed
+            result = "failed" if failed else "ok"
+            print(f"{result:7}{version(python, script):28}{time.monotonic() - begin:6.1f} s", flush=True)
+            for line in recorder.requests():
+                print(f"       {line}", flush=True)
+            if failed:
+                print(errors[-3000:], flush=True)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    print(f"engine-core {importlib.metadata.version('llm-engine-core')}: {num_failed} failed")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

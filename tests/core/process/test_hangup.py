@@ -1,0 +1,77 @@
+"""The end of a terminal: SIGHUP to owner and engine together, and what is swept up when both were killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from ipc import sockets
+from ipc.sockets import bind_router, private_ipc_address, remove_private_address
+from tests.placed import placed
+from tests.raw_client import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+OWNER = """
+import time
+from frontend.llm import LLM
+llm = LLM(executor="fake", skip_tokenizer_init=True, num_blocks_override=100)
+print("up", flush=True)
+time.sleep(60)
+"""
+SERVE = """
+import sys
+from tools.cli import main
+sys.exit(main(["serve", "--executor", "fake", "--listen", f"ipc://{sys.argv[1]}/s", "--num-blocks-override", "100"]))
+"""
+
+
+def hang_up(code: str, folder: Path) -> int:
+    """Start a program as leader of its group; SIGHUP to the group once it is up. Return its exit status."""
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": ""}
+    command = [sys.executable, "-c", placed(code), str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        os.killpg(child.pid, signal.SIGHUP)
+        child.stdout.read()  # ends with the last process that has it
+    return child.returncode
+
+
+@pytest.mark.parametrize(("code", "status"), [(OWNER, -signal.SIGHUP), (SERVE, 0)])
+def test_a_hangup_leaves_no_files(tmp_path: Path, code: str, status: int) -> None:
+    assert hang_up(code, tmp_path) == status
+    end = time.monotonic() + PATIENCE_S
+    while left := [path for path in tmp_path.rglob("*") if not path.is_dir()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
+
+
+def test_addresses_of_the_dead_are_swept_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    context: sockets.Context = zmq.Context()
+    alive = bind_router(context, private_ipc_address(), is_private=True)
+    dead = private_ipc_address()
+    path = Path(sockets.ipc_path(dead))
+    path.touch()
+    Path(f"{path}.lock").touch()
+    not_ours = tmp_path / f"{sockets.PRIVATE_PREFIX}notes"
+    not_ours.mkdir()
+    young = private_ipc_address()
+    for folder in tmp_path.iterdir():
+        if folder.name not in young:
+            os.utime(folder, (0, 0))
+    Path(sockets.ipc_path(young) + ".lock").touch()
+    last = private_ipc_address()
+    left = {str(one) for one in tmp_path.iterdir()}
+    assert left == {os.path.dirname(sockets.ipc_path(one)) for one in (alive.address, young, last)} | {str(not_ours)}
+    alive.close(0)
+    context.term()
+    for address in (young, last):
+        remove_private_address(address)

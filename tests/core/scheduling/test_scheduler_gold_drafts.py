@@ -1,0 +1,127 @@
+"""The scheduler with drafts against the gold model with drafts: equal decisions after every step."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.proposers.proposer import Proposals
+from core.scheduling.scheduler import Scheduler
+from ipc.arrays import Ints
+from ipc.config import EngineConfig
+from tests.core.driving import ByHand
+from tests.core.hostile_drafts import speculative
+from tests.core.scheduling.gold_drafts import GoldWithDrafts
+from tests.core.scheduling.test_scheduler_gold import ALL, GoldMachine, config_of, run, sampled
+
+OPTIONS = ALL | {"num_drafts": st.sampled_from([1, 2, 4, 9]), "budget": st.sampled_from([40, 40, 12, 9, 5])}
+
+
+def guesses(number: int, position: int) -> tuple[list[int], int]:
+    """Up to 11 tokens from a position on, most of them right, and their kind."""
+    value = (number * 31 + position * 17) % 23
+    drafts = [sampled(number, position + place) for place in range(value % 12)]
+    if value % 3 == 0 and drafts:
+        drafts[value % len(drafts)] = 1
+    return drafts, value % 5
+
+
+class Guessing:
+    """A Proposer of these guesses."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._table = scheduler.table
+
+    def propose(self, rows: Ints, most: int) -> Proposals:
+        found = [guesses(int(self._table.number[row]), int(self._table.num_tokens[row])) for row in rows.tolist()]
+        token_ids = np.zeros((len(rows), most), np.int32)
+        for index, (drafts, _) in enumerate(found):
+            token_ids[index, : len(drafts)] = drafts[:most]
+        counts = np.array([len(drafts) for drafts, _ in found])
+        return Proposals(counts, token_ids, np.array([kind for _, kind in found]))
+
+
+class Verifying(ByHand):
+    """Rows with drafts yield what sampled() gives, up to the first draft that is not that."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.scheduler.speculation.proposers[:] = [Guessing(self.scheduler)]
+        self._tenancies: dict[int, Ints] = {}
+        self.num_right = 0
+
+    def schedule(self, now_ns: int = 0) -> SchedulerOutput:
+        plan = self.scheduler.schedule(now_ns)
+        self.scheduler.check_integrity()
+        if not plan.is_empty:
+            self.mirror.apply(plan)
+            samples = self._samples[plan.step] = self.mirror.advance(plan)
+            self._tenancies[plan.step] = self.scheduler.table.tenancy[plan.rows]
+            drafted = plan.num_draft_tokens > 0 if len(plan.num_draft_tokens) else np.zeros(len(plan.rows), np.bool_)
+            assert samples[drafted].all()
+            rows = plan.rows[samples & ~drafted]  # those with drafts are told when their step is back
+            self.mirror.append_tokens(rows, np.zeros(len(rows), np.int32))
+        return plan
+
+    def update(self, plan: SchedulerOutput, token: Any = 7) -> Any:
+        tenancies = self._tenancies.pop(plan.step)
+        if not len(plan.num_draft_tokens):
+            return super().update(plan, token)
+        table, samples, runs = self.scheduler.table, self._samples.pop(plan.step), []
+        live, first = table.tenancy[plan.rows] == tenancies, 0
+        for index, row in enumerate(plan.rows.tolist()):
+            count = int(plan.num_draft_tokens[index])
+            drafts = plan.draft_token_ids[first : first + count].tolist()
+            first += count
+            number, length = int(table.number[row]), int(table.num_tokens[row])
+            right = 0
+            while right < count and drafts[right] == sampled(number, length + right):
+                right += 1
+            runs.append([sampled(number, length + place) for place in range(right + 1)] if samples[index] else [])
+            self.num_right += right
+            if count and live[index]:
+                self.mirror.append_tokens(np.array([row]), np.zeros(right + 1, np.int32), np.array([right + 1]))
+                self.mirror.num_computed_tokens[row] += right
+        tokens = np.array([token for one in runs for token in one], np.int32)
+        output = ModelRunnerOutput(plan.step, tokens, counts=np.array([len(one) for one in runs], np.int32))
+        replies = self.scheduler.update_from_output(plan, output)
+        self.inbox.take(replies)
+        self.scheduler.check_integrity()
+        return replies
+
+
+class DraftsMachine(GoldMachine):
+    gold_class = GoldWithDrafts
+    num_right = 0
+
+    @initialize(options=st.fixed_dictionaries(OPTIONS))
+    def start(self, options: dict[str, Any]) -> None:
+        num_drafts = options.pop("num_drafts")
+        config = config_of(options | {"speculative_config": speculative(num_drafts)})
+        self.begin(config)
+        self.hand = Verifying(config)
+        self.scheduler = self.hand.scheduler
+        assert isinstance(self.gold, GoldWithDrafts)
+        self.gold.guesses = guesses  # type: ignore[method-assign, assignment]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "hand"):
+            DraftsMachine.num_right += self.hand.num_right  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(400)
+def test_decisions_with_drafts_equal_the_gold_models() -> None:
+    run(DraftsMachine, 60, True)
+    assert DraftsMachine.num_right > 300
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_soak_decisions_with_drafts_equal_the_gold_models() -> None:
+    """SCHEDULER_EXAMPLES=n runs that many; 20,000 otherwise."""
+    run(DraftsMachine, int(os.environ.get("SCHEDULER_EXAMPLES", "20000")), False)

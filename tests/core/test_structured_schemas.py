@@ -1,0 +1,144 @@
+"""Every output of a shipped set of schemas parses and validates, and hostile grammars hurt nobody else."""
+
+import json
+import random
+import time
+
+import jsonschema
+import pytest
+
+from ipc.errors import InvalidRequestError
+from ipc.messages import FinishReason
+from ipc.structured_outputs import StructuredOutputsParams
+from tests.core.driving import Received
+from tests.core.test_structured_outputs import Runs, add
+from tests.grammar_vocabulary import make_grammars, text_of
+from tests.schemas import SCHEMAS
+
+
+def outputs(names: list[str], compact: bool, seeds: range) -> list[tuple[str, Received]]:
+    """What the fake executor's made-up tokens make of each schema."""
+    runs, named = Runs(max_model_len=2000, num_blocks=20_000, max_num_seqs=16), {}
+    for seed in seeds:
+        for name in names:
+            number = len(named)
+            params = StructuredOutputsParams(json=SCHEMAS[name], disable_any_whitespace=compact)
+            runs.step([add(number + 1000 * seed, params, max_tokens=1500, temperature=1.0)])
+            named[number + 1000 * seed] = name
+    received = runs.drain()
+    return [(named[number], one) for number, one in received.items()]
+
+
+def check(seeds: range, compact: bool) -> None:
+    found = outputs(list(SCHEMAS), compact, seeds)
+    assert len(found) == len(seeds) * len(SCHEMAS)
+    for name, one in found:
+        assert one.finish is FinishReason.STOP, (name, one.failed, text_of(one.tokens)[:200])
+        text = text_of(one.tokens)
+        jsonschema.validate(json.loads(text), SCHEMAS[name], format_checker=FORMATS)
+        if compact:
+            assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) or "\\" in text
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_every_output_validates(compact: bool) -> None:
+    assert len(SCHEMAS) == 40
+    check(range(1), compact)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("compact", [True, False])
+def test_many_outputs_validate(compact: bool) -> None:
+    for seed in range(25):
+        check(range(seed, seed + 1), compact)
+
+
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+_PIECES = (
+    *(
+        "start: ",
+        "root ::= ",
+        "a b ",
+        "| ",
+        "/[a-z]*/ ",
+        '"x" ',
+        "(",
+        ")",
+        "+",
+        "*",
+        "?",
+        "{1,1000}",
+        "\n",
+        "a: ",
+        "b: ",
+    ),
+    *(
+        ".*",
+        "[^x]",
+        "\\d",
+        "\\p{L}",
+        "^",
+        "$",
+        "(?:",
+        "(?i)",
+        "{5000}",
+        "%json {}",
+        "%ignore /x/",
+        "<eos>",
+        "~3",
+        "é",
+        "\0",
+    ),
+    *('{"type":"object"', '"anyOf":[', '"$ref":"#"', "}", "]", ":", ",", "[lazy]", "[max_tokens=3]", "@x", "::=", "//"),
+)
+
+
+def hostile(rng: random.Random) -> dict[str, str]:
+    """Fields of a grammar made of pieces, or a good schema with a mistake in it."""
+    kind = rng.choice(["regex", "grammar", "gbnf", "json"])
+    if kind == "json":
+        text = json.dumps(rng.choice(list(SCHEMAS.values())))
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice(_PIECES) + text[at + rng.randrange(3) :]
+        return {"json": text}
+    text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(1, 40)))
+    begin = {"regex": "", "grammar": "start: ", "gbnf": "root ::= "}[kind]
+    return {kind if kind == "regex" else "grammar": begin + text}
+
+
+def attack(count: int, seed: int) -> tuple[int, float]:
+    """Run so many hostile grammars beside a free request; return how many were compiled and the longest compilation."""
+    rng, grammars, compiled, longest = random.Random(seed), make_grammars(), 0, 0.0
+    runs = Runs(max_model_len=400, num_blocks=4000, max_num_seqs=16)
+    alone = Runs(max_model_len=400, num_blocks=4000)
+    free = add(0, None, max_tokens=300)
+    alone.step([free])
+    runs.step([free])
+    for number in range(1, count + 1):
+        begin = time.perf_counter()
+        try:
+            params = StructuredOutputsParams(**hostile(rng))  # type: ignore[arg-type]
+            grammars.matcher(params)
+        except InvalidRequestError:
+            longest = max(longest, time.perf_counter() - begin)
+            continue
+        longest = max(longest, time.perf_counter() - begin)
+        compiled += 1
+        runs.step([add(number, params, max_tokens=20, temperature=1.0)])
+    received = runs.drain()
+    assert received[0].tokens == alone.drain()[0].tokens
+    assert all(one.is_over for one in received.values())
+    return compiled, longest
+
+
+def test_hostile_grammars_hurt_nobody() -> None:
+    compiled, longest = attack(60, seed=1)
+    assert 5 < compiled < 55
+    assert longest < 30  # seconds, on the slowest machine
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_a_thousand_hostile_grammars_hurt_nobody(seed: int) -> None:
+    attack(100, seed)

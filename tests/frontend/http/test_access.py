@@ -1,0 +1,203 @@
+"""Who may: the routing table without a key, keys and their limits, hosts and origins."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.http.errors import HttpError
+from frontend.http.keys import Key, KeyRing, digest_of, read_keys
+from frontend.http.quotas import Bucket, Quotas
+from frontend.http.routes import ROUTES, Access
+from ipc.errors import ConfigError
+from tests.frontend.http.caller import Caller, serving, wait_for
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def line(name: str, secret: str, limits: str = "") -> str:
+    return f"{name} {digest_of(secret)} {limits}\n"
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Caller, Path]]:
+    """A server with keys, on the fake executor without a tokenizer, and its keys file."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(
+        "# a comment\n"
+        + line("alice", "secret-a")
+        + line("bob", "secret-b", "models=small max_tokens=5 min_priority=0")
+        + line("carol", "secret-c", "rpm=3")
+    )
+    options = ("--executor", "fake", "--api-key-file", str(path), "--served-model-name", "large", "small")
+    with serving(*options) as caller:
+        yield caller, path
+
+
+def ids(secret: str, served: Caller, **fields: Any) -> int:
+    return served.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, **fields}, bearer(secret)).status
+
+
+def test_every_route_without_a_key(keyed: tuple[Caller, Path]) -> None:
+    served, _ = keyed
+    opened = {route.path for route in ROUTES if route.access is Access.OPEN}
+    assert opened == {"/health", "/ping", "/live", "/ready", "/"}
+    for route in ROUTES:
+        path = route.path + "large" if route.path.endswith("/") and len(route.path) > 1 else route.path
+        for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": "wrong"}, {"authorization": "Basic x"}):
+            answer = served.call(route.method, path, b"{}" if route.method == "POST" else None, headers)
+            if route.access is Access.OPEN:
+                assert answer.status == 200, path
+                continue
+            assert answer.status == 401, path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json["error"]["type"] == "AuthenticationError"
+        for other in (f"/{path}", f"{path}/", path.replace("/", "%2f"), path.upper(), f"{path};x", f"/.{path}"):
+            if other not in {route.path for route in ROUTES}:
+                assert served.call(route.method, other, b"{}" if route.method == "POST" else None).status in (401, 404)
+
+
+def test_a_key_is_known_by_both_headers(keyed: tuple[Caller, Path]) -> None:
+    served, _ = keyed
+    assert served.get("/v1/models", bearer("secret-a")).status == 200
+    assert served.get("/v1/models", {"authorization": "bearer secret-a"}).status == 200
+    assert served.get("/v1/models", {"x-api-key": "secret-a"}).status == 200
+
+
+def test_a_keys_limits(keyed: tuple[Caller, Path]) -> None:
+    served, _ = keyed
+    assert [card["id"] for card in served.get("/v1/models", bearer("secret-b")).json["data"]] == ["small"]
+    assert ids("secret-a", served, model="large") == 200
+    assert ids("secret-b", served, model="large") == 403
+    assert ids("secret-b", served, model="small") == 200
+    assert ids("secret-b", served, model="none") == 404
+    assert ids("secret-b", served, max_tokens=6) == 403
+    assert ids("secret-b", served, priority=-1) == 403
+    assert ids("secret-b", served, priority=1) == 200
+
+
+def test_a_quota_is_429_with_the_time_to_wait(keyed: tuple[Caller, Path]) -> None:
+    served, _ = keyed
+    assert [ids("secret-c", served) for _ in range(4)] == [200, 200, 200, 429]
+    answer = served.post("/v1/completions", {"prompt": [5]}, bearer("secret-c"))
+    assert answer.json["error"]["type"] == "RateLimitError"
+    assert 1 <= int(answer.headers["retry-after"]) <= 20
+    assert answer.headers["x-ratelimit-limit-requests"] == "3"
+    assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_the_file_is_read_again(keyed: tuple[Caller, Path]) -> None:
+    served, path = keyed
+    before = path.read_text()
+    assert ids("new", served) == 401
+    path.write_text(before + line("new", "new"))
+    wait_for(lambda: ids("new", served) == 200)
+    path.write_text("this is no keys file\n")
+    time.sleep(1.5)
+    assert ids("new", served) == 200  # the keys stay as they were
+    path.write_text(before)
+    wait_for(lambda: ids("new", served) == 401)
+    assert ids("secret-a", served) == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("localhost:1234", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 421),
+        ("evil.example:8000", 421),
+        ("localhost.evil.example", 421),
+    ],
+)
+def test_the_host_is_this_machine(served: Caller, host: str, status: int) -> None:
+    assert served.get("/v1/models", {"host": host}).status == status
+
+
+def test_a_request_has_one_host(served: Caller) -> None:
+    answer = served.raw(b"GET /live HTTP/1.1\r\nhost: localhost\r\nhost: other\r\nconnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_no_origin_is_allowed_unless_asked_for(served: Caller) -> None:
+    answer = served.get("/v1/models", {"origin": "http://page.example"})
+    assert "access-control-allow-origin" not in answer.headers
+    assert served.call("OPTIONS", "/v1/models", None, {"origin": "http://page.example"}).status == 405
+
+
+def test_other_machines_need_keys() -> None:
+    from tools.cli import main
+
+    assert main(["serve", "--executor", "fake", "--http", "0.0.0.0:0"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["alice", "alice 12", f"alice {'x' * 64}", line("a", "b", "rpm=x"), line("a", "b", "speed=3"), line("a", "b") * 2],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"line|hex|taken") as error:
+        read_keys(str(path))
+    assert hashlib.sha256(b"b").hexdigest() not in str(error.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KeyRing(path=str(tmp_path / "none"))
+
+
+def test_a_missing_file_keeps_the_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(line("a", "b"))
+    ring = KeyRing(path=str(path))
+    os.unlink(path)
+    ring.refresh()
+    assert ring.find(b"b") is not None
+    assert not ring.is_empty
+
+
+def test_buckets_are_exact() -> None:
+    """10,000 arrivals in 10 minutes: never more than the size and what has refilled."""
+    now, taken = 0.0, 0
+    bucket = Bucket(60, now)
+    for step in range(10_000):
+        now = step * 0.06
+        if not bucket.wait_s(1, now):
+            bucket.take(1, now)
+            taken += 1
+        assert taken <= 60 + now + 1e-6
+    assert 655 <= taken <= 660
+
+
+def test_quotas_give_back_what_was_not_used() -> None:
+    clock = [0.0]
+    quotas = Quotas(lambda: clock[0])
+    key = Key("k", b"", concurrent=2, tpm=100)
+    settle = quotas.take(key, 90)
+    assert settle is not None
+    with pytest.raises(HttpError) as full:
+        quotas.take(key, 20)
+    assert full.value.status == 429
+    settle(10)
+    first, second = quotas.take(key, 20), quotas.take(key, 20)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(HttpError) as many:
+        quotas.take(key, 1)
+    assert many.value.status == 429
+    with pytest.raises(HttpError) as never:
+        quotas.take(key, 101)
+    assert never.value.status in (403, 429)
+    second(20)
+    first(20)
+    clock[0] = 60.0
+    assert quotas.take(key, 100) is not None

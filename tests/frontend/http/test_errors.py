@@ -1,0 +1,170 @@
+"""What is wrong gets its status and the one error body, and harms nobody else."""
+
+import json
+from typing import Any
+
+import pytest
+
+from frontend.http.errors import HttpError, http_error
+from ipc.errors import (
+    CallFailedError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+)
+from tests.frontend.http.caller import Caller
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": "x"}, "max_tokens"),
+        ({"max_tokens": -1}, None),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, None),
+        ({"logit_bias": {"x": 1}}, None),
+        ({"messages": []}, None),
+        ({"messages": [{"content": "x"}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 10_000}, None),
+        ({"guided_json": {}}, "guided_json"),
+        ({"best_of": 2}, "best_of"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"jsn": {}}}, "jsn"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, None),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+    ],
+)
+def test_a_bad_field_is_named(served: Caller, fields: dict[str, Any], param: str | None) -> None:
+    answer = served.post("/v1/chat/completions", {**CHAT, **fields})
+    error = answer.json["error"]
+    assert (answer.status, error["type"], error["code"]) == (400, "BadRequestError", 400), error
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_fields_without_an_effect_are_taken(served: Caller) -> None:
+    fields = {
+        "user": "u",
+        "metadata": {"a": 1},
+        "store": False,
+        "service_tier": "auto",
+        "unknown_field": [1],
+        "n": None,
+    }
+    neutral = {
+        "best_of": 1,
+        "use_beam_search": False,
+        "suffix": None,
+        "tools": [],
+        "functions": [],
+        "top_logprobs": None,
+    }
+    assert served.post("/v1/chat/completions", {**CHAT, **fields, **neutral}).status == 200
+
+
+def test_suffix_is_refused_by_name(served: Caller) -> None:
+    assert served.complete("x", suffix="y").json["error"]["param"] == "suffix"
+    assert served.complete("x", suffix="").status == 200
+
+
+def test_a_prompt_that_is_too_long(served: Caller) -> None:
+    fits, too_long = [5] * 4095, [5] * 4096
+    assert served.complete(fits, max_tokens=1).status == 200
+    answer = served.complete(too_long, max_tokens=1)
+    assert answer.status == 400
+    assert answer.json["error"]["code"] == "context_length_exceeded"
+    assert answer.json["error"]["message"].startswith("This model's maximum context length is 4096 tokens")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/nothing", None, 404),
+        ("GET", "/v1/models/none", None, 404),
+        ("GET", "//v1/models", None, 404),
+        ("GET", "/v1/../v1/models", None, 404),
+        ("GET", "/v1%2fmodels", None, 404),
+        ("GET", "/v1/models?x=1", None, 200),
+        ("POST", "/v1/models", b"{}", 405),
+        ("GET", "/v1/chat/completions", None, 405),
+        ("OPTIONS", "/v1/models", None, 405),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"", 400),
+        ("POST", "/v1/completions", b"[]", 400),
+        ("POST", "/v1/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/completions", b'{"prompt": null}', 400),
+        ("POST", "/v1/completions", b'{"prompt": []}', 400),
+        ("POST", "/v1/completions", b'{"prompt": [[]]}', 400),
+        ("POST", "/v1/completions", b'{"prompt": [1, "x"]}', 400),
+        ("POST", "/v1/completions", b'{"prompt": [99999999]}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "x", "model": "gpt-4"}', 404),
+        ("POST", "/v1/completions", b"[" * 100_000, 400),
+        ("POST", "/tokenize", b"{}", 400),
+        ("POST", "/detokenize", b'{"tokens": [-1]}', 400),
+    ],
+)
+def test_each_wrong_call(served: Caller, method: str, path: str, body: bytes | None, status: int) -> None:
+    answer = served.call(method, path, body)
+    assert answer.status == status, answer.body
+    if status != 200:
+        assert set(answer.json["error"]) == {"message", "type", "param", "code"}
+
+
+def test_only_json_is_taken(served: Caller) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = served.post("/v1/chat/completions", CHAT, {"content-type": kind})
+        assert answer.status == 415
+    assert served.post("/v1/chat/completions", CHAT, {"content-type": "Application/JSON; charset=utf-8"}).status == 200
+
+
+def test_an_error_is_short_and_names_no_path(served: Caller) -> None:
+    for fields in ({"model": "x" * 100_000}, {"stop": ["y" * 5000] * 20}, {"messages": [{"role": "\ud800" * 3000}]}):
+        answer = served.post("/v1/chat/completions", {**CHAT, **fields})
+        assert answer.status in (400, 404)
+        assert len(answer.body) < 2048
+        assert b"/site-packages" not in answer.body
+        assert b"Traceback" not in answer.body
+
+
+def test_the_table_of_the_engines_errors() -> None:
+    failed = RequestFailedError("full")
+    failed.code, failed.retry_after_ms = "RESOURCE_EXHAUSTED", 1500
+    internal = RequestFailedError("bug")
+    internal.code = "INTERNAL"
+    table = [
+        (InvalidRequestError("n must be 1"), 400),
+        (PromptTooLongError("long"), 400),
+        (DeadlineExceededError("late"), 504),
+        (failed, 503),
+        (internal, 500),
+        (EngineDeadError("gone"), 503),
+        (CallFailedError("busy"), 503),
+        (HttpError(418 - 14, "x"), 404),
+        (ZeroDivisionError("secret"), 500),
+    ]
+    for error, status in table:
+        assert http_error(error, max_model_len=10).status == status
+    found = http_error(failed, max_model_len=10)
+    assert (b"retry-after-ms", b"1500") in found.headers
+    assert (b"retry-after", b"2") in found.headers
+    assert (b"x-should-retry", b"false") in http_error(internal, max_model_len=10).headers
+    assert b"secret" not in http_error(ZeroDivisionError("secret"), max_model_len=10).body()
+    worst = HttpError(400, "\x00" * 5000).body()
+    assert len(worst) < 2600
+    assert json.loads(worst)["error"]["code"] == 400

@@ -1,0 +1,69 @@
+"""Ollama's API: the same answers, as lines of JSON."""
+
+import json
+from typing import Any
+
+import pytest
+
+from frontend.llm import LLM
+from ipc.sampling_params import SamplingParams
+from tests.frontend.http.caller import Answer, Caller
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+OPTIONS = {"num_predict": 12, "temperature": 0, "num_thread": 2, "num_ctx": 2048}
+
+
+def lines(answer: Answer) -> list[Any]:
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+def test_a_chat_streams_unless_told_otherwise(served: Caller, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    wanted = llm.chat(CHAT["messages"], params, use_tqdm=False)[0]
+    answer = served.post("/api/chat", {**CHAT, "options": OPTIONS})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    found = lines(answer)
+    assert "".join(one["message"]["content"] for one in found) == wanted.outputs[0].text
+    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
+    end = found[-1]
+    assert (end["eval_count"], end["prompt_eval_count"]) == (12, len(wanted.prompt_token_ids))
+    assert end["done_reason"] == "length"
+    assert end["total_duration"] >= end["eval_duration"] > 0
+    whole = served.post("/api/chat", {**CHAT, "model": "demo:latest", "options": OPTIONS, "stream": False}).json
+    assert whole["message"]["content"] == wanted.outputs[0].text
+    assert whole["done"] is True
+
+
+def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    body = {"model": "demo", "prompt": "Hi", "options": OPTIONS, "stream": False}
+    found = served.post("/api/generate", {**body, "system": "Be brief."}).json
+    assert found["response"] == llm.chat(chat, params, use_tqdm=False)[0].outputs[0].text
+    raw = served.post("/api/generate", {**body, "raw": True}).json
+    assert raw["response"] == llm.generate("Hi", params, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"options": {"num_ctx": 8192}}, "num_ctx"),
+        ({"options": {"mirostat": 1}}, "mirostat"),
+        ({"options": {"speed": 1}}, "speed"),
+        ({"options": {"temperature": "hot"}}, None),
+        ({"format": "xml"}, "response_format"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages"),
+    ],
+)
+def test_what_is_not_supported_is_named(served: Caller, fields: dict[str, Any], param: str | None) -> None:
+    answer = served.post("/api/chat", {**CHAT, **fields})
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_what_programs_ask_first(served: Caller) -> None:
+    assert [one["name"] for one in served.get("/api/tags").json["models"]] == ["demo", "other/name"]
+    assert served.get("/api/ps").json["models"]
+    assert served.get("/api/version").json["version"]
+    assert served.post("/api/show", {"model": "demo"}).json["model_info"]["general.context_length"] == 4096
+    assert served.post("/api/pull", {"model": "x"}).status == 501
+    assert served.call("DELETE", "/api/delete").status == 501

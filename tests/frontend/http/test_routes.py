@@ -1,0 +1,43 @@
+"""The routing table, its OpenAPI document, the page and the figures that the page shows."""
+
+import re
+
+from frontend.http.routes import ROUTES
+from tests.frontend.http.caller import Caller
+
+
+def test_the_description_is_the_table(served: Caller) -> None:
+    found = served.get("/openapi.json").json
+    assert found["openapi"].startswith("3.1")
+    described = {
+        (path.removesuffix("{name}"), method) for path, methods in found["paths"].items() for method in methods
+    }
+    assert described == {(route.path, route.method.lower()) for route in ROUTES}
+    chat = found["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatBody"}
+    assert "messages" in found["components"]["schemas"]["ChatBody"]["required"]
+    names = set(re.findall(r"#/components/schemas/(\w+)", str(found)))
+    assert names <= set(found["components"]["schemas"])
+    assert found["paths"]["/health"]["get"]["security"] == []
+    assert chat["security"] == [{"key": []}]
+
+
+def test_the_page_is_one_file_that_asks_only_this_server(served: Caller) -> None:
+    answer = served.get("/")
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    text = answer.body.decode()
+    assert not re.findall(r"https?://|(?:src|href)=|@import|url\(", text)
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    asked = set(re.findall(r'fetch\("([^"]+)"', text))
+    assert asked == {"/v1/chat/completions", "/v1/load", "/v1/models"}
+    assert "innerHTML" not in text
+
+
+def test_the_load(served: Caller) -> None:
+    served.chat(max_tokens=3)
+    load = served.get("/v1/load").json
+    assert load["age_s"] < 5
+    assert (load["max_running"], load["running"]) == (64, 0)
+    assert load["generated_tokens"] >= 3
+    assert 0 <= load["kv_used"] <= 1
+    assert load["events"] >= 1

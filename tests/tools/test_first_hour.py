@@ -1,0 +1,168 @@
+"""What a new user tries: defaults of serve, words of other engines, abbreviations that are none."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ipc.errors import AddressError, ConfigError
+from tests.tools.test_cli import command, environment
+from tools import address
+from tools.cli import COMMANDS
+from tools.cli import main as cli
+from tools.hints import COMMANDS as OTHER_COMMANDS
+from tools.hints import FLAGS
+from tools.options import ArgumentParser, add_engine_options, engine_options
+
+
+@pytest.fixture(name="home", autouse=True)
+def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+# --- serve without an address ---------------------------------------------------------------------------------------
+
+
+def test_serve_listens_where_the_other_commands_look(home: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command(*words), env=environment(), capture_output=True, text=True, check=False)
+
+    assert "start one with `engine-core serve`" in run("top", "--once").stderr
+    with subprocess.Popen(
+        command("serve", "--executor", "fake"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        assert f"ready at ipc://{home}/engine-core/engine.sock" in server.stdout.readline()
+        assert "running 0/32" in run("top", "--once", "--interval", "0.1").stdout
+        assert "0 of 32 rows run" in run("explain").stdout
+        assert "is served at" in run("serve", "--executor", "fake").stderr
+        assert run("control", "pause").returncode == 0  # as the owner: the owner file is beside the socket
+        assert run("control", "drain").returncode == 0
+        assert server.wait(20) == 0
+        server.communicate()
+    assert not (home / "engine-core" / "engine.owner").exists()
+
+
+def test_an_owner_file_of_an_engine_that_was_killed_is_no_obstacle(home: Path) -> None:
+    stale = Path(address.default_owner_file())
+    stale.write_text("00\n")
+    assert address.fresh_owner_file() == str(stale)
+    assert not stale.exists()
+    assert address.owner_file_to_read(None, None) is None
+    assert address.owner_file_to_read(None, "ipc:///x") is None
+    assert address.owner_file_to_read("mine", None) == "mine"
+
+
+def test_a_folder_that_others_can_write_is_refused(home: Path) -> None:
+    (home / "engine-core").mkdir()
+    os.chmod(home / "engine-core", 0o777)
+    with pytest.raises(AddressError, match="not a folder of this user alone"):
+        address.default_address()
+    (home / "engine-core").rmdir()
+    (home / "engine-core").symlink_to("/tmp")
+    with pytest.raises(AddressError, match="not a folder of this user alone"):
+        address.default_address()
+
+
+# --- words of other engines -----------------------------------------------------------------------------------------
+
+
+def test_abbreviations_are_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """-n is llama.cpp's number of tokens, and argparse took it for -np, the number of requests at once."""
+    assert "the number of tokens is --max-tokens" in refused(capsys, "generate", "-n", "3", "hello")
+    assert "unknown argument --max-num-se" in refused(capsys, "generate", "--max-num-se", "3", "hello")
+    assert "threads must be" in refused_value(capsys, "generate", "-t0", "hello")
+
+
+def refused_value(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli(words) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--enable-lora", "--tensor-parallel-size", "-ngl", "--host", "--n-predict"])
+def test_a_flag_of_another_engine_gets_its_hint(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert FLAGS[flag] in refused(capsys, "serve", flag, "8")
+
+
+@pytest.mark.parametrize("word", ["ps", "llama-server"])
+def test_a_command_of_another_engine_gets_its_hint(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert OTHER_COMMANDS[word] in refused(capsys, word)
+
+
+def test_hints_are_for_what_does_not_exist() -> None:
+    assert not set(OTHER_COMMANDS) & set(COMMANDS)
+    done = subprocess.run(command("serve", "--help"), env=environment(), capture_output=True, text=True, check=True)
+    ours = set(done.stdout.replace(",", " ").split())
+    assert set(FLAGS) & ours == set()
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["help"]) == 0
+    assert "commands:" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli(["help", "top"])
+    assert ended.value.code == 0
+    assert "engine-core top" in capsys.readouterr().out
+
+
+# --- options from the environment and from a file -------------------------------------------------------------------
+
+
+def options(*words: str) -> dict[str, object]:
+    parser = ArgumentParser()
+    parser.add_argument("--connect")
+    add_engine_options(parser)
+    return engine_options(parser.parse_args(words))
+
+
+def test_the_nearest_source_of_an_option_wins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_CORE_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("ENGINE_CORE_ENABLE_PREFIX_CACHING", "no")
+    monkeypatch.setenv("ENGINE_CORE_SOMETHING_ELSE", "1")
+    assert options() == {"max_num_seqs": 8, "enable_prefix_caching": False}
+    file = home / "engine.toml"
+    file.write_text(
+        'max-num-seqs = 16\nscheduling_policy = "fair"\nreserve_full_length = true\nkv_cache_memory_bytes = "512M"\n'
+        "[client_weights]\nonline = 4.0\nbatch = 0.5\n"
+    )
+    expected = {
+        "max_num_seqs": 16,
+        "enable_prefix_caching": False,
+        "scheduling_policy": "fair",
+        "reserve_full_length": True,
+        "kv_cache_memory_bytes": 512 << 20,
+        "client_weights": {"online": 4.0, "batch": 0.5},
+    }
+    assert options("--config", str(file)) == expected
+    assert options(f"--config={file}", "--max-num-seqs", "32") == expected | {"max_num_seqs": 32}
+    assert options("--connect", "ipc:///x") == {}  # an engine that runs has its options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seqs = ", "is no TOML"),
+        ("max_num_rows = 3", "unknown option 'max_num_rows'"),
+        ("enforce_eager = 3", "must be yes or no; got '3'"),
+    ],
+)
+def test_a_bad_file_is_named(text: str, message: str, home: Path) -> None:
+    file = home / "engine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"{file}.*{message}"):
+        options("--config", str(file))
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        options("--config", str(home / "none.toml"))

@@ -1,0 +1,194 @@
+"""`engine-core http`: an HTTP server for an engine that runs already, with OpenAI's API."""
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import uvloop
+
+from frontend.http.keys import digest_of, read_keys
+from frontend.http.listen import bind_http, is_loopback, url_of
+from frontend.http.options import HttpOptions
+from frontend.http.worker import HttpWorker
+from ipc.errors import ConfigError, EngineStartError
+from tools.options import ArgumentParser, parse_bytes, print_error
+
+_NEEDED = ("uvicorn", "httptools")
+_RETRY_S = 1.0  # between attempts to start a worker again
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until a signal; return the exit status. Errors: ConfigError, AddressError; those of a connection."""
+    parser = ArgumentParser(
+        prog="engine-core http",
+        usage="engine-core http --connect ADDR [--http HOST:PORT] [OPTION ...]",
+        description="Serve a running engine over HTTP.",
+    )
+    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address, of `engine-core serve`")
+    parser.add_argument("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
+    add_http_options(parser)
+    parsed = parser.parse_args(arguments)
+    check_installed()
+    from frontend.http.server import HttpServer, open_engine, raise_file_limit  # needs the extra
+
+    options = read_http_options(parsed)
+    with bind_http(parsed.http) as bound:
+        raise_file_limit()
+        engine = open_engine(parsed.connect)
+        try:
+            uvloop.run(_serve(HttpServer, engine, options, bound))
+        finally:
+            engine.close()
+    return 0
+
+
+def add_http_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of HttpOptions in a group."""
+    group = parser.add_argument_group("HTTP options")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's"
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again on change",
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="better in ENGINE_CORE_API_KEY: arguments are public",
+    )
+    group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
+    group.add_argument("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="further names in Host headers")
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="pages whose scripts may read answers; '*' = all",
+    )
+    group.add_argument("--max-body-bytes", type=parse_bytes, metavar="BYTES", help="of a request; default: 8M")
+    group.add_argument("--max-connections", type=int, metavar="N", help="default: 20000")
+    group.add_argument("--drain-timeout", type=float, metavar="S", help="for running answers at the end; default: 60")
+    group.add_argument(
+        "--allow-request-templates", action="store_true", help="take chat templates, which are programs, from requests"
+    )
+    group.add_argument(
+        "--enable-force-include-usage", action="store_true", help="report the usage at the end of every stream"
+    )
+
+
+def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
+    """Return the options that these flags and ENGINE_CORE_API_KEY give. Errors: ConfigError, AddressError."""
+    if parsed.api_key:
+        print("engine-core: warning: --api-key shows the key to all users of this machine", file=sys.stderr, flush=True)
+    secrets = [*parsed.api_key, *filter(None, [os.environ.get("ENGINE_CORE_API_KEY")])]
+    is_local, has_keys = is_loopback(parsed.http), bool(secrets) or parsed.api_key_file is not None
+    if not is_local and not has_keys and not parsed.insecure:
+        raise ConfigError(
+            f"--http {parsed.http} is open to other machines and there are no keys: give --api-key-file, set "
+            "ENGINE_CORE_API_KEY, or say --insecure"
+        )
+    if parsed.api_key_file is not None:
+        read_keys(parsed.api_key_file)
+    given: dict[str, Any] = {
+        "served_model_names": tuple(parsed.served_model_name),
+        "allow_request_templates": parsed.allow_request_templates,
+        "key_digests": tuple(map(digest_of, secrets)),
+        "api_key_file": None if parsed.api_key_file is None else os.path.abspath(parsed.api_key_file),
+        "checks_host": is_local,
+        "allowed_hosts": tuple(name.lower() for name in parsed.allowed_hosts),
+        "allowed_origins": tuple(parsed.allowed_origins),
+        "include_usage": parsed.enable_force_include_usage,
+    }
+    for name, low in (("max_body_bytes", 1024), ("max_connections", 1), ("drain_timeout", 0)):
+        if (value := getattr(parsed, name)) is not None:
+            if not low <= value <= 2**40:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}; got {value}")
+            given[name] = value
+    return HttpOptions(**given)
+
+
+class HttpFront:
+    """The HTTP side of `engine-core serve`: a bound socket, and from start() on a worker that serves it.
+
+    It binds at once, so that a port in use is an error before a model loads. Errors: ConfigError, AddressError.
+    """
+
+    def __init__(self, parsed: argparse.Namespace) -> None:
+        check_installed()
+        self._options = read_http_options(parsed)
+        self._bound = bind_http(parsed.http)
+        self.url = url_of(self._bound)
+        self._worker: HttpWorker | None = None
+        self._is_ending = False
+
+    def start(self, address: str) -> None:
+        """Start the worker, for the engine at this address. Errors: EngineStartError."""
+        self._worker = HttpWorker(address, [self._bound], self._options)
+        self._worker.start()
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the worker again whenever it dies before drain(); the socket stays open meanwhile."""
+        worker = self._worker
+        assert worker is not None, "watch() before start()"
+
+        def on_death() -> None:
+            loop.remove_reader(worker.pidfd)
+            if self._is_ending:
+                return
+            worker.stop()
+            print("engine-core: the HTTP server died and is started again", file=sys.stderr, flush=True)
+            start_again()
+
+        def start_again() -> None:
+            try:
+                worker.start()
+            except EngineStartError as error:  # such as an engine that is being started again itself
+                print_error(str(error))
+                loop.call_later(_RETRY_S, start_again)
+            else:
+                loop.add_reader(worker.pidfd, on_death)
+
+        loop.add_reader(worker.pidfd, on_death)
+
+    def drain(self) -> None:
+        """Take no more requests; the worker ends after the last answer. Does not wait."""
+        self._is_ending = True
+        if self._worker is not None:
+            self._worker.drain()
+
+    def __enter__(self) -> "HttpFront":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        self._bound.close()
+
+
+def check_installed() -> None:
+    """Check that the packages of the extra are there. Errors: ConfigError that names it."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"HTTP needs {' and '.join(missing)}: pip install 'llm-engine-core[http]'")
+
+
+async def _serve(kind: Any, engine: Any, options: HttpOptions, bound: Any) -> None:
+    server, loop = kind(engine, options), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if server.service.is_draining:
+            server.stop()
+        server.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await server.serve([bound], lambda: print(f"engine-core: HTTP at {url_of(bound)}", flush=True))

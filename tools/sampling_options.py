@@ -1,0 +1,41 @@
+"""Command line flags of sampling parameters, and the parameters that they give."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from ipc.sampling_params import SamplingParams
+from tools.structured_outputs import add_structured_outputs_options, read_structured_outputs
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *_PENALTIES)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add a flag for each sampling parameter. max_tokens: the default of --max-tokens."""
+    group = parser.add_argument_group("sampling options")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, metavar="X", help="default: the model's, else 0 = greedy")
+    group.add_argument("--top-p", type=float, metavar="X")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--min-p", type=float, metavar="X")
+    for name in _PENALTIES:
+        group.add_argument("--" + name.replace("_", "-"), type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
+    group.add_argument("--ignore-eos", action="store_true", help="go on until --max-tokens")
+    add_structured_outputs_options(parser)
+
+
+def sampling_params(
+    parsed: argparse.Namespace, defaults: Mapping[str, float | int], demo: Mapping[str, float | int]
+) -> SamplingParams:
+    """Return the sampling parameters of a run. Errors: InvalidRequestError.
+
+    For each field: the value given, else the demo's, else the model's own default, else greedy.
+    """
+    known = {name: value for name, value in defaults.items() if name in _SAMPLING}
+    given = {name: getattr(parsed, name) for name in _SAMPLING if getattr(parsed, name) is not None}
+    chosen: dict[str, Any] = {"temperature": 0.0, **known, **demo, **given}
+    chosen["structured_outputs"] = read_structured_outputs(parsed)
+    return SamplingParams(max_tokens=parsed.max_tokens, ignore_eos=parsed.ignore_eos, **chosen)
