@@ -63,9 +63,7 @@ class Border:
         self.drain_asked = False  # set by any thread: the next round begins the drain
         self.departure = Departure()
         self.shutdown_asked = False  # nothing is received any more
-        self._socket = socket
-        self._monitor = monitor
-        self._doorway = doorway
+        self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_shutdown = on_shutdown
@@ -94,8 +92,7 @@ class Border:
             on_shutdown=self._shut_down,
         )
         self._next_look = 0.0  # for silent clients, on the lease clock
-        self._retry_s = _MIN_RETRY_S
-        self._has_ended_inbox = False
+        self._retry_s, self._has_ended_inbox = _MIN_RETRY_S, False
         self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
 
     def round(self, now: float) -> float | None:
