@@ -103,7 +103,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_restart_options(parser)
     add_http_options(parser)
     add_engine_options(parser)
-    return parser.parse_args(arguments)
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    return parsed
 
 
 def _add_restart_options(parser: ArgumentParser) -> None:
