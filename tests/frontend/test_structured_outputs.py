@@ -108,3 +108,14 @@ def test_flags_of_generate(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["requests"][0]["text"] in ("ja", "nein")
     done = run("generate", *options, "--json-schema", "@/nowhere.json", "A")
     assert "nowhere.json" in done.stderr
+
+
+def test_a_capture_is_replayed_with_its_grammars(tmp_path: Path) -> None:
+    """A replay has no preparation: the grammars are compiled when their rows are added."""
+    capture = str(tmp_path / "run.cap")
+    options = ("--model", DEMO, "--executor", "fake", "--fake-vocab-size", "49152", "--temperature", "1")
+    done = run("generate", *options, "--capture", capture, "--json-schema", json.dumps(SCHEMA), "A", "B")
+    assert done.returncode == 0, done.stderr
+    for mode in ("resched", "full"):
+        done = run("replay", capture, "--mode", mode)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -21,7 +21,8 @@ from ipc.files.safetensors import read_safetensors_folder
 from kernels.cpu.build import usable_variants
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
-from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step
+from tests import grammar_vocabulary
+from tools.bench import capture_cost, gemm, gpu_kernels, ipc, kernels, metrics_cost, quiet, step, structured
 from tools.bench.__main__ import main
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
@@ -337,6 +338,26 @@ def test_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(record["us"] > 0 and record["torch_us"] > 0 and record["gb_s"] > 0 for record in records)
     with pytest.raises(ConfigError, match="there are none here"):
         next(kernels.measure_kernels(EngineConfig(cpu_kernels="torch"), rep=0))
+
+
+def test_structured_outputs_are_measured_beside_free_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count in {"_ROWS": 2, "_STEPS": 2, "_TURNS": 1, "ID_LOW": 10, "ID_SPAN": 200}.items():
+        monkeypatch.setattr(structured, name, count)
+    write_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": grammar_vocabulary.EOS}))
+    for name, content in grammar_vocabulary.tokenizer_files().items():
+        (tmp_path / name).write_bytes(content)
+    before = torch.get_num_threads()
+    try:
+        first, forced, *steps = structured.measure_structured(EngineConfig(model=str(tmp_path), threads=1), rep=0)
+    finally:
+        torch.set_num_threads(before)
+    assert first["first_ms"] > first["later_ms"] > 0
+    assert [(record["batch"], record["temperature"]) for record in steps] == [(2, 0.0), (2, 1.0)]
+    assert all(record["ratio"] > 0 for record in steps)
+    assert forced["tokens"] == forced["tokens_without"]
+    assert forced["steps"] < forced["steps_without"]
 
 
 @pytest.mark.parametrize("cpu_kernels", ["c", "torch"])

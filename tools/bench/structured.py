@@ -26,8 +26,8 @@ from tools.bench.workloads import ID_LOW, ID_SPAN
 
 _ROWS = 32
 _PROMPT = 64  # tokens
-_STEPS = 24  # timed, of each turn
-_TURNS = 5
+_STEPS = 12  # timed, of each turn
+_TURNS = 3
 _MAX_TOKENS = 200
 _NAMES = ("first_name", "last_name", "occupation", "is_employed", "nationality")
 
@@ -50,14 +50,6 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
     common = {"engine": NAME, "version": VERSION, "model": executor.info.name, "dtype": executor.info.dtype, "rep": rep}
     grammars = model_grammars(config, executor.info.vocab_size, executor.info.eos_token_ids)
     yield common | {"workload": "structured-compile", **_compile(grammars)}
-    for temperature in (0.0, 1.0):
-        turns: dict[str, list[float]] = {"plain": [], "constrained": []}
-        for turn in range(_TURNS):
-            for name, steps in turns.items():
-                steps.append(_step_us(EngineCore(config, executor), temperature, turn, is_plain=name == "plain"))
-        plain, constrained = (statistics.median(turns[name]) for name in ("plain", "constrained"))
-        times = {"plain_us": round(plain), "constrained_us": round(constrained), "ratio": round(constrained / plain, 3)}
-        yield common | {"workload": "structured-step", "batch": _ROWS, "temperature": temperature, **times}
     runs: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
     for turn in range(_TURNS):
         for matchers.offers_drafts in (False, True):
@@ -73,6 +65,14 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
         "ms_without": round(without_s * 1e3, 1),
         "speedup": round(without_s / with_s, 2),
     }
+    for temperature in (0.0, 1.0):
+        turns: dict[str, list[float]] = {"plain": [], "constrained": []}
+        for turn in range(_TURNS):
+            for name, steps in turns.items():
+                steps.append(_step_us(EngineCore(config, executor), temperature, turn, is_plain=name == "plain"))
+        plain, constrained = (statistics.median(turns[name]) for name in ("plain", "constrained"))
+        times = {"plain_us": round(plain), "constrained_us": round(constrained), "ratio": round(constrained / plain, 3)}
+        yield common | {"workload": "structured-step", "batch": _ROWS, "temperature": temperature, **times}
 
 
 def _compile(grammars: Grammars) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: boo
     constraint = None if is_plain else StructuredOutputsParams(json=json.dumps(closed), disable_any_whitespace=True)
     prompts = _prompts(turn, _ROWS)
     engine.step([(0, _message(n, constraint, temperature, ids)) for n, ids in enumerate(prompts)], 0)
-    while engine.scheduler.stats.num_generation_tokens < 12 * _ROWS:  # behind the beginning, which is forced
+    while engine.scheduler.stats.num_generation_tokens < 5 * _ROWS:  # behind the beginning, which is forced
         engine.step([], 0)
     times = []
     for _ in range(_STEPS):
