@@ -60,11 +60,6 @@ class Reading(NamedTuple):
         """Return whether a step has begun that has not ended."""
         return self.num_begun > self.num_ended
 
-    @property
-    def last_sign_ns(self) -> int:
-        """Return when the engine last showed that it lives; compare it with time.monotonic_ns()."""
-        return max(self.begun_ns, self.ended_ns, self.turned_ns)
-
 
 NO_READING = Reading(-1, *(0,) * 11)
 
@@ -151,18 +146,3 @@ class BlackBoxFile:
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, size_of(num_rows))
         self.reader = BlackBoxReader(self.fd, num_rows)
-
-
-def find_black_box(pid: int) -> int | None:
-    """Return a descriptor of the black box of an engine process of this user, or of its supervisor; None for none.
-
-    The caller closes it. PATH.lock beside an engine's ipc socket has the engine's pid.
-    """
-    folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):
-            if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{NAME}"):
-                return os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    return None

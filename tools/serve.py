@@ -6,6 +6,7 @@ and stops it at once, exit status 143. Under nohup, SIGHUP stays ignored. Where 
 status is 1.
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -42,28 +43,7 @@ _STOP_S = 5.0  # seconds between a second signal and the kill
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
-    parser = ArgumentParser(
-        prog="engine-core serve",
-        usage="engine-core serve [MODEL] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
-        description="Run an engine that clients connect to, over HTTP, ZeroMQ or both.",
-    )
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
-    parser.add_argument(
-        "--listen",
-        metavar="ADDR",
-        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so; default: a socket of this user's, where "
-        "other commands look too; with --http a private one",
-    )
-    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
-    parser.add_argument(
-        "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
-    )
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
-    _add_restart_options(parser)
-    add_http_options(parser)
-    add_engine_options(parser)
-    parsed = parser.parse_args(arguments)
+    parsed = _parse(arguments)
     private = None
     if parsed.listen is None and parsed.http is not None:
         private = private_ipc_address()  # one for all engines that follow each other
@@ -99,6 +79,32 @@ def main(arguments: Sequence[str]) -> int:
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="engine-core serve",
+        usage="engine-core serve [MODEL] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
+        description="Run an engine that clients connect to, over HTTP, ZeroMQ or both.",
+    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
+    parser.add_argument(
+        "--listen",
+        metavar="ADDR",
+        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so; default: a socket of this user's, where "
+        "other commands look too; with --http a private one",
+    )
+    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
+    )
+    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
+    _add_restart_options(parser)
+    add_http_options(parser)
+    add_engine_options(parser)
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    return parsed
 
 
 def _add_restart_options(parser: ArgumentParser) -> None:

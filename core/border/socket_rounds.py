@@ -90,8 +90,7 @@ class Border:
             on_shutdown=self._shut_down,
         )
         self._next_look = 0.0  # for silent clients, on the lease clock
-        self._retry_s = _MIN_RETRY_S
-        self._has_ended_inbox = False
+        self._retry_s, self._has_ended_inbox = _MIN_RETRY_S, False
         self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
 
     def round(self, now: float) -> float | None:

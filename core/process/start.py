@@ -101,8 +101,6 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     )
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
-    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
-    watched = WatchedExecutor(executor, box)
     served = Served(
         _welcome(config, executor.info, start, tokenizer, default_sampling),
         tokenizer,
@@ -115,6 +113,15 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     io = IOThread(context, router, served, executor.grammars)
+    return _make_engine(start, config, executor, io, capture)
+
+
+def _make_engine(
+    start: Start, config: EngineConfig, executor: Executor, io: IOThread, capture: str | None
+) -> StartedEngine:
+    """Return the engine, whose steps are noted in its black box. capture: a file that its inputs go to, too."""
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
+    watched = WatchedExecutor(executor, box)
     if capture is None:
         core = EngineCore(config, watched, start.epoch)
         box.watch(core.scheduler.table.num_computed_tokens)

@@ -23,7 +23,8 @@ from frontend.client.resumption import Resumption
 from ipc.messages import AddRequest, Outputs, ServerMessage
 from tests.simulation.simulation import simulate
 
-MAX_SEEDS = 300
+MAX_SEEDS = 1000
+SOAK = (pytest.mark.soak, pytest.mark.timeout(600))
 Patch = pytest.MonkeyPatch
 
 
@@ -131,7 +132,7 @@ def a_new_engine_asks_its_bounds_of_what_was_accepted(patch: Patch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        a_new_engine_asks_its_bounds_of_what_was_accepted,
+        pytest.param(a_new_engine_asks_its_bounds_of_what_was_accepted, marks=SOAK),  # needs some 300 seeds
         the_journal_keeps_duplicates,
         the_engine_ignores_delivered_tokens,
         a_block_is_leaked_at_an_abort,

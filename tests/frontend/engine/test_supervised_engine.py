@@ -2,42 +2,46 @@
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from core.executors.fake import _terms, checksum, next_token
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from frontend.engine.death import Cause
-from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.supervisor import State
-from frontend.engine.watchdog import Watchdog
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
-from ipc.arrays import Ints
 from ipc.config import EngineConfig
 from ipc.errors import DeadlineExceededError, EngineDeadError, EngineStartError, RequestFailedError
 from ipc.sampling_params import SamplingParams
 from tests.frontend.conftest import VOCAB_SIZE
+from tests.frontend.engine.supervised import (
+    EAGER,
+    FAKE,
+    GREEDY,
+    NUM_STREAMS,
+    PATIENCE_S,
+    check,
+    connected,
+    finish,
+    kill,
+    submit,
+    supervised,
+    wait_for_end,
+)
 from tests.placed import placed
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_S = 60.0
-EAGER = RestartRules(most=1000, delays_s=(0.0,))
-NUM_STREAMS = 64
 
 
 def prompts() -> list[list[int]]:
@@ -69,10 +73,6 @@ def seen(output: RequestOutput) -> object:
     return choices, str(output.prompt_logprobs), output.finished
 
 
-def kill(engine: EngineProcess, number: int = signal.SIGKILL) -> None:
-    os.kill(engine.pid, number)
-
-
 def when_running(llm: LLM, epoch: int, do: Callable[[], None], wait_s: float = 0.05) -> bool:
     """Do it once the engine of this epoch runs; return False where it never does, because all requests are done."""
     end = time.monotonic() + PATIENCE_S
@@ -83,57 +83,6 @@ def when_running(llm: LLM, epoch: int, do: Callable[[], None], wait_s: float = 0
     time.sleep(wait_s)
     do()
     return True
-
-
-@contextlib.contextmanager
-def supervised(config: EngineConfig, rules: RestartRules = EAGER, **options: object) -> Iterator[SupervisedEngine]:
-    engine = SupervisedEngine(EngineProcess(config, resume_s=PATIENCE_S, **options), rules)  # type: ignore[arg-type]
-    try:
-        engine.start()
-        engine.wait_ready()
-        yield engine
-    finally:
-        engine.close()
-
-
-FAKE = EngineConfig(executor="fake", fake_vocab_size=1000, max_num_seqs=NUM_STREAMS, fake_max_model_len=60_000)
-GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-
-
-def finish(client: EngineClient, numbers: list[int]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while left := [number for number in numbers if not client.read(number).finish]:
-        client.wait(np.array(left), timeout=1.0)
-        assert time.monotonic() < end, f"{len(left)} streams hang"
-
-
-def check(client: EngineClient, numbers: list[int], length: int = 1000) -> None:
-    finish(client, numbers)
-    due = undisturbed(np.array([[number, 7] for number in numbers]), length)
-    for number, tokens in zip(numbers, due, strict=True):
-        progress = client.read(number)
-        assert progress.error is None, progress.error
-        assert (progress.token_ids == tokens).all(), number
-
-
-def undisturbed(prompts: Ints, length: int) -> Ints:
-    """The tokens of greedy streams, all at once."""
-    sums = np.array([checksum(prompt) for prompt in prompts], np.uint64)
-    seeds, tokens = np.zeros(len(sums), np.uint64), np.zeros((len(sums), length), np.int64)
-    for place in range(length):
-        positions = np.full(len(sums), prompts.shape[1] + place, np.uint64)
-        tokens[:, place] = drawn = next_token(sums, positions, seeds, 1000)
-        sums = sums + _terms(drawn, positions)
-    return tokens
-
-
-def connected(engine: SupervisedEngine) -> EngineClient:
-    """A client of another owner: it knows nothing but the address."""
-    return EngineClient(ZmqTransport(engine.address))
-
-
-def submit(client: EngineClient, count: int = NUM_STREAMS, params: SamplingParams = GREEDY) -> list[int]:
-    return [client.submit([number, 7], params, seed=0) for number in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +138,8 @@ def test_what_was_accepted_is_not_refused_by_a_bound(tmp_path: Path) -> None:
         numbers = submit(client, 4)
         while client.statistics().num_running < 4:
             time.sleep(0.005)
-        numbers += [client.submit([number, 7], GREEDY, seed=0) for number in range(4, 24)]
-        with pytest.raises(RequestFailedError, match="max_num_queued_requests"):
+        numbers += [client.submit([number, 7], GREEDY, seed=0) for number in range(4, 16)]
+        with pytest.raises(RequestFailedError, match="wait to begin are this client's"):
             raise refusal(client)
         for epoch in range(3):
             while client.welcome.epoch < epoch or not any(len(client.read(number).token_ids) for number in numbers):
@@ -264,10 +213,6 @@ def kill_in_start(engine: SupervisedEngine, epoch: int) -> None:
         time.sleep(0.001)
 
 
-def wait_for_end(engine: SupervisedEngine) -> bool:
-    return engine._ended.wait(PATIENCE_S)
-
-
 def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> None:
     with supervised(FAKE, RestartRules(most=1), listen=f"ipc://{tmp_path}/s") as engine:
         ours = EngineClient(ZmqTransport(engine.address, locate=engine.locate, describe_exit=engine.describe_end))
@@ -328,71 +273,6 @@ def test_a_killed_supervisor_leaves_nothing_after_100_ms() -> None:
     owner.wait()
     owner.stdout.close()
     assert took_s < 0.1 or os.getloadavg()[0] > 2.0, took_s
-
-
-# --- hangs and poisons ----------------------------------------------------------------------------------------------
-
-
-def test_a_stopped_engine_is_found_and_replaced(tmp_path: Path) -> None:
-    """SIGSTOP in a step; the limit is shortened, so that the test is."""
-    news: list[str] = []
-    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
-        engine._watchdog, engine._on_news = Watchdog(0.5), news.append
-        client = connected(engine)
-        numbers = submit(client)
-        client.wait(np.array(numbers), 0.1)
-        kill(engine.process, signal.SIGSTOP)
-        check(client, numbers)
-        assert client.welcome.epoch == 1
-        assert engine.last_cause is Cause.HUNG
-        assert "hangs: its" in news[0]
-        client.close()
-
-
-SOAK = (pytest.mark.soak, pytest.mark.timeout(300))
-
-
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        ("segv", 8),
-        *(pytest.param(kind, count, marks=SOAK) for kind in ("raise", "abort", "memory", "hang") for count in (6, 64)),
-    ],
-)
-def test_a_poison_fails_alone(kind: str, count: int, tmp_path: Path) -> None:
-    """Streams in lockstep with it: all of them are suspects."""
-    config = msgspec.structs.replace(FAKE, fake_poison=f"{kind}:5:40", max_num_seqs=count)
-    with supervised(config, listen=f"ipc://{tmp_path}/s") as engine:
-        engine._watchdog = Watchdog(0.5)
-        client = connected(engine)
-        numbers = submit(client, count, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
-        finish(client, numbers)
-        assert client.read(numbers[5]).token_ids.tolist() == undisturbed(np.array([[5, 7]]), 38)[0].tolist()
-        error = client.read(numbers[5]).error
-        assert isinstance(error, RequestFailedError)
-        assert "(QUARANTINED)" in str(error)
-        check(client, numbers[:5] + numbers[6:], 200)
-        assert engine.supervisor.num_deaths <= math.ceil(math.log2(count)) + 2
-        assert "(QUARANTINED)" in str(failure(client, [5, 7])), "and it does not come again"
-        client.close()
-
-
-def failure(client: EngineClient, prompt: list[int]) -> Exception | None:
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    number = client.submit(prompt, params, seed=0)
-    finish(client, [number])
-    return client.read(number).error
-
-
-def test_a_row_that_fails_is_no_death(tmp_path: Path) -> None:
-    with supervised(msgspec.structs.replace(FAKE, fake_poison="row:5:40"), listen=f"ipc://{tmp_path}/s") as engine:
-        client = connected(engine)
-        numbers = submit(client, 12)
-        finish(client, numbers)
-        assert "the request is poisoned" in str(client.read(numbers[5]).error)
-        check(client, numbers[:5] + numbers[6:])
-        assert engine.supervisor.num_deaths == 0
-        client.close()
 
 
 @pytest.mark.parametrize(

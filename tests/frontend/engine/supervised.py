@@ -1,0 +1,80 @@
+"""Supervised engines of tests: the fake executor in real processes, their clients, and undisturbed streams."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from core.executors.fake import _terms, checksum, next_token
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.process import EngineProcess
+from frontend.engine.restart_policy import RestartRules
+from frontend.engine.supervised_engine import SupervisedEngine
+from ipc.arrays import Ints
+from ipc.config import EngineConfig
+from ipc.sampling_params import SamplingParams
+
+PATIENCE_S = 60.0
+EAGER = RestartRules(most=1000, delays_s=(0.0,))
+NUM_STREAMS = 64
+FAKE = EngineConfig(executor="fake", fake_vocab_size=1000, max_num_seqs=NUM_STREAMS, fake_max_model_len=60_000)
+GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+
+
+def kill(engine: EngineProcess, number: int = signal.SIGKILL) -> None:
+    os.kill(engine.pid, number)
+
+
+@contextlib.contextmanager
+def supervised(config: EngineConfig, rules: RestartRules = EAGER, **options: object) -> Iterator[SupervisedEngine]:
+    engine = SupervisedEngine(EngineProcess(config, resume_s=PATIENCE_S, **options), rules)  # type: ignore[arg-type]
+    try:
+        engine.start()
+        engine.wait_ready()
+        yield engine
+    finally:
+        engine.close()
+
+
+def finish(client: EngineClient, numbers: list[int]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while left := [number for number in numbers if not client.read(number).finish]:
+        client.wait(np.array(left), timeout=1.0)
+        assert time.monotonic() < end, f"{len(left)} streams hang"
+
+
+def check(client: EngineClient, numbers: list[int], length: int = 1000) -> None:
+    finish(client, numbers)
+    due = undisturbed(np.array([[number, 7] for number in numbers]), length)
+    for number, tokens in zip(numbers, due, strict=True):
+        progress = client.read(number)
+        assert progress.error is None, progress.error
+        assert (progress.token_ids == tokens).all(), number
+
+
+def undisturbed(prompts: Ints, length: int) -> Ints:
+    """The tokens of greedy streams, all at once."""
+    sums = np.array([checksum(prompt) for prompt in prompts], np.uint64)
+    seeds, tokens = np.zeros(len(sums), np.uint64), np.zeros((len(sums), length), np.int64)
+    for place in range(length):
+        positions = np.full(len(sums), prompts.shape[1] + place, np.uint64)
+        tokens[:, place] = drawn = next_token(sums, positions, seeds, 1000)
+        sums = sums + _terms(drawn, positions)
+    return tokens
+
+
+def connected(engine: SupervisedEngine) -> EngineClient:
+    """A client of another owner: it knows nothing but the address."""
+    return EngineClient(ZmqTransport(engine.address))
+
+
+def submit(client: EngineClient, count: int = NUM_STREAMS, params: SamplingParams = GREEDY) -> list[int]:
+    return [client.submit([number, 7], params, seed=0) for number in range(count)]
+
+
+def wait_for_end(engine: SupervisedEngine) -> bool:
+    return engine._ended.wait(PATIENCE_S)
