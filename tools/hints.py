@@ -52,7 +52,7 @@ FLAGS: dict[str, str] = {
 COMMANDS: dict[str, str] = {
     "stop": "to end a served engine: engine-core control drain",
     "ps": "to see a served engine: engine-core top",
-    "show": "to see what a model is: engine-core list",
+    "show": "to see what a served model is: engine-core explain, or /v1/models of serve --http",
     "rm": "models are in Hugging Face's cache: hf cache delete",
     "create": "a model is a folder or a file: engine-core serve --model PATH",
     "complete": "engine-core generate --raw",

@@ -67,15 +67,12 @@ class Border:
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_shutdown = on_shutdown
+        self._meter = served.meter
         self._preparation: Preparation | None = None
         if preparer is not None:
             self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, on_prepared)
-            self.sessions.on_close.append(self._preparation.forget)
-        if (meter := served.meter) is not None:
-            self.sessions.on_close.append(meter.forget_client)
-        self._meter = meter
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
-        self.sessions.on_close.append(self._isolation.forget)
+        self._forget_at_close()
         self.isolate: Isolate | None = None  # set by any thread: the next round takes it in
         self._reception = Reception(
             served,
@@ -92,6 +89,15 @@ class Border:
         self._next_look = 0.0  # for silent clients, on the lease clock
         self._retry_s, self._has_ended_inbox = _MIN_RETRY_S, False
         self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
+
+    def _forget_at_close(self) -> None:
+        """Let what keeps requests of a session forget them at the session's end."""
+        on_close = self.sessions.on_close
+        if self._preparation is not None:
+            on_close.append(self._preparation.forget)
+        if self._meter is not None:
+            on_close.append(self._meter.forget_client)
+        on_close.append(self._isolation.forget)
 
     def round(self, now: float) -> float | None:
         """Do all there is to do; return the seconds until there may be more, None = when something happens."""

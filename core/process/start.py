@@ -101,15 +101,9 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     )
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
-    served = Served(
-        _welcome(config, executor.info, start, tokenizer, default_sampling),
-        tokenizer,
-        _model_information(config, executor.info),
-        start.owner_token,
-        config.client_weights,
-        _meter(config),
-        start.isolate,
-    )
+    welcome = _welcome(config, executor.info, start, tokenizer, default_sampling)
+    model = _model_information(config, executor.info)
+    served = Served(welcome, tokenizer, model, start.owner_token, config.client_weights, _meter(config), start.isolate)
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     io = IOThread(context, router, served, executor.grammars)

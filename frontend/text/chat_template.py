@@ -66,17 +66,12 @@ def render_chat(
     variables.setdefault("documents", None)
     variables["tools"] = plain_data(tools, "tools")
     # A token the model does not have stays undefined, which templates print as nothing; None would be printed.
-    variables |= {
-        name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
-    }
+    tokens = {"bos_token": bos_token, "eos_token": eos_token}
+    variables |= {name: token for name, token in tokens.items() if token is not None}
 
     def render(arguments_as_text: bool) -> str:
-        read = read_messages(
-            messages,
-            keep_parts=compiled.takes_parts,
-            keep_none=compiled.tests_none,
-            arguments_as_text=arguments_as_text,
-        )
+        form = {"keep_parts": compiled.takes_parts, "keep_none": compiled.tests_none}
+        read = read_messages(messages, **form, arguments_as_text=arguments_as_text)
         return _render(compiled.template, variables | {"messages": read})
 
     prompt = _in_either_form(render)

@@ -72,8 +72,9 @@ class Broken:
 class Io:
     class inbox:
         has_ended = False
+    will_be_replaced = False
     def take(timeout): return []
-    def finish(text, timeout): os.write(1, text.encode())
+    def finish(message, timeout): os.write(1, message.error.encode())
 from core import log
 for _ in range(3000): log.say("y" * 100)
 code = process.run(Broken(), Io, lambda: False)
