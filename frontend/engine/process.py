@@ -171,6 +171,10 @@ class EngineProcess:
             raise EngineStartError("an engine that has not been started has no black box")
         return self._box.reader
 
+    def drop_black_box(self) -> None:
+        """Free the memory of the black box, after close(); a later start() makes a new one."""
+        self._box = None
+
     @property
     def is_public(self) -> bool:
         """Return whether the address was given, so that clients of others may know it."""

@@ -98,6 +98,8 @@ class SupervisedEngine:
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         self.process.close()
+        if threading.current_thread() is not self._thread:  # which may look at it once more
+            self.process.drop_black_box()
         self._release()
 
     def _release(self) -> None:
