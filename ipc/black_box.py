@@ -5,6 +5,7 @@ the engine, also while it hangs and after it has died. The page is made by the e
 numbers are little-endian int64 where nothing else is said; times are ns of the machine's monotonic clock.
 """
 
+import fcntl
 import mmap
 import os
 import struct
@@ -142,7 +143,10 @@ class BlackBoxFile:
     """A new page in memory, for the owner of an engine. It is freed with this object, and with all who mapped it."""
 
     def __init__(self, num_rows: int) -> None:
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        first = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        # Above the standard streams: where those are closed, the first number would be one of the child's own.
+        self.fd = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(first)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, size_of(num_rows))
         self.reader = BlackBoxReader(self.fd, num_rows)

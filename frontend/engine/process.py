@@ -232,6 +232,7 @@ class EngineProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        self.drop_black_box()
 
     def _live(self) -> Child:
         if self._child is None:

@@ -196,7 +196,7 @@ def test_logits_that_are_not_finite_fail_one_request_alone(depth: int) -> None:
     received = driver.inbox.received
     failed = received[0, 2].failed
     assert failed is not None
-    assert failed.code == ErrorCode.INTERNAL
+    assert failed.code == ErrorCode.NUMERIC
     assert "not finite" in failed.message
     assert received[0, 2].tokens == []
     assert received[0, 1].tokens == expected_tokens(sound[0], 396)

@@ -59,7 +59,7 @@ from ipc.scheduling_messages import (
     StopRequest,
     UnfollowKVEvents,
 )
-from ipc.start_messages import Drain, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
+from ipc.start_messages import Drain, Isolate, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
 from ipc.structured_outputs import StructuredOutputsParams
 from tests.columns import pack_numbers
 
@@ -139,6 +139,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
 OWNER_MESSAGES: list[msgspec.Struct] = [
     Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),
     Drain(),
+    Isolate([b"p" * 16], [b"q" * 16]),
 ]
 START_REPORTS: list[msgspec.Struct] = [
     StartPhase("load", 0.5),

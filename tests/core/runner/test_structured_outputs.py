@@ -8,7 +8,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import torch
 
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
@@ -37,7 +36,7 @@ class Executor:
     """A model runner as the executor of an engine."""
 
     def __init__(self, config: Any, variant: str | None) -> None:
-        model = tiny_model(torch.float32, variant=variant)
+        model = tiny_model("float32", variant=variant)
         self.info = ModelInfo("tiny", "00", "float32", TINY.vocab_size, MAX_LEN, (EOS,), "L2")
         self.runner = ModelRunner(
             model,

@@ -98,6 +98,8 @@ class GoldWithOptions(Gold):
             self.began = self.now if self.starts else -1
         if self.is_whole and not self.starts:
             super().grow()
+        elif self.is_whole:
+            self.skipped += sum(r.wanted() > 0 for r in self.running if r not in self.starts)
 
     def attempt(self, q: Entry) -> str:
         self.limit_each()

@@ -237,6 +237,8 @@ def test_sigterm_to_the_engine_itself_drains_it(tmp_path: Path) -> None:
     with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         numbers = submit(client)
+        while client.statistics().num_running == 0:  # then all were read: they arrived before the answer's request
+            time.sleep(0.01)
         kill(engine.process, signal.SIGTERM)
         check(client, numbers)
         assert wait_for_end(engine), "a drained engine is not started again"
