@@ -17,6 +17,7 @@ from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputsParams
 from kernels.cpu.build import usable_variants
+from kernels.elements import FLOAT32
 from tests.core.driving import small_config
 from tests.core.runner.invariance import TINY, tiny_model
 from tests.grammar_vocabulary import EOS, make_grammars, schema, structured, text_of
@@ -36,7 +37,7 @@ class Executor:
     """A model runner as the executor of an engine."""
 
     def __init__(self, config: Any, variant: str | None) -> None:
-        model = tiny_model("float32", variant=variant)
+        model = tiny_model(FLOAT32, variant=variant)
         self.info = ModelInfo("tiny", "00", "float32", TINY.vocab_size, MAX_LEN, (EOS,), "L2")
         self.runner = ModelRunner(
             model,
