@@ -1,4 +1,4 @@
-"""instructor: a pydantic model as the answer, by JSON schema and by a tool call."""
+"""instructor: a pydantic model as the answer, by JSON schema."""
 
 import os
 from typing import Literal
@@ -16,13 +16,12 @@ class Colour(pydantic.BaseModel):
 
 
 raw = openai.OpenAI(base_url=os.environ["BASE_URL"], api_key="none")
-for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
-    client = instructor.from_openai(raw, mode=mode)
-    found = client.chat.completions.create(
-        model=os.environ["MODEL"],
-        messages=[{"role": "user", "content": "Describe the colour of the sky."}],
-        response_model=Colour,
-        max_tokens=64,
-        max_retries=0,
-    )
-    assert 0 <= found.warmth <= 9
+client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
+found = client.chat.completions.create(
+    model=os.environ["MODEL"],
+    messages=[{"role": "user", "content": "Describe the colour of the sky."}],
+    response_model=Colour,
+    max_tokens=64,
+    max_retries=0,
+)
+assert 0 <= found.warmth <= 9

@@ -1,4 +1,4 @@
-"""The openai client: chat and completions, streamed and not, log probabilities, errors by their types."""
+"""openai: chat and completions, streamed and not, log probabilities, errors by their types."""
 
 import asyncio
 import os

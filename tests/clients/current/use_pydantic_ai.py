@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent's answer as text, whole and streamed."""
+"""pydantic-ai-slim: an agent's answer as text, whole and streamed."""
 
 import asyncio
 import os
