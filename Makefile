@@ -3,6 +3,7 @@
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
+# make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
 # make map    write docs/map.md anew
@@ -30,10 +31,10 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak clients gpu check map venv clean
+.PHONY: run test test-wheel soak clients programs gpu check map venv clean
 
 run: venv
-	$(BIN)/engine-core generate $(ASK)
+	$(BIN)/engine-core generate $(ASK) < /dev/null
 
 test: check
 	$(BIN)/python -m pytest -n 2 -q tests
@@ -46,6 +47,9 @@ soak: $(DEV_STAMP)
 
 clients: $(DEV_STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)
+
+programs: $(DEV_STAMP)
+	$(BIN)/python -m tests.programs $(ARGS)
 
 gpu: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
@@ -76,4 +80,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .clients .programs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

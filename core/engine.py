@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from core.batch.request import request_from_message
+from core.batch.request import requests_from_message
 from core.execution.executor import Executor
-from core.execution.pipeline import Pipeline
+from core.execution.pipeline import Pipeline, StepWatcher
 from core.inputs import EndPause, EngineInput, EngineReply, HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
 from core.kv.event_feed import KVFeed
 from core.scheduling.explain import explain
@@ -24,9 +24,11 @@ from ipc.messages import (
     ResetPrefixCache,
     Resume,
     Statistics,
+    Submission,
     unpack_choices,
     unpack_numbers,
 )
+from ipc.pooling_messages import AddPooling
 from ipc.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
 
 NS_PER_MS = 1_000_000
@@ -36,16 +38,20 @@ class EngineCore:
     """One scheduler and one executor, driven step by step.
 
     It has no clock, no randomness and no sockets. The same inboxes and clock values give the same plans and messages.
+    watchers: told of each step that runs.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, epoch: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, epoch: int = 0, watchers: Sequence[StepWatcher] = ()
+    ) -> None:
         assert config.max_model_len is not None, "the config is not resolved"
         self._max_model_len = config.max_model_len
+        self._whole_prompt_tasks = executor.info.whole_prompt_tasks
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
         self.scheduling_policy = config.scheduling_policy
         self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
-        self.pipeline = Pipeline(executor, depth=2 if config.async_scheduling else 1)
+        self.pipeline = Pipeline(executor, depth=2 if config.async_scheduling else 1, watchers=watchers)
 
     @property
     def has_work(self) -> bool:
@@ -73,7 +79,7 @@ class EngineCore:
         replies: list[tuple[int, EngineReply]] = []
         for client, message in inbox:
             match message:
-                case AddRequest():
+                case AddRequest() | AddPooling():
                     self._add_request(client, message, now_ns)
                 case Abort():
                     choices = unpack_choices(message.choices) if message.choices else None
@@ -99,9 +105,9 @@ class EngineCore:
         answer = HANDLERS[type(message)](self, client, message, now_ns)
         return CallDone(message.call) if answer is None else answer
 
-    def _add_request(self, client: int, message: AddRequest, now_ns: int) -> None:
-        serial, length = self._num_requests, self._max_model_len
-        choices = [request_from_message(message, client, serial + n, length, n) for n in range(message.params.n)]
+    def _add_request(self, client: int, message: Submission, now_ns: int) -> None:
+        sizes = self._max_model_len, self._whole_prompt_tasks
+        choices = requests_from_message(message, client, self._num_requests, *sizes)
         self._num_requests += len(choices)
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
         self.scheduler.add_request(choices, now_ns, deadline_ns)

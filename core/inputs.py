@@ -9,7 +9,6 @@ import msgspec
 
 from ipc.messages import (
     Abort,
-    AddRequest,
     CallDone,
     CallFailed,
     ClientCall,
@@ -17,6 +16,7 @@ from ipc.messages import (
     Outputs,
     RequestFailed,
     Statistics,
+    Submission,
 )
 from ipc.scheduling_messages import Explanation, KVEvents
 
@@ -45,6 +45,6 @@ class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
 
 #: Messages that the border passes to the engine. Requests are validated before that.
 EngineInput: TypeAlias = (
-    AddRequest | Abort | Goodbye | ClientCall | HoldClient | ReleaseClient | SetClientWeight | RenewKVEvents | EndPause
+    Submission | Abort | Goodbye | ClientCall | HoldClient | ReleaseClient | SetClientWeight | RenewKVEvents | EndPause
 )
 EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed

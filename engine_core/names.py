@@ -1,9 +1,20 @@
 """The public names: `from engine_core import LLM, AsyncLLM, SamplingParams`."""
 
 from frontend.async_llm import AsyncLLM
+from frontend.engine_args import AsyncEngineArgs, EngineArgs
 from frontend.llm import LLM
+from frontend.llm_engine import LLMEngine, ModelDescription
+from frontend.results.beam_search import BeamSearchOutput, BeamSearchSequence
 from frontend.results.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from frontend.results.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from frontend.text.prompts import TextPrompt, TokensPrompt
+from frontend.text.tokenizer import Tokenizer
+from ipc.beam_search import BeamSearchParams
 from ipc.errors import (
     AddressError,
     CallFailedError,
@@ -22,33 +33,47 @@ from ipc.errors import (
     UnsupportedModelError,
     UnsupportedParameterError,
 )
+from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 from ipc.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "AddressError",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CallFailedError",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
     "DeadlineExceededError",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineCoreError",
     "EngineDeadError",
     "EngineStartError",
     "HandshakeError",
     "InvalidRequestError",
+    "LLMEngine",
     "MalformedMessageError",
+    "ModelDescription",
     "ModelFileError",
     "OutOfMemoryError",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptTooLongError",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
+    "Tokenizer",
     "TokensPrompt",
     "UnsupportedModelError",
     "UnsupportedParameterError",

@@ -5,21 +5,29 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
+from frontend.engine_args import EngineArgs, arguments_of
+from frontend.llm_engine import ModelDescription, describe_model
+from frontend.pooling import prepare_pooling, submit_pooling
 from frontend.results.outputs import RequestOutput
-from frontend.session import EngineHandle, Message, PreparedRequest
+from frontend.results.pooling_outputs import PoolingRequestOutput
+from frontend.results.state import Output, State
+from frontend.session import EngineHandle, Message
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import EngineCoreError, InvalidRequestError
+from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.messages import Statistics
+from ipc.pooling_params import PoolingParams, PoolingTask
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import KVEvents
+
+Prepared = TypeVar("Prepared")
 
 #: Texts above this many characters are tokenized on a thread: they would block the loop for more than a millisecond.
 _LONG_TEXT_CHARS = 4096
@@ -67,6 +75,11 @@ class AsyncLLM:
         return f"{type(self).__name__}({self._engine.describe()})"
 
     @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: object) -> Self:
+        """Return an AsyncLLM with these arguments. others: vLLM's, of its own logging. Errors: the constructor's."""
+        return cls(**arguments_of(engine_args))
+
+    @classmethod
     async def create(cls, model: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
         """Construct an AsyncLLM on a thread, without blocking the loop. Arguments: the constructor's."""
         return await asyncio.to_thread(cls, model, **arguments)
@@ -92,7 +105,8 @@ class AsyncLLM:
         DeadlineExceededError; EngineDeadError.
         """
         check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._generate(prompt, sampling_params, request_id, priority, deadline, tenant, add_special_tokens=True)
+        begin = self._generating(prompt, sampling_params, priority, deadline, tenant, add_special_tokens=True)
+        return self._serve(begin, request_id)
 
     def chat(
         self,
@@ -124,7 +138,32 @@ class AsyncLLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self._generate(prompt, sampling_params, request_id, priority, deadline, tenant, add_special_tokens=False)
+        begin = self._generating(prompt, sampling_params, priority, deadline, tenant, add_special_tokens=False)
+        return self._serve(begin, request_id)
+
+    def encode(
+        self,
+        prompt: PromptInput,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the answer to one pooling request: once, as vLLM's interface does. Arguments: those of LLM.encode().
+
+        Errors, raised by the iterator: those of generate().
+        """
+
+        async def begin(name: str) -> State[PoolingRequestOutput]:
+            arguments = (self._engine, [_one_prompt(prompt)], pooling_params, pooling_task)
+            prepare = partial(prepare_pooling, priority=priority, deadline=deadline, tenant=tenant)
+            (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
+            return submit_pooling(self._engine, prepared, name)
+
+        return self._serve(begin, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Stop these requests; their iterators end with finish_reason "abort". Unknown names are ignored."""
@@ -138,9 +177,26 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
-        if self._engine.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
-        return self._engine.tokenizer
+        return self._engine.need_tokenizer()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the session has ended, and every call would fail."""
+        return self._engine.client.error is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the session is open."""
+        return not self.errored
+
+    @property
+    def dead_error(self) -> EngineCoreError:
+        """The error that ended the session; one that says nothing of a reason where none did."""
+        return self._engine.client.error or EngineDeadError("the engine is gone")
+
+    async def get_model_config(self) -> ModelDescription:
+        """Return what the engine runs, under vLLM's names. Errors: CallFailedError, EngineDeadError."""
+        return describe_model(await asyncio.to_thread(self._engine.client.model_information))
 
     @property
     def client(self) -> EngineClient:
@@ -210,24 +266,16 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _generate(
-        self,
-        prompt: PromptInput,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        deadline: float | None,
-        tenant: str,
-        *,
-        add_special_tokens: bool,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _serve(
+        self, begin: Callable[[str], Awaitable[State[Output]]], request_id: str | None
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of one request. begin: submits it under its name."""
         waker = self._bind()
         name = self._claim(request_id)
         client = self._engine.client
         number: int | None = None
         try:
-            prepared = await self._prepare(prompt, params, priority, deadline, tenant, add_special_tokens)
-            state = self._engine.submit(prepared, name)
+            state = await begin(name)
             number = self._numbers[name] = state.number
             news = waker.register(number)
             while not state.finished:
@@ -245,24 +293,25 @@ class AsyncLLM:
                 waker.forget(number)
                 client.discard([number])
 
-    async def _prepare(
+    def _generating(
         self,
         prompt: PromptInput,
         params: SamplingParams | None,
         priority: int,
         deadline: float | None,
         tenant: str,
+        *,
         add_special_tokens: bool,
-    ) -> PreparedRequest:
-        prompts = split_prompts(prompt)
-        if len(prompts) != 1:
-            raise InvalidRequestError(f"AsyncLLM takes one prompt at a time; got {len(prompts)}")
-        text = prompts[0].get("prompt") if isinstance(prompts[0], dict) else prompts[0]
-        arguments = (prompts, params, priority, deadline)
-        prepare = partial(self._engine.prepare, tenant=tenant, add_special_tokens=add_special_tokens)
-        if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
-            return (await asyncio.to_thread(prepare, *arguments))[0]
-        return prepare(*arguments)[0]
+    ) -> Callable[[str], Awaitable[State[RequestOutput]]]:
+        """Return the function that submits a request for tokens under a name."""
+
+        async def begin(name: str) -> State[RequestOutput]:
+            arguments = ([_one_prompt(prompt)], params, priority, deadline)
+            prepare = partial(self._engine.prepare, tenant=tenant, add_special_tokens=add_special_tokens)
+            (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
+            return self._engine.submit(prepared, name)
+
+        return begin
 
     def _bind(self) -> "_Waker":
         loop = asyncio.get_running_loop()
@@ -284,6 +333,22 @@ class AsyncLLM:
             raise InvalidRequestError(f"request_id {name!r} is in use by a live request; take another, or leave it out")
         self._numbers[name] = None
         return name
+
+
+def _one_prompt(prompt: PromptInput) -> PromptInput:
+    """Return the prompt. Errors: InvalidRequestError for several."""
+    prompts = split_prompts(prompt)
+    if len(prompts) != 1:
+        raise InvalidRequestError(f"AsyncLLM takes one prompt at a time; got {len(prompts)}")
+    return prompts[0]
+
+
+async def _beside_the_loop(prompt: PromptInput, prepare: Callable[..., Prepared], *arguments: Any) -> Prepared:
+    """Return prepare(*arguments); for a long text it runs on a thread."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
+        return await asyncio.to_thread(prepare, *arguments)
+    return prepare(*arguments)
 
 
 class _Waker:

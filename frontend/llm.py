@@ -3,22 +3,28 @@
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
+from frontend.engine_args import EngineArgs, arguments_of
+from frontend.llm_engine import Counter, Gauge, LLMEngine
 from frontend.offline_run import run_all
+from frontend.pooling_calls import PoolingCalls
+from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
 from frontend.session import EngineHandle, Message
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
+from ipc.beam_search import BeamSearchParams
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
 
 
-class LLM:
+class LLM(PoolingCalls):
     """An engine with a synchronous interface, which is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
@@ -58,6 +64,11 @@ class LLM:
             options=options,
         )
         self._finalizer = weakref.finalize(self, self._engine.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Return an LLM with these arguments. Errors: those of the constructor."""
+        return cls(**arguments_of(engine_args))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine.describe()})"
@@ -136,6 +147,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         deadline: float | None = None,
         tenant: str = "",
     ) -> list[RequestOutput]:
@@ -158,9 +170,29 @@ class LLM:
             kwargs=chat_template_kwargs,
         )
         prepared = self._engine.prepare(
-            rendered, sampling_params, deadline=deadline, tenant=tenant, add_special_tokens=False
+            rendered, sampling_params, priority, deadline=deadline, tenant=tenant, add_special_tokens=False
         )
         return run_all(self._engine, prepared, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search the most likely outputs of one prompt or many by beam search, by the rules of transformers.
+
+        The beams of all prompts run in the engine's batch, beside other requests. concurrency_limit: vLLM's argument,
+        without an effect: the engine decides how many run. The other arguments and the errors are those of generate().
+        """
+        check_neutral(lora_request=lora_request)
+        prepared = self._engine.prepare(split_prompts(prompts), sampling_params(params))
+        outputs = run_all(self._engine, prepared, use_tqdm, return_exceptions=False)
+        tokenizer = self._engine.tokenizer
+        texts = ["" if tokenizer is None else tokenizer.decode(output.prompt_token_ids) for output in outputs]
+        return [beam_search_output(output, params, text) for output, text in zip(outputs, texts, strict=True)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's generation_config.json or GGUF file recommends, as vLLM does.
@@ -172,9 +204,16 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
-        if self._engine.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
-        return self._engine.tokenizer
+        return self._engine.need_tokenizer()
+
+    @cached_property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine, step by step: vLLM's interface below LLM."""
+        return LLMEngine(self._engine)
+
+    def get_metrics(self) -> list[Gauge | Counter]:
+        """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
+        return self.llm_engine.get_metrics()
 
     @property
     def client(self) -> EngineClient:

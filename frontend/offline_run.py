@@ -4,15 +4,20 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from frontend.pooling import PreparedPooling, submit_pooling
 from frontend.results.outputs import RequestOutput
-from frontend.results.request_state import RequestState
+from frontend.results.pooling_outputs import PoolingRequestOutput
+from frontend.results.state import State
 from frontend.session import EngineHandle, PreparedRequest, final_only
 from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestError, RequestFailedError
+
+Prepared: TypeAlias = PreparedRequest | PreparedPooling
+AnyOutput: TypeAlias = RequestOutput | PoolingRequestOutput
 
 #: Least number of choices of one generate() that the engine holds at once. The others wait here and cost it nothing.
 _MIN_WINDOW = 256
@@ -20,7 +25,7 @@ _MIN_WINDOW = 256
 
 def run_all(
     engine: EngineHandle,
-    prepared: list[PreparedRequest],
+    prepared: Sequence[Prepared],
     use_tqdm: bool | Callable[..., Any],
     *,
     return_exceptions: bool = False,
@@ -50,8 +55,8 @@ class OfflineRun:
     A request that the engine refuses for want of room is submitted again, after the time that the engine names.
     """
 
-    def __init__(self, engine: EngineHandle, prepared: list[PreparedRequest], progress_bar: "_ProgressBar") -> None:
-        self.outputs: list[RequestOutput | None] = [None] * len(prepared)
+    def __init__(self, engine: EngineHandle, prepared: Sequence[Prepared], progress_bar: "_ProgressBar") -> None:
+        self.outputs: list[AnyOutput | None] = [None] * len(prepared)
         self.errors: dict[int, EngineCoreError] = {}  # by index of the prompt
         self._engine, self._client = engine, engine.client
         self._prepared = prepared
@@ -59,7 +64,7 @@ class OfflineRun:
         self._window = max(_MIN_WINDOW, 4 * engine.client.welcome.limits.max_num_seqs)  # choices
         self._waiting = deque(range(len(prepared)))
         self._refused: list[tuple[float, int]] = []  # heap of (monotonic time to submit it again, index)
-        self._running: dict[int, tuple[int, RequestState]] = {}  # by number
+        self._running: dict[int, tuple[int, State[AnyOutput]]] = {}  # by number
         self._num_choices = 0  # of the running ones
         self._first_number: int | None = None
 
@@ -82,13 +87,18 @@ class OfflineRun:
             self._waiting.appendleft(heapq.heappop(self._refused)[1])
         while self._waiting and (not self._running or self._num_choices < self._window):
             index = self._waiting.popleft()
-            # The seed is that of an undisturbed run, in which prompts have numbers in their order.
-            seed = None if self._first_number is None else self._engine.derive_seed(self._first_number + index)
-            state = self._engine.submit(_final_only(self._prepared[index]), seed=seed)
+            state = self._begin(self._prepared[index], index)
             if self._first_number is None:
                 self._first_number = state.number
             self._running[state.number] = (index, state)
             self._num_choices += self._prepared[index].params.n
+
+    def _begin(self, prepared: Prepared, index: int) -> State[AnyOutput]:
+        if isinstance(prepared, PreparedPooling):
+            return submit_pooling(self._engine, prepared)
+        # The seed is that of an undisturbed run, in which prompts have numbers in their order.
+        seed = None if self._first_number is None else self._engine.derive_seed(self._first_number + index)
+        return self._engine.submit(_final_only(prepared), seed=seed)
 
     def _look_at(self, number: int) -> None:
         """Take the news of a request."""
@@ -117,7 +127,7 @@ def _final_only(prepared: PreparedRequest) -> PreparedRequest:
     return prepared._replace(params=final_only(prepared.params))
 
 
-def _failure(errors: dict[int, EngineCoreError], outputs: Sequence[RequestOutput | None]) -> EngineCoreError:
+def _failure(errors: dict[int, EngineCoreError], outputs: Sequence[AnyOutput | None]) -> EngineCoreError:
     """Return one error for all failed requests: it names the first, gives their number, and has the outputs."""
     index, first = min(errors.items())
     kinds = (InvalidRequestError, DeadlineExceededError, RequestFailedError)
@@ -142,13 +152,14 @@ class _ProgressBar:
                 total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._rates(self._start + 1.0)
             )
 
-    def advance(self, output: RequestOutput | None) -> None:
+    def advance(self, output: AnyOutput | None) -> None:
         """Count one request that finished with `output`, or failed (None)."""
         if self._bar is None:
             return
         if output is not None:
             self._num_input += len(output.prompt_token_ids)
-            self._num_output += sum(len(one.token_ids) for one in output.outputs)
+            if isinstance(output, RequestOutput):
+                self._num_output += sum(len(one.token_ids) for one in output.outputs)
             self._bar.postfix = self._rates(time.monotonic())
         self._bar.update(1)
 

@@ -15,10 +15,11 @@ from frontend.call_arguments import read_deadline, read_priorities, read_templat
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
+from frontend.engine.start_display import StartDisplay
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.results.completion_state import needs_every_token
-from frontend.results.outputs import RequestOutput
 from frontend.results.request_state import RequestState
+from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
 from frontend.text.chat_template import render_chat
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
@@ -105,15 +106,17 @@ class EngineHandle:
         *,
         tenant: str = "",
         add_special_tokens: bool = True,
+        is_shared: bool = True,
     ) -> list[PreparedRequest]:
         """Check and tokenize all prompts, before any is submitted; return one PreparedRequest each.
 
-        deadline: seconds from now. tenant: see LLM.generate(). Errors: InvalidRequestError.
+        deadline: seconds from now. tenant: see LLM.generate(). is_shared: whether a caller may change the parameters
+        while the requests run, so that they are copied. Errors: InvalidRequestError.
         """
         if not isinstance(tenant, str):
             raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
         end = read_deadline(deadline)
-        all_params = self._read_params(params, len(prompts))
+        all_params = self._read_params(params, len(prompts), is_shared=is_shared)
         vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
         for one in all_params:
             check_num_logprobs(one, vocab_size=vocab_size, max_logprobs=limits.max_logprobs)
@@ -190,7 +193,7 @@ class EngineHandle:
         name = str(number) if request_id is None else request_id
         return RequestState(name, number, prompt, params, self.tokenizer)
 
-    def advance(self, state: RequestState) -> RequestOutput | None:
+    def advance(self, state: State[Output]) -> Output | None:
         """Update a request with its news; return its output, or None where there is nothing to show.
 
         Errors: the error with which the engine failed the request.
@@ -204,6 +207,12 @@ class EngineHandle:
         if stopped and not state.finished:  # a finished request is stopped when it is discarded
             self.client.abort([state.number] * len(stopped), stopped)
         return output
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
+        return self.tokenizer
 
     def describe(self) -> str:
         """Return the model's name, the numerics level and the engine's state, as arguments of a repr()."""
@@ -219,13 +228,15 @@ class EngineHandle:
             self._process = self._supervised = None
 
     def _start(self, config: EngineConfig, start_timeout: float, connect_timeout: float, restart: bool) -> None:
-        process = EngineProcess(config, start_timeout=start_timeout, resume_s=_RESUME_S if restart else 0.0)
+        display, resume_s = StartDisplay(), _RESUME_S if restart else 0.0
+        process = EngineProcess(config, start_timeout=start_timeout, resume_s=resume_s, on_phase=display)
         supervised = SupervisedEngine(process) if restart else None
         started = supervised or process
         try:
             started.start()
             files = self._read_own_files(process.config)  # while the engine starts
-            started.wait_ready()
+            with display:
+                started.wait_ready()
             if supervised is None:
                 transport = ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit)
             else:
@@ -293,9 +304,9 @@ class EngineHandle:
         return int.from_bytes(hashlib.blake2b(text + self._salt, digest_size=8).digest(), "little")
 
     def _read_params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int, *, is_shared: bool
     ) -> list[SamplingParams]:
-        """Return parameters for each prompt, as copies: a caller may change the originals while requests run."""
+        """Return parameters for each prompt, as copies where they are shared with the caller."""
         given = self.default_sampling_params() if params is None else params
         many = list(given) if isinstance(given, Sequence) else [given]
         for one in many:
@@ -318,6 +329,8 @@ class EngineHandle:
             if len(many) != count:
                 raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
             return [self._for_engine(one) for one in many]
+        if not is_shared and not given.bad_words:
+            return [given] * count
         return [self._for_engine(given)] * count
 
     def _for_engine(self, params: SamplingParams) -> SamplingParams:

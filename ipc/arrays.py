@@ -27,3 +27,4 @@ TokenIds: TypeAlias = Int32s
 
 NO_INTS: Ints = np.zeros(0, np.int64)
 NO_INT32S: Int32s = np.zeros(0, np.int32)
+NO_UINT8S: UInt8s = np.zeros(0, np.uint8)

@@ -5,6 +5,7 @@ the engine, also while it hangs and after it has died. The page is made by the e
 numbers are little-endian int64 where nothing else is said; times are ns of the machine's monotonic clock.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -17,44 +18,42 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 
 DIGEST_BYTES = 16
 NUM_SIZES = 32  # classes of steps by their tokens: 1, 2-3, 4-7, ...
 NAME = "engine-core-black-box"  # of the memory file, as /proc/PID/fd shows it
 
-#: The numbers of a Reading, between two copies of a counter that differ while they are being written.
-HEADER = struct.Struct("<14q")
-_MAX_TRIES = 100
-
 _encoder = msgspec.msgpack.Encoder()
 
 
-def request_digest(prompt_token_ids: bytes, params: SamplingParams) -> bytes:
+def request_digest(prompt_token_ids: bytes, params: SamplingParams | PoolingParams) -> bytes:
     """Return the digest by which requests are told apart that kill an engine: of the prompt (int32) and its options.
 
     Requests that differ in their seeds alone are one, unless the caller gave the seeds.
     """
-    if params.prompt_logprobs is not None:  # of the first choice only
+    if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:  # of the first choice only
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     return blake2b(prompt_token_ids + _encoder.encode(params), digest_size=DIGEST_BYTES).digest()
 
 
 class Reading(NamedTuple):
-    """What the page says at one moment."""
+    """What the page says at one moment. Each number is right by itself; they may be those of two moments."""
 
     epoch: int  # -1 = no engine has written yet
     pid: int
     num_begun: int  # steps
-    num_ended: int
     begun_ns: int  # of the last step that began
-    ended_ns: int  # of the last one that ended
-    num_tokens: int  # of the last step that began
     expected_ns: int  # the slowest recent step of its size; 0 = none is known
+    num_running: int  # requests in it
+    num_tokens: int  # of it
+    num_running_before: int  # in the step before it
+    num_tokens_before: int
+    num_ended: int  # steps
     num_turns: int  # of the engine's loop, which turns at least every 5 s
-    turned_ns: int
-    num_running: int  # requests
-    num_waiting: int
+    turned_ns: int  # end of the last turn
+    num_waiting: int  # requests
 
     @property
     def is_in_step(self) -> bool:
@@ -62,7 +61,13 @@ class Reading(NamedTuple):
         return self.num_begun > self.num_ended
 
 
-NO_READING = Reading(-1, *(0,) * 11)
+NO_READING = Reading(-1, *(0,) * 12)
+
+#: The header: a Reading. Its writer sets each of its three parts at once, the first one last. The epoch is stored + 1.
+HEADER = struct.Struct("<13q")
+PROCESS, BEGUN, TURNED = (struct.Struct(f"<{size}q") for size in (2, 7, 4))
+BEGUN_AT = PROCESS.size
+TURNED_AT = BEGUN_AT + BEGUN.size
 
 
 class Suspect(NamedTuple):
@@ -78,25 +83,29 @@ class Page:
 
     def __init__(self, memory: mmap.mmap, num_rows: int) -> None:
         self.memory = memory
+        self.offsets: list[int] = []  # of the parts below, in bytes
         at = HEADER.size
 
         def take(dtype: str, *shape: int) -> NDArray[np.generic]:
             nonlocal at
+            self.offsets.append(at)
             part = np.frombuffer(memory, dtype, int(np.prod(shape)), at).reshape(shape)
             at += part.nbytes
             return part
 
         self.slowest_ns = take("<i8", 2, NUM_SIZES)  # by size of steps: in this window of steps, and in the last one
-        self.plan_sizes = take("<i8", 2)  # rows of the last two plans, the even and the odd one
-        self.ends = take("<i8", 2, num_rows)  # by row: tokens computed when that plan has run
+        #: Of the last two plans, the even and the odd one; by row: tokens computed when that plan has run.
+        self.ends = take("<i8", 2, num_rows)
         self.rows = take("<i4", 2, num_rows)  # of the plan
-        self.counts = take("<i4", 2, num_rows)  # of the plan: tokens that it computes of each row
+        self.counts = take(
+            "<i4", 2, num_rows
+        )  # of the plan: tokens that it computes of each row; not set if it is one of each
         self.digests = take("u1", num_rows, DIGEST_BYTES)  # by row
 
 
 def size_of(num_rows: int) -> int:
     """Return the bytes of a page for an engine with so many rows."""
-    return HEADER.size + 16 * NUM_SIZES + 16 + num_rows * (16 + 8 + 8 + DIGEST_BYTES)
+    return HEADER.size + 16 * NUM_SIZES + num_rows * (16 + 8 + 8 + DIGEST_BYTES)
 
 
 class BlackBoxReader:
@@ -110,33 +119,57 @@ class BlackBoxReader:
 
     def read(self) -> Reading:
         """Return the present numbers."""
-        for _ in range(_MAX_TRIES):
-            first, *numbers, last = HEADER.unpack_from(self._page.memory)
-            if first == last:
-                return Reading(*numbers) if first else NO_READING
-        return Reading(*numbers)  # its writer died in the middle: each number is right by itself
+        epoch, *numbers = HEADER.unpack_from(self._page.memory)
+        return Reading(epoch - 1, *numbers) if epoch else NO_READING
 
     def suspects(self) -> list[Suspect]:
         """Return the rows of the steps that have begun and not ended; each request once, with its widest range."""
-        reading = self.read()
-        return self._rows(range(max(reading.num_ended, reading.num_begun - 2) + 1, reading.num_begun + 1))
+        return self._rows(is_in_flight=True)
 
     def last_rows(self) -> list[Suspect]:
         """Return the rows of the last step that has begun."""
-        reading = self.read()
-        return self._rows(range(reading.num_begun, reading.num_begun + min(1, reading.num_begun)))
+        return self._rows(is_in_flight=False)
 
-    def _rows(self, steps: range) -> list[Suspect]:
+    def _rows(self, *, is_in_flight: bool) -> list[Suspect]:
+        reading = self.read()
+        before = (reading.num_begun - 1, reading.num_running_before, reading.num_tokens_before)
+        steps = [before, (reading.num_begun, reading.num_running, reading.num_tokens)]
+        first = reading.num_ended + 1 if is_in_flight else max(1, reading.num_begun)
         found = dict[bytes, Suspect]()
-        for step in steps:
+        for step, size, num_tokens in steps:
+            if step < first:
+                continue
             slot = step % 2
-            size = int(self._page.plan_sizes[slot])
-            rows, counts = self._page.rows[slot, :size].tolist(), self._page.counts[slot, :size].tolist()
+            rows = self._page.rows[slot, :size].tolist()
+            counts = [1] * size if num_tokens == size else self._page.counts[slot, :size].tolist()
             for row, count in zip(rows, counts, strict=True):
                 digest, end = self._page.digests[row].tobytes(), int(self._page.ends[slot, row])
                 known = found.get(digest, Suspect(digest, end - count, end))
                 found[digest] = Suspect(digest, min(known.start, end - count), max(known.end, end))
         return list(found.values())
+
+
+def find_black_box(pid: int, num_rows: int) -> BlackBoxReader | None:
+    """Return a reader of the black box of an engine on this machine; None where this user may not read it.
+
+    pid: the engine process's, as Welcome has it; num_rows: its max_num_seqs.
+    """
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return None
+    for name in names:
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(OSError, ValueError):
+            if NAME in os.readlink(path):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    reader = BlackBoxReader(fd, num_rows)
+                finally:
+                    os.close(fd)
+                if reader.read().pid == pid:
+                    return reader
+    return None
 
 
 class BlackBoxFile:

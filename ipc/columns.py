@@ -58,7 +58,7 @@ class Columns:
             for name, values in zip(self._names[dtype], self._blocks[dtype], strict=True):
                 setattr(self, name, values)
 
-    def clear_columns(self, rows: Rows | list[int]) -> None:
+    def clear_columns(self, rows: Rows | list[int] | slice) -> None:
         """Set these rows to the empty value in every column."""
         for dtype, block in self._blocks.items():
             block[:, rows] = self._empty[dtype]

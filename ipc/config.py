@@ -19,6 +19,7 @@ ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
+RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 CpuKernels = Literal["auto", "c", "torch"]
@@ -36,8 +37,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str | None,
         Option(
             "model",
-            "folder with config.json and *.safetensors, .gguf file, or Hugging Face name; default: the demo model",
-            flags=("-m", "--model-path", "--model-id"),
+            "folder with config.json and *.safetensors, .gguf file, or Hugging Face name (org/name, org/name:Q4_K_M); "
+            "default: the demo model",
+            flags=("-m", "--model-path", "--model-id", "-hf", "-hfr", "--hf-repo"),
         ),
     ] = None
     executor: Annotated[ExecutorName, Option("machine", "'fake' answers with made-up tokens and needs no model")] = (
@@ -61,6 +63,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ModelImpl,
         Option("model", "source of the model code; auto = ours where it has the architecture, else transformers"),
     ] = "auto"
+    runner: Annotated[
+        RunnerKind,
+        Option("model", "what requests get: tokens (generate) or vectors (pooling); auto = by the model's files"),
+    ] = "auto"
+    classifier_from_token: Annotated[
+        str | None,
+        Option("model", "NO,YES: two tokens; a prompt's score is the probability of the second, of these two"),
+    ] = None
     numerics: Annotated[
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
     ] = "L2"
@@ -293,7 +303,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 "async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not, device=cuda does"
             )
         if self.speculative_config is not None and self.executor == "local" and self.device == "cuda":
-            raise ConfigError("speculative_config is not supported with device=cuda yet; leave one of them out")
+            raise ConfigError("speculative_config runs on device=cpu only; leave it out, or device=cuda")
+        if self.speculative_config is not None and self.speculative_config.model and self.executor != "local":
+            raise ConfigError(f"executor={self.executor!r} has no draft model; use executor='local'")
 
 
 #: Every option by name, in the order of the fields.
@@ -306,17 +318,24 @@ _OTHER_NAMES = {other: name for name, declared in OPTIONS.items() for other in d
 _SWAP_SPACE = DeclaredOption("swap_space", Option("preemption", "", 0, 2**14), float, is_optional=False, default=0)
 
 
+_REVISION = "revision"
+#: Options that become part of another one.
+_NO_FIELDS = (_SWAP_SPACE.name, _REVISION)
+
+
 def config_from_options(**options: Any) -> EngineConfig:
-    """Return the EngineConfig of these options, under our names or vLLM's.
+    """Return the EngineConfig of these options, under our names or vLLM's. None = the option was not given.
 
     Errors: ConfigError for a bad value or an unknown option.
     """
     accepted: dict[str, Any] = {}
     for given, value in options.items():
         name = _OTHER_NAMES.get(given, given)
+        if value is None and (name in OPTIONS or name in _NO_FIELDS or is_neutral(name)):
+            continue
         if name in accepted:
             raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
-        if name in OPTIONS or name == _SWAP_SPACE.name:
+        if name in OPTIONS or name in _NO_FIELDS:
             accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         elif is_neutral(name):
             check_neutral(name, value)
@@ -324,9 +343,10 @@ def config_from_options(**options: Any) -> EngineConfig:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
-    for name in ("enable_chunked_prefill", "generation_config"):
-        if accepted.get(name, True) is None:  # vLLM's value for "the engine decides"
-            del accepted[name]
+    if (revision := accepted.pop(_REVISION, None)) is not None:
+        accepted["model"] = _with_revision(accepted.get("model"), revision)
+    if (dtype := str(accepted.get("dtype"))).startswith("torch."):  # torch.bfloat16 itself
+        accepted["dtype"] = dtype.removeprefix("torch.")
     if (gibibytes := accepted.pop(_SWAP_SPACE.name, None)) is not None:
         _SWAP_SPACE.check(gibibytes)
         accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))
@@ -336,6 +356,16 @@ def config_from_options(**options: Any) -> EngineConfig:
         if isinstance(value, str):
             accepted[name] = OPTIONS[name].option.spellings.get(value, value)
     return EngineConfig(**accepted)
+
+
+def _with_revision(model: object, revision: object) -> str:
+    """Return the model's name with its revision. Errors: ConfigError for a model that has none, or has it already."""
+    if not isinstance(model, str) or model.count("/") != 1 or "@" in model or not isinstance(revision, str):
+        raise ConfigError(
+            f"revision={revision!r:.80} needs a model of the Hugging Face Hub, org/name without a revision of its own; "
+            f"got model={model!r:.80}"
+        )
+    return f"{model}@{revision}"
 
 
 def _check_weights(weights: object) -> None:

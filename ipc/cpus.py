@@ -5,8 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+from ipc.control_groups import control_groups
 
 
 def usable_cpus() -> int:
@@ -21,23 +20,11 @@ def usable_cpus() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the quota of each control group that this process is in, in CPUs; see cgroups(7)."""
-    try:
-        lines = _OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for hierarchy, controllers, path in (line.split(":", 2) for line in lines):
-        is_version_2 = hierarchy == "0"
-        if not is_version_2 and "cpu" not in controllers.split(","):
-            continue
-        root = _CGROUPS if is_version_2 else _CGROUPS / "cpu"
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            found = _quota(folder) if is_version_2 else _quota_of_version_1(folder)
-            if found is not None:
-                yield found
-            if folder == root:
-                break
+    """Yield the quota of each control group that this process is in, in CPUs."""
+    for folder, is_version_2 in control_groups("cpu"):
+        found = _quota(folder) if is_version_2 else _quota_of_version_1(folder)
+        if found is not None:
+            yield found
 
 
 def _quota(folder: Path) -> float | None:

@@ -13,6 +13,7 @@ import msgspec
 from ipc.call import Call, CallRule
 from ipc.errors import MalformedMessageError
 from ipc.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
+from ipc.pooling_messages import AddPooling, Pooled
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import (
     SCHEDULING_MINOR,
@@ -27,7 +28,7 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation, structured outputs.
+#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation, grammars, pooling.
 PROTOCOL_MINOR = 4
 #: The first minor of engines that take structured_outputs.
 STRUCTURED_OUTPUTS_MINOR = 4
@@ -185,6 +186,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     vocab_size: int
     limits: Limits
     default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for callers that give none
+    pid: int = 0  # of the engine process, on its machine; 0 = not told
+    tasks: dict[str, int] = {}  # of requests, with the width of the vectors of each; empty: "generate" only
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -227,6 +230,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
     events: RequestEvents | None = None
     drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
+    pooled: Pooled | None = None
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -353,7 +357,8 @@ if TYPE_CHECKING:
     ClientCall: TypeAlias = Call
 else:
     ClientCall = Union[tuple(CALLS)]  # a decoder needs the union at run time  # noqa: UP007
-ClientMessage: TypeAlias = Hello | AddRequest | Abort | Goodbye | Heartbeat | ClientCall
+Submission: TypeAlias = AddRequest | AddPooling  # a request: for tokens, or for vectors
+ClientMessage: TypeAlias = Hello | Submission | Abort | Goodbye | Heartbeat | ClientCall
 
 
 def unpack_numbers(column: bytes) -> list[int]:

@@ -1,43 +1,216 @@
-"""Options of vLLM's LLM() without an effect here: accepted only at values that change nothing."""
+"""Options of vLLM's LLM(), of this and of earlier versions, that are not ours: each is without effect here, or refused.
+
+A value of None asks for nothing, whatever the option. Values that ask for a feature which is not there are refused by
+name. docs/vllm.md describes this for users.
+"""
 
 from ipc.errors import ConfigError
 
+#: Tuning of parts that this engine does not have, and reports: any value is accepted, and changes nothing.
+WITHOUT_EFFECT = frozenset(
+    [
+        "aggregate_engine_logging",
+        "all2all_backend",
+        "allow_deprecated_quantization",
+        "api_server_count",
+        "async_engine_args",
+        "collect_detailed_traces",
+        "cp_kv_cache_interleave_size",
+        "cuda_graph_sizes",
+        "cudagraph_capture_sizes",
+        "cudagraph_metrics",
+        "data_parallel_address",
+        "data_parallel_backend",
+        "data_parallel_rpc_port",
+        "dbo_decode_token_threshold",
+        "dbo_prefill_token_threshold",
+        "dcp_kv_cache_interleave_size",
+        "disable_async_output_proc",
+        "disable_cascade_attn",
+        "disable_custom_all_reduce",
+        "disable_hybrid_kv_cache_manager",
+        "disable_log_requests",
+        "disable_log_stats",
+        "disable_mm_preprocessor_cache",
+        "disable_nccl_for_dp_synchronization",
+        "enable_layerwise_nvtx_tracing",
+        "enable_log_requests",
+        "enable_logging_iteration_details",
+        "enable_mfu_metrics",
+        "eplb_config",
+        "eplb_log_balancedness",
+        "eplb_step_interval",
+        "eplb_window_size",
+        "expert_placement_strategy",
+        "fully_sharded_loras",
+        "guided_decoding_backend",
+        "guided_decoding_disable_fallback",
+        "interleave_mm_strings",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+        "kv_sharing_fast_prefill",
+        "limit_mm_per_prompt",
+        "long_lora_scaling_factors",
+        "lora_dtype",
+        "lora_extra_vocab_size",
+        "master_addr",
+        "master_port",
+        "max_cpu_loras",
+        "max_cudagraph_capture_size",
+        "max_log_len",
+        "max_long_partial_prefills",
+        "max_lora_rank",
+        "max_loras",
+        "max_parallel_loading_workers",
+        "max_prompt_adapter_token",
+        "max_prompt_adapters",
+        "max_seq_len_to_capture",
+        "media_io_kwargs",
+        "mm_encoder_attn_backend",
+        "mm_encoder_tp_mode",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "num_lookahead_slots",
+        "optimization_level",
+        "performance_mode",
+        "prefix_caching_hash_algo",
+        "profiler_config",
+        "pt_load_map_location",
+        "ray_workers_use_nsight",
+        "safetensors_load_strategy",
+        "show_hidden_metrics_for_version",
+        "skip_mm_profiling",
+        "tokenizer_pool_extra_config",
+        "tokenizer_pool_size",
+        "tokenizer_pool_type",
+        "trust_remote_code",
+        "ubatch_size",
+        "use_tqdm_on_load",
+        "use_v2_block_manager",
+        "video_pruning_rate",
+    ]
+)
+#: Features: the values that do not ask for them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "trust_remote_code": (True, False),  # no remote code is ever run
-    "quantization": (None,),
-    "disable_log_stats": (True, False),
-    "tokenizer_mode": ("auto",),
-    "revision": (None,),
-    "kv_cache_dtype": ("auto",),
-    "distributed_executor_backend": (None, "uni", "mp"),
-    "enable_lora": (False,),
+    "additional_config": ({},),
+    "allowed_local_media_path": ("",),
+    "allowed_media_domains": ([],),
+    "attention_backend": ("auto",),
+    "attention_config": ({},),
+    "calculate_kv_scales": (False,),
+    "code_revision": (),
+    "compilation_config": ({}, 0, 1, 2, 3),
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
-    "disable_custom_all_reduce": (True, False),
-    "hf_token": (None,),
-    "served_model_name": (None,),
-    "attention_backend": (None, "auto"),
+    "data_parallel_external_lb": (False,),
+    "data_parallel_hybrid_lb": (False,),
+    "data_parallel_rank": (0,),
+    "data_parallel_size": (1,),
+    "data_parallel_size_local": (1,),
+    "data_parallel_start_rank": (0,),
+    "decode_context_parallel_size": (1,),
+    "default_mm_loras": ({},),
+    "disable_chunked_mm_input": (False,),
+    "disable_sliding_window": (False,),
+    "distributed_executor_backend": ("uni", "mp"),
+    "download_dir": (),
+    "ec_transfer_config": (),
+    "enable_dbo": (False,),
+    "enable_eplb": (False,),
+    "enable_expert_parallel": (False,),
+    "enable_lora": (False,),
+    "enable_mm_embeds": (False,),
+    "enable_prompt_adapter": (False,),
+    "enable_prompt_embeds": (False,),
+    "enable_reasoning": (False,),
+    "enable_sleep_mode": (False,),
+    "enable_tower_connector_lora": (False,),
+    "guided_decoding_disable_additional_properties": (False,),
+    "guided_decoding_disable_any_whitespace": (False,),
+    "hf_config_path": (),
+    "hf_overrides": ({},),
+    "hf_token": (),
+    "ignore_patterns": ([], "original/**/*", ["original/**/*"]),
+    "io_processor_plugin": (),
+    "kv_cache_dtype": ("auto",),
+    "kv_events_config": (),
+    "kv_offloading_backend": ("native",),
+    "kv_offloading_size": (),
+    "kv_transfer_config": (),
+    "logits_processor_pattern": (),
+    "logits_processors": ([],),
+    "lora_modules": ([],),
+    "mamba_block_size": (),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("none",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "mm_encoder_only": (False,),
+    "mm_processor_kwargs": ({},),
+    "model_loader_extra_config": ({},),
+    "model_weights": ("",),
+    "multi_step_stream_outputs": (True, False),
+    "ngram_prompt_lookup_max": (),
+    "ngram_prompt_lookup_min": (),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "num_redundant_experts": (0,),
+    "num_scheduler_steps": (1,),
+    "num_speculative_tokens": (),
+    "otlp_traces_endpoint": (),
+    "override_attention_dtype": (),
+    "override_generation_config": ({},),
+    "override_neuron_config": ({},),
+    "override_pooler_config": (),
+    "pipeline_parallel_size": (1,),
+    "pooler_config": (),
+    "prefill_context_parallel_size": (1,),
+    "qlora_adapter_name_or_path": (),
+    "quantization": (),
+    "reasoning_parser": ("",),
+    "reasoning_parser_plugin": ("",),
+    "rope_scaling": ({},),
+    "rope_theta": (),
+    "scheduler_cls": (),
+    "served_model_name": (),
+    "speculative_model": (),
+    "stream_interval": (1,),
+    "structured_outputs_config": ({},),
+    "task": ("auto", "generate"),
+    "tensor_parallel_size": (1,),
+    "tokenizer_mode": ("auto",),
+    "tokenizer_revision": ("main",),
+    "tokens_only": (False,),
+    "weight_transfer_config": (),
+    "worker_cls": ("auto",),
+    "worker_extension_cls": ("",),
 }
-#: Neutral ranges of number options: (above, up to).
-NEUTRAL_NUMBERS: dict[str, tuple[float, float]] = {
-    "max_seq_len_to_capture": (0, 2**24),
+#: What to do instead.
+_INSTEAD = {
+    "data_parallel_size": "start several engines",
+    "download_dir": "the environment variable HF_HOME names the cache's folder",
+    "hf_token": "set the environment variable HF_TOKEN",
+    "quantization": "the format of the files decides",
+    "served_model_name": "engine-core http --served-model-name gives names",
+    "speculative_model": "use speculative_config",
 }
 
 
 def is_neutral(name: str) -> bool:
-    """Return whether vLLM has an option of this name that has no effect here."""
-    return name in NEUTRAL or name in NEUTRAL_NUMBERS
+    """Return whether vLLM has an option of this name that is not ours."""
+    return name in NEUTRAL or name in WITHOUT_EFFECT
 
 
 def check_neutral(name: str, value: object) -> None:
-    """Check the value of a neutral option. Errors: ConfigError for a value that asks for an unsupported feature."""
-    if name in NEUTRAL:
-        if value not in NEUTRAL[name]:
-            allowed = " or ".join(repr(choice) for choice in NEUTRAL[name])
-            raise ConfigError(f"{name}={value!r} is not supported by this version; only {allowed} is")
+    """Check the value of such an option. Errors: ConfigError for a value that asks for a feature which is not there."""
+    if name in WITHOUT_EFFECT or value is None or any(_is_same(value, allowed) for allowed in NEUTRAL[name]):
         return
-    low, high = NEUTRAL_NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
-        raise ConfigError(f"{name} must be a number above {low} and up to {high}; got {value!r}")
+    allowed = " or ".join(repr(choice) for choice in (*NEUTRAL[name], None))
+    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise ConfigError(f"{name}={value!r:.80} is not supported by this version; only {allowed} is{instead}")
+
+
+def _is_same(value: object, allowed: object) -> bool:
+    """Return whether these are equal; True is not 1."""
+    return isinstance(value, bool) == isinstance(allowed, bool) and value == allowed

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from ipc.arrays import Ints
+from ipc.beam_search import check_beam_search
 from ipc.errors import InvalidRequestError
 from ipc.refused_parameters import refuse_parameters
 from ipc.structured_outputs import StructuredOutputsParams
@@ -71,7 +72,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # most likely tokens to report beside each output token, up to max_logprobs; -1 = all
+    # Most likely tokens to report beside each output token, up to max_logprobs; -1 = all, True = 1, False = None.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same beside each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -97,12 +99,12 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     routed_experts_prompt_start: None = None
     trace_decode_token_ids: None = None
     # Such parameters of earlier versions of vLLM.
-    best_of: None = None
+    best_of: int | None = None  # beams of a beam search; None = n
     logits_processors: None = None
     guided_decoding: None = None
-    use_beam_search: bool = False
+    use_beam_search: bool = False  # the n best of best_of beams; see ipc/beam_search.py
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | str = False  # or "never"
     skip_clone: bool = False
 
     def __post_init__(self) -> None:
@@ -115,7 +117,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         self.temperature = _number("temperature", self.temperature, 0.0, 1e4)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
-        if self.temperature == 0.0 and self.n > 1:
+        check_beam_search(self)
+        if self.temperature == 0.0 and self.n > 1 and not self.use_beam_search:
             raise InvalidRequestError(f"n must be 1 for greedy decoding, which has one answer; got n={self.n}")
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -126,16 +129,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             self.seed = None
         if self.seed is not None:
             self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1) & (2**64 - 1)
-        if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens must not exceed max_tokens, got min_tokens={self.min_tokens} max_tokens={self.max_tokens}"
-            )
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_lengths()
+        self._check_switches()
         self.stop = _stop_strings(self.stop)
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need text: use detokenize=True, or stop_token_ids")
@@ -153,6 +148,30 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             raise InvalidRequestError(
                 f"output_kind must be one of {[kind.name for kind in RequestOutputKind]}, got {self.output_kind!r}"
             ) from None
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if isinstance(self.min_tokens, int) and self.min_tokens < 0:
+            bounds = f"min_tokens must be in [0, {2**31 - 1}], got {self.min_tokens}"
+            raise InvalidRequestError(f"{bounds}: min_tokens must be greater than or equal to 0")
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must not exceed max_tokens, got min_tokens={self.min_tokens} max_tokens={self.max_tokens}"
+            )
+
+    def _check_switches(self) -> None:
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "spaces_between_special_tokens",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self.spaces_between_special_tokens = True  # nothing stands between them in any case, as in vLLM today
 
     def _check_structured_outputs(self) -> None:
         given = self.structured_outputs
@@ -173,6 +192,11 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     def clone(self) -> "SamplingParams":
         """Return a copy that shares no list or dict with this one."""
         return copy.deepcopy(self)
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Return whether log probabilities come with the answer."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -249,9 +273,9 @@ def _truncation(value: object) -> int:
 
 
 def _num_logprobs(name: str, value: object) -> int | None:
-    if value is None:
+    if value is None or value is False:
         return None
-    return _integer(name, value, -1, 2**31 - 1)
+    return 1 if value is True else _integer(name, value, -1, 2**31 - 1)
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:

@@ -68,6 +68,7 @@ class Reason(IntEnum):
     NOT_YET = 6  # no step has examined it: it has just arrived, or prompts gather (scheduler_delay_factor)
     PAUSED = 7  # the engine's owner has paused it
     ON_HOLD = 8  # its client does not read
+    FIRST_CHOICE = 9  # another choice of its request computes their prompt, and it starts with that
     NO_BLOCKS = 16  # blocks: those left are too few, see the other numbers
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
     IN_FLIGHT = 32  # it runs, and its last token is in a step in flight

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import zmq
 
+from ipc.curve import use_as_client, use_as_engine
 from ipc.errors import AddressError, EngineDeadError
 from ipc.messages import MAX_CLIENT_MESSAGE_BYTES, MAX_SERVER_MESSAGE_BYTES
 
@@ -27,14 +28,19 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
 ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends; messages beyond it wait in the backlog, which merges them
+#: Messages of one peer that libzmq holds unread for the engine: with the largest, 128 MiB. libzmq counts no bytes.
+ROUTER_RECEIVE_MARK = 16
 HANDSHAKE_MS = 2000
 ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
+RECONNECT_MS = (
+    20  # between attempts to connect, up to twice that; libzmq's own 100 ms were a sixth of a restart's pause
+)
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
 _SWEEP_AGE_S = 60.0  # seconds after which an address without a lock's owner is stale
-_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
+_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})(\?keys=(?P<keys>.+))?")
 
 
 @dataclass
@@ -66,7 +72,7 @@ class BoundRouter:
 
 
 def bind_router(context: Context, address: str, *, is_private: bool = False) -> BoundRouter:
-    """Return a ROUTER bound to `ipc:///absolute/path` or `tcp://127.0.0.1:port` (port 0 = any free one).
+    """Return a ROUTER bound to `ipc:///absolute/path` or `tcp://host:port[?keys=folder]` (port 0 = any free one).
 
     is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it. Errors:
     AddressError when the address is malformed, too long, open to the network, or in use by a live process.
@@ -78,6 +84,7 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
     socket.setsockopt(zmq.ZAP_DOMAIN, b"engine-core")  # core/border/zap.py answers; also ends the downgrade to ZMTP/1.0
     _set_common_options(socket, MAX_CLIENT_MESSAGE_BYTES, ROUTER_LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, ROUTER_HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, ROUTER_RECEIVE_MARK)
     lock_fd = None
     try:
         if address.startswith("ipc://"):
@@ -86,6 +93,8 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
             _clean_stale_socket(address)
             _bind_private_file(socket, address)
         else:
+            if (keys := keys_of(address)) is not None:
+                use_as_engine(socket, keys)
             _bind(socket, _numeric(address))
     except BaseException:
         socket.close(0)
@@ -94,7 +103,7 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
                 os.unlink(ipc_path(address) + ".lock")
             os.close(lock_fd)
         raise
-    real = address if lock_fd is not None else socket.get_string(zmq.LAST_ENDPOINT)
+    real = address if lock_fd is not None else _with_keys(socket.get_string(zmq.LAST_ENDPOINT), keys_of(address))
     return BoundRouter(socket, real, lock_fd, is_private)
 
 
@@ -107,7 +116,10 @@ def connect_dealer(context: Context, address: str) -> Socket:
     socket = context.socket(zmq.DEALER)
     try:
         _set_common_options(socket, MAX_SERVER_MESSAGE_BYTES, DEALER_LINGER_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         endpoint = address if address.startswith("ipc://") else _numeric(address)
+        if (keys := keys_of(address)) is not None:
+            use_as_client(socket, keys)
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         socket.connect(endpoint)
@@ -150,11 +162,17 @@ def check_address(address: str, *, binding: bool) -> None:
         )
     if not 0 <= int(match["port"]) <= 65535 or (not binding and int(match["port"]) == 0):
         raise AddressError(f"the port of {address!r} must be from {0 if binding else 1} to 65535")
-    if not _is_loopback(match["host"]):
+    if not _is_loopback(match["host"]) and match["keys"] is None:
         raise AddressError(
-            f"{address!r} leaves this machine, and this version has no authentication: "
-            "use tcp://127.0.0.1:PORT or ipc:///path, and an ssh tunnel to reach it from elsewhere"
+            f"{address!r} leaves this machine, so it needs keys: make them with `engine-core keys` and write "
+            f"{address}?keys=PATH, PATH the engine's folder or the client's file; or use tcp://127.0.0.1:PORT"
         )
+
+
+def keys_of(address: str) -> str | None:
+    """Return the path of the keys that an address names; None if it names none."""
+    match = _TCP.fullmatch(address)
+    return None if match is None else match["keys"]
 
 
 def check_listening(address: str) -> None:
@@ -255,8 +273,13 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def _with_keys(endpoint: str, keys: str | None) -> str:
+    return endpoint if keys is None else f"{endpoint}?keys={keys}"
+
+
 def _numeric(address: str) -> str:
-    return address.replace("tcp://localhost:", "tcp://127.0.0.1:", 1)
+    """Return a tcp address as libzmq has it: without keys, localhost as a number."""
+    return address.partition("?")[0].replace("tcp://localhost:", "tcp://127.0.0.1:", 1)
 
 
 def _set_common_options(socket: Socket, max_message_bytes: int, linger_ms: int) -> None:

@@ -11,6 +11,9 @@ from ipc.errors import ConfigError
 MAX_DRAFTS = 32
 _MAX_LOOKUP = 16
 _DEFAULT_LOOKUP = (2, 5)
+_MAX_DEPTH = 24
+_DRAFTS_OF_A_MODEL = 4
+_MAX_CACHED_REQUESTS = 1 << 20
 
 #: Methods of vLLM that this version does not have.
 _OTHER_METHODS = (
@@ -20,20 +23,19 @@ _OTHER_METHODS = (
         "mtp",
         "medusa",
         "mlp_speculator",
-        "draft_model",
-        "suffix",
         "ngram_gpu",
         "pangu_ultra_moe_mtp",
     ),
     *("deepseek_mtp", "qwen3_next_mtp", "gemma4_mtp", "dflash", "extract_hidden_states", "custom_class"),
 )
-_METHODS = ("ngram",)
+_METHODS = ("ngram", "suffix", "draft_model")
 
 #: Keys of vLLM that mean nothing here -> why.
 _REFUSED_KEYS = {
     "num_speculative_tokens_per_batch_size": "the number of drafts follows the measured cost of a step",
     "disable_by_batch_size": "the number of drafts follows the measured cost of a step, and a large batch gets none",
     "speculative_token_tree": "drafts are a chain",
+    "suffix_decoding_min_token_prob": "how often drafts are right is measured, and the cost rule decides",
     "rejection_sample_method": "a draft is accepted exactly when sampling draws it",
     "posterior_threshold": "a draft is accepted exactly when sampling draws it",
     "posterior_alpha": "a draft is accepted exactly when sampling draws it",
@@ -50,11 +52,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are guessed ahead. No guess changes a token; right guesses save steps."""
 
     method: str
+    model: str | None = None  # of method draft_model: folder, .gguf file or Hugging Face name
     num_speculative_tokens: int = 7  # most drafts of a row in one step
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]  # tokens that must match, at least and at most
     prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
+    suffix_decoding_max_tree_depth: int = _MAX_DEPTH  # most tokens of a match
+    suffix_decoding_max_cached_requests: int = 10_000  # earlier outputs that are remembered; 0: none
+    suffix_decoding_max_spec_factor: float = 1.0  # most drafts for each token of a match
     #: Durations of steps of 1, 2, 4, 8, ... tokens with logits, in ns. Empty: measured at the engine's start.
     step_ns: tuple[int, ...] = ()
+    draft_ns: int = 0  # duration of the draft model's drafts for one row; measured where step_ns is
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
@@ -69,6 +76,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"speculative_config: prompt_lookup_min={self.prompt_lookup_min} is more than "
                 f"prompt_lookup_max={self.prompt_lookup_max}"
             )
+        _check("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, _MAX_DEPTH)
+        _check("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, _MAX_CACHED_REQUESTS, 0)
+        factor = self.suffix_decoding_max_spec_factor
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_DRAFTS:
+            raise ConfigError(
+                "speculative_config: suffix_decoding_max_spec_factor must be a number above 0 and at most "
+                f"{MAX_DRAFTS}; got {factor!r:.80}"
+            )
+        if (self.model is not None) != (self.method == "draft_model"):
+            raise ConfigError("speculative_config: model is for method 'draft_model', which needs it")
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(f"speculative_config: model must be a name or a path; got {self.model!r:.80}")
+        _check("draft_ns", self.draft_ns, 10**15, 0)
         for value in self.step_ns:
             _check("step_ns", value, 10**15)
 
@@ -96,6 +116,10 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
     lookup = [keys[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in keys]
     if len(lookup) == 1:  # one alone is both, as in vLLM
         keys |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[0]}
+    if keys["method"] == "suffix" and "num_speculative_tokens" not in keys:  # as in vLLM
+        keys["num_speculative_tokens"] = keys.get("suffix_decoding_max_tree_depth", _MAX_DEPTH)
+    if keys["method"] == "draft_model":
+        keys.setdefault("num_speculative_tokens", _DRAFTS_OF_A_MODEL)
     if not isinstance(step_ns := keys.get("step_ns", ()), (list, tuple)) or len(step_ns) > 32:
         raise ConfigError(f"speculative_config: step_ns must be a list of up to 32 integers; got {step_ns!r:.80}")
     return SpeculativeConfig(**{**keys, "step_ns": tuple(step_ns)})
@@ -105,6 +129,6 @@ def _have() -> str:
     return f"this version has {', '.join(_METHODS)}"
 
 
-def _check(name: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"speculative_config: {name} must be an integer from 1 to {most}; got {value!r:.80}")
+def _check(name: str, value: object, most: int, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"speculative_config: {name} must be an integer from {least} to {most}; got {value!r:.80}")

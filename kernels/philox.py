@@ -2,14 +2,12 @@
 
 A number is a function of (key, counter) alone, so a request's random stream does not depend on the rest of its batch.
 Key = the request's 64-bit seed; counter = (output position, choice, purpose, lane).
+No two uses of random numbers share a purpose.
 """
 
 import numpy as np
 
-from kernels.arrays import AnyInts, Doubles, UInt32s, UInt64s
-
-#: The purposes of random numbers, so that no two uses share a number.
-SAMPLE_TOKEN = 0
+from kernels.arrays import UInt32s, UInt64s
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -26,26 +24,3 @@ def philox4x32(key: UInt64s, counter: UInt32s) -> UInt32s:
         c0, c1, c2, c3 = (product1 >> _32) ^ c1 ^ k0, product1 & _LOW, (product0 >> _32) ^ c3 ^ k1, product0 & _LOW
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
     return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
-
-
-def uniform(
-    seed: UInt64s,
-    position: AnyInts,
-    choice: AnyInts | int = 0,
-    purpose: int = SAMPLE_TOKEN,
-    lane: int = 0,
-) -> Doubles:
-    """Return one number in (0, 1) per row, [R] float64.
-
-    seed [R] uint64; position [R]: index in the request's output; choice [R], or one for all.
-
-    52 random bits of the first two words, and half a step: neither 0 nor 1 can occur, and every value is exact.
-    """
-    counter = np.empty((len(seed), 4), np.uint32)
-    counter[:, 0] = position
-    counter[:, 1] = choice
-    counter[:, 2:] = purpose, lane
-    words = philox4x32(seed, counter).astype(np.uint64)
-    bits = ((words[:, 0] << _32) | words[:, 1]) >> np.uint64(12)
-    result: Doubles = (bits.astype(np.float64) + 0.5) * 2.0**-52
-    return result

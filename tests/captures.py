@@ -46,8 +46,12 @@ def make_request(number: int, rng: random.Random) -> AddRequest:
     return AddRequest(number, np.array(prompt, "<i4").tobytes(), params, seed=rng.getrandbits(64))
 
 
-def capture_in_process(path: Path, config: EngineConfig = CONFIG) -> CapturedEngine:
-    """Three clients; the last one leaves before it is done. config: resolved."""
+def capture_in_process(
+    path: Path,
+    config: EngineConfig = CONFIG,
+    make: Callable[[int, random.Random], AddRequest] = make_request,
+) -> CapturedEngine:
+    """Three clients; the last one leaves before it is done. config: resolved. make: the request of a number."""
     rng = random.Random(7)
     executor = load_executor(config)
     executor.initialize_cache(config)
@@ -57,7 +61,7 @@ def capture_in_process(path: Path, config: EngineConfig = CONFIG) -> CapturedEng
     while number < NUM_REQUESTS or engine.has_work:
         inbox: list[tuple[int, EngineInput]] = []
         for _ in range(rng.randrange(3) if number < NUM_REQUESTS else 0):
-            inbox.append((number % 3, make_request(number, rng)))
+            inbox.append((number % 3, make(number, rng)))
             number += 1
         if rng.random() < 0.1:
             inbox.append((rng.randrange(3), Abort(pack_numbers([rng.randrange(NUM_REQUESTS)]))))

@@ -48,6 +48,16 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     assert not found, "left behind: " + "; ".join(found)
 
 
+@pytest.fixture(autouse=True)
+def interrupts_still_arrive() -> Iterator[None]:
+    """Fails a test that leaves Ctrl-C ignored or blocked in this process, for the tests after it."""
+    yield
+    handler, blocked = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert handler is signal.default_int_handler, f"SIGINT is left to {handler}"
+    assert signal.SIGINT not in blocked, f"SIGINT is left blocked, with {blocked}"
+
+
 def _processes(mark: str) -> list[str]:
     """Our children, zombies too, and whatever else runs with our mark in its environment."""
     found = []

@@ -66,3 +66,11 @@ def schema(**properties: object) -> str:
 def allowed(mask: npt.NDArray[np.uint32]) -> list[int]:
     """The token ids of a mask [words]."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def accepts(grammars: Grammars, given: StructuredOutputsParams | None, *parts: str | int) -> bool:
+    """Whether an output of these parts is whole. Parts: text, or the id of a special token."""
+    assert given is not None
+    matcher = grammars.matcher(given)
+    ids = [[part] if isinstance(part, int) else tokenizer().encode(part).ids for part in parts]
+    return all(matcher.consume_tokens(one) for one in ids) and matcher.is_accepting()

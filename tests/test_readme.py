@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(7))
 def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
     language, text = snippets()[index]
     text = text.replace("/tmp/", f"{tmp_path}/").replace(":8000", f":{free_port()}")
@@ -60,4 +60,4 @@ def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
 
 
 def test_there_are_as_many_as_are_run() -> None:
-    assert [language for language, _ in snippets()] == ["sh", "sh", "python", "python", "sh", "sh"]
+    assert [language for language, _ in snippets()] == ["sh", "sh", "python", "python", "python", "sh", "sh"]

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="words of one question")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--quiet", action="store_true", help="no line on the time of each answer")
+    parser.add_argument("--quiet", "-q", action="store_true", help="no progress, no line on the time of an answer")
     add_sampling_options(parser, max_tokens=_MAX_TOKENS)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         question = "\n\n".join(filter(None, (question, sys.stdin.read().strip())))
         if not question:
             parser.error("there is no terminal to chat in, and no prompt on standard input")
-    with engine_at(parsed.connect, options) as (address, process, _), asyncio.Runner() as runner:
+    with engine_at(parsed.connect, options, is_quiet=parsed.quiet) as (address, process, _), asyncio.Runner() as runner:
         try:
             llm = runner.run(AsyncLLM.create(connect=address, client_name="chat"))
             params = sampling_params(parsed, llm.client.welcome.default_sampling, {})

@@ -15,21 +15,36 @@ from tools.options import ArgumentParser, print_error
 
 #: Subcommand -> (module with main(arguments) -> exit status, line in --help).
 COMMANDS = {
-    "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
     "chat": ("tools.chat", "chat with a model in the terminal, or answer one prompt as plain text"),
     "run": ("tools.chat", "the same as chat"),
+    "generate": ("tools.generate", "stream the answers to some prompts in the terminal"),
+    "embed": ("tools.embed", "print the embeddings of texts, a JSON object a line"),
+    "pull": ("tools.pull", "bring a model of the Hugging Face Hub into the cache, or up to date"),
+    "list": ("tools.list", "list the models in the cache"),
+    "rm": ("tools.rm", "remove a model from the cache"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
     "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
+    "batch": ("tools.batch", "answer the requests of a file in OpenAI's batch format"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
     "top": ("tools.top.__main__", "show a running engine live"),
+    "keys": ("tools.keys", "make keys for engines that listen on a network"),
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "prove": ("tools.prove", "show that tokens do not depend on neighbours, preemption and cache"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
+    "completion": ("tools.completion", "print the completion of bash, zsh or fish"),
+}
+#: Headings of --help; commands that stand under none of them come last.
+GROUPS = {
+    "ask a model": ("chat", "run", "generate", "embed"),
+    "models": ("pull", "list", "rm"),
+    "serve a model": ("serve", "http"),
+    "look at and steer a running engine": ("top", "explain", "control"),
+    "prove, replay, measure": ("prove", "replay", "traces", "bench"),
 }
 #: What comes before "tools": "" in a checkout, "engine_core." in an installed wheel.
-_HOME = __package__.removesuffix("tools")
+HOME = __package__.removesuffix("tools")
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -78,7 +93,7 @@ def _run(words: list[str]) -> int:
     if words[0] in OTHER_COMMANDS:
         parser.error(f"unknown command {words[0]}: {OTHER_COMMANDS[words[0]]}")
     command = parser.parse_args(words[:1]).command
-    return int(importlib.import_module(f"{_HOME}{COMMANDS[command][0]}").main(words[1:]))
+    return int(importlib.import_module(f"{HOME}{COMMANDS[command][0]}").main(words[1:]))
 
 
 def _make_streams_usable() -> None:
@@ -100,16 +115,24 @@ def _discard_output() -> None:
 
 
 def _parser() -> ArgumentParser:
-    lines = [f"  {name:10} {text}" for name, (_, text) in {**COMMANDS, "version": ("", "print the version")}.items()]
     parser = ArgumentParser(
         prog="engine-core",
         usage="engine-core COMMAND [OPTION ...]",
         description="An LLM engine in a process of its own.",
-        epilog="commands:\n" + "\n".join(lines) + "\n\n`engine-core COMMAND --help` shows its options.",
+        epilog=f"{_commands_in_groups()}\n`engine-core COMMAND --help` shows its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=[*COMMANDS, "version"], metavar="COMMAND", help="one of those below")
     return parser
+
+
+def _commands_in_groups() -> str:
+    others = set(COMMANDS).difference(*GROUPS.values())
+    lines = []
+    for heading, names in {**GROUPS, "other": [name for name in COMMANDS if name in others]}.items():
+        lines += [f"{heading}:", *(f"  {name:10} {COMMANDS[name][1]}" for name in names), ""]
+    lines[-1:] = [f"  {'help':10} the same as --help", f"  {'version':10} print the version", ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,8 @@ def describe_reason(one: RequestExplanation) -> str:
             return "the engine's owner has paused it"
         case Reason.ON_HOLD:
             return "its client does not read its outputs"
+        case Reason.FIRST_CHOICE:
+            return "waits for the prompt, which another choice of its request computes"
         case Reason.NO_BLOCKS:
             return f"needs {one.needed} KV blocks, {one.available} may be taken"
         case Reason.PARTIAL_PREFILLS:

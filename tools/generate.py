@@ -9,14 +9,15 @@ from collections.abc import Sequence
 
 import msgspec
 import uvloop
+from rich.console import Console
 
 from frontend.async_llm import AsyncLLM
 from frontend.results.outputs import RequestOutput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.sampling_params import SamplingParams
-from tools.options import ArgumentParser, add_engine_options, engine_options
-from tools.prompts import DEMO_SAMPLING, Question, read_questions
+from tools.options import ArgumentParser, add_engine_options, engine_options, print_error
+from tools.prompts import DEMO_SAMPLING, Question, read_piped_prompt, read_questions
 from tools.sampling_options import add_sampling_options, sampling_params
 from tools.start import check_connect, engine_at
 from tools.summary import RequestSummary, RunSummary, print_summary, summarize_engine, summarize_request
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     options = engine_options(parsed)
     check_connect(parsed.connect, options)
     sampling_params(parsed, {}, {})  # a bad value is refused before an engine is started
-    with engine_at(parsed.connect, options) as (address, process, start_s):
+    read_piped_prompt(parsed.prompts)
+    with engine_at(parsed.connect, options, is_quiet=parsed.quiet) as (address, process, start_s):
         try:
             summary = uvloop.run(_run(parsed, address, start_s))
         except EngineDeadError as error:
@@ -46,7 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         usage="engine-core generate [PROMPT ...] [--model PATH | --connect ADDR] [OPTION ...]",
         description="Stream the answers to prompts, all at once.",
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="'-' reads one from standard input; none: a demo")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="'-', or none before a pipe, reads one from standard input; else none: a demo",
+    )
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument(
         "--client-name", default="generate", metavar="NAME", help="name that serve --client-weight refers to"
@@ -54,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print the answers, and nothing else")
     add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS)
     add_engine_options(parser)
     return parser
@@ -75,7 +83,9 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         titles = [question.title.replace("\n", " ") for question in questions]
         before = await llm.statistics()
         begin = time.monotonic()
-        with contextlib.nullcontext() if parsed.json else streams_for(console, titles) as streams:
+        with (
+            contextlib.nullcontext() if parsed.json else streams_for(console, titles, is_plain=parsed.quiet) as streams
+        ):
             answers = [_answer(llm, question, params, i, streams) for i, question in enumerate(questions)]
             results = await asyncio.gather(*answers)
         wall_s = time.monotonic() - begin
@@ -85,8 +95,12 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
     summary = RunSummary(requests, engine)
     if parsed.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
-    else:
-        print_summary(console, summary)
+    elif parsed.quiet:
+        for request in requests:
+            if request.error:
+                print_error(request.error)
+    else:  # beside answers in a pipe, tables stand on standard error
+        print_summary(console if console.is_terminal else Console(stderr=True, highlight=False), summary)
     return summary
 
 

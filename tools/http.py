@@ -6,11 +6,13 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvloop
 
+from frontend.calls.choose import choose_form
+from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.http.keys import digest_of, read_keys
 from frontend.http.listen import bind_http, is_loopback, url_of
 from frontend.http.options import HttpOptions
@@ -18,7 +20,7 @@ from frontend.http.worker import HttpWorker
 from ipc.errors import ConfigError, EngineStartError
 from tools.options import ArgumentParser, parse_bytes, print_error
 
-_NEEDED = ("uvicorn", "httptools")
+_NEEDED = ("httptools",)
 _RETRY_S = 1.0  # between attempts to start a worker again
 
 
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address, of `engine-core serve`")
     parser.add_argument("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the access log")
     add_http_options(parser)
     parsed = parser.parse_args(arguments)
     check_installed()
@@ -83,6 +86,16 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-force-include-usage", action="store_true", help="report the usage at the end of every stream"
     )
+    group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes calls: hermes, llama3_json, mistral, ... (docs/http.md); default: by its template",
+    )
+    group.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, mistral, ...; none = it is content"
+    )
+    group.add_argument("--access-log", action="store_true", help="a line on standard error for each request at its end")
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: a request's tools decide")
 
 
 def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
@@ -98,6 +111,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         )
     if parsed.api_key_file is not None:
         read_keys(parsed.api_key_file)
+    choose_form(None, parsed.tool_call_parser, parsed.reasoning_parser)  # for its errors
     given: dict[str, Any] = {
         "served_model_names": tuple(parsed.served_model_name),
         "allow_request_templates": parsed.allow_request_templates,
@@ -107,6 +121,11 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "allowed_hosts": tuple(name.lower() for name in parsed.allowed_hosts),
         "allowed_origins": tuple(parsed.allowed_origins),
         "include_usage": parsed.enable_force_include_usage,
+        "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`
+        "access_log": parsed.access_log,
+        "log_format": getattr(parsed, "log_format", "text"),
+        "tool_call_parser": parsed.tool_call_parser,
+        "reasoning_parser": parsed.reasoning_parser,
     }
     for name, low in (("max_body_bytes", 1024), ("max_connections", 1), ("drain_timeout", 0)):
         if (value := getattr(parsed, name)) is not None:
@@ -119,11 +138,13 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
 class HttpFront:
     """The HTTP side of `engine-core serve`: a bound socket, and from start() on a worker that serves it.
 
-    It binds at once, so that a port in use is an error before a model loads. Errors: ConfigError, AddressError.
+    It binds at once, so that a port in use is an error before a model loads. on_news: called with a line for each
+    death. Errors: ConfigError, AddressError.
     """
 
-    def __init__(self, parsed: argparse.Namespace) -> None:
+    def __init__(self, parsed: argparse.Namespace, on_news: Callable[[str], None]) -> None:
         check_installed()
+        self._tell = on_news
         self._options = read_http_options(parsed)
         self._bound = bind_http(parsed.http)
         self.url = url_of(self._bound)
@@ -145,7 +166,7 @@ class HttpFront:
             if self._is_ending:
                 return
             worker.stop()
-            print("engine-core: the HTTP server died and is started again", file=sys.stderr, flush=True)
+            self._tell("the HTTP server died and is started again")
             start_again()
 
         def start_again() -> None:

@@ -4,12 +4,13 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
 from ipc.config import OPTIONS
+from ipc.neutral_options import WITHOUT_EFFECT, is_neutral
 from ipc.option import DeclaredOption
 from ipc.speculation import SpeculativeConfig
 from tools.hints import FLAGS
@@ -22,12 +23,17 @@ _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser without abbreviated flags; its error for an unknown flag suggests the nearest known one."""
 
+    #: Called with each parser before it parses; tools/completion.py reads the declarations so.
+    before_parsing: "ClassVar[Callable[[ArgumentParser], None] | None]" = None
+
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.has_engine_options = False  # then they may come from the environment and a file too
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the namespace of the arguments; end the process with a message for an unknown one."""
+        if ArgumentParser.before_parsing is not None:
+            ArgumentParser.before_parsing(self)
         args = list(sys.argv[1:] if args is None else args)
         self._refuse_abbreviations(args)
         if self.has_engine_options:
@@ -49,6 +55,10 @@ class ArgumentParser(argparse.ArgumentParser):
         name = unknown[0].split("=", 1)[0]
         if name in FLAGS and name not in shown:
             self.error(f"unknown argument {unknown[0]}: {FLAGS[name]}")
+        option = name.lstrip("-").removeprefix("no-").replace("-", "_")
+        if is_neutral(option):
+            what = "has no effect here" if option in WITHOUT_EFFECT else "asks for what this version does not have"
+            self.error(f"unknown argument {unknown[0]}: it is vLLM's and {what}; leave it out")
         near = difflib.get_close_matches(name, shown, n=1)
         self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
 
@@ -104,6 +114,8 @@ def parse_bytes(text: str) -> int:
 def _argument(declared: DeclaredOption) -> dict[str, Any]:
     if declared.choices:
         return {"choices": declared.choices}
+    if declared.name == "classifier_from_token":
+        return {"type": str, "metavar": "NO,YES"}
     if declared.name == "client_weights":
         return {"action": _Weights, "metavar": "NAME=W"}
     if declared.plain is SpeculativeConfig:

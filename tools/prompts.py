@@ -1,5 +1,7 @@
 """The prompts of `engine-core generate`: the user's, or the built-in ones."""
 
+import os
+import stat
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,6 +34,21 @@ class Question(NamedTuple):
     text: str = ""
     chat: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
+
+
+def read_piped_prompt(prompts: list[str]) -> None:
+    """Add what stands on standard input as a prompt where there is none: `echo Why? | engine-core generate`.
+
+    Only a pipe and a file are read: who has neither did not mean them as a prompt.
+    """
+    if prompts or sys.stdin is None:
+        return
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or no file at all
+        return
+    if (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) and (text := sys.stdin.read().strip()):
+        prompts.append(text)
 
 
 def read_questions(

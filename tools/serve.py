@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import uvloop
 
@@ -22,8 +22,8 @@ from frontend.client.transport import ZmqTransport
 from frontend.engine.death import Cause
 from frontend.engine.process import EngineProcess, OnPhase
 from frontend.engine.restart_policy import RestartRules
+from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.engine.supervised_engine import SupervisedEngine
-from frontend.engine.watchdog import DEFAULT_HANG_S
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
 from ipc.log_lines import log_line
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         private = private_ipc_address()  # one for all engines that follow each other
     elif parsed.listen is None:
         parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
-    options = measuring(parsed.metrics) | engine_options(parsed)
+    options = measuring(parsed.metrics or parsed.http) | engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
     config = config_from_options(**options)
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
     rules = RestartRules(most=max(0, parsed.restarts))
-    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, on_news=_tell)
+    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, on_news=_teller(config))
     stop = _Stop(engine)
     for number in stop.signals:
         signal.signal(number, lambda *_: stop.tell())
     try:
         with contextlib.ExitStack() as stack:
-            url = stack.enter_context(served_metrics(parsed.metrics, lambda: process.last_address))
-            front = None if parsed.http is None else stack.enter_context(HttpFront(parsed))
+            url = stack.enter_context(served_metrics(parsed.metrics, lambda: process.last_address, engine))
+            front = None if parsed.http is None else stack.enter_context(HttpFront(parsed, _teller(config)))
             return _serve(engine, stop, url, front)
     finally:
         engine.close()
@@ -154,7 +154,8 @@ class _Stop:
         if self.is_fetching:
             raise _Stopped
         if self.count == 1:
-            os.write(2, b"engine-core: draining\n")  # sys.stderr may be in the middle of a line that this interrupts
+            line = log_line(self._engine.process.config.log_format, "engine-core: draining", {})
+            os.write(2, f"{line}\n".encode())  # sys.stderr may be in the middle of a line that this interrupts
             notify("STOPPING=1")
         if self.count <= 2:
             self._engine.drain()
@@ -205,8 +206,13 @@ def _describe(process: EngineProcess) -> str:
         client.close()
 
 
-def _tell(text: str) -> None:
-    print(f"engine-core: {text}", file=sys.stderr, flush=True)
+def _teller(config: EngineConfig) -> Callable[[str], None]:
+    """Return what prints a line of news as the log has it."""
+
+    def tell(text: str) -> None:
+        print(log_line(config.log_format, f"engine-core: {text}", {}), file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _phase_teller(config: EngineConfig) -> OnPhase:

@@ -1,4 +1,4 @@
-"""Start an engine process from a program, and show its phases on standard error."""
+"""Start an engine process from a program, and show its phases on a terminal."""
 
 import contextlib
 import sys
@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
-
 from frontend.engine.process import EngineProcess, OnPhase
+from frontend.engine.start_display import StartDisplay
 from ipc.config import EngineConfig, config_from_options
 from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat, log_line
@@ -23,7 +22,7 @@ def check_connect(connect: str | None, options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def engine_at(
-    connect: str | None, options: Mapping[str, Any]
+    connect: str | None, options: Mapping[str, Any], *, is_quiet: bool = False
 ) -> Iterator[tuple[str, EngineProcess | None, float | None]]:
     """Yield (address, process, seconds of its start) of an engine with these options, or of that at `connect`.
 
@@ -32,37 +31,28 @@ def engine_at(
     if connect is not None:
         yield connect, None, None
         return
-    with started_engine(config_from_options(**options)) as (process, start_s):
+    with started_engine(config_from_options(**options), is_quiet=is_quiet) as (process, start_s):
         yield process.address, process, start_s
 
 
 @contextlib.contextmanager
-def started_engine(config: EngineConfig, *, on_phase: OnPhase | None = None) -> Iterator[tuple[EngineProcess, float]]:
+def started_engine(
+    config: EngineConfig, *, on_phase: OnPhase | None = None, is_quiet: bool = False
+) -> Iterator[tuple[EngineProcess, float]]:
     """Yield (a ready engine, seconds its start took); the engine is stopped at the end.
 
-    on_phase: None = show the phases.
+    on_phase: None = show the phases where standard error is a terminal, unless is_quiet.
     Errors: ConfigError, ModelFileError, OutOfMemoryError, EngineStartError.
     """
     begin = time.monotonic()
-    with contextlib.nullcontext(on_phase) if on_phase is not None else shown_phases() as show:
-        process = EngineProcess(config, on_phase=show)
+    with StartDisplay(is_quiet=is_quiet) as display:
+        process = EngineProcess(config, on_phase=on_phase or display)
         process.start()
         process.wait_ready()
     try:
         yield process, time.monotonic() - begin
     finally:
         process.close()
-
-
-@contextlib.contextmanager
-def shown_phases() -> Iterator[OnPhase]:
-    """Yield a function that shows a phase: in one line that is redrawn on a terminal, in a line each elsewhere."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield print_phase
-        return
-    with console.status("starting the engine") as status:
-        yield lambda name, seconds: status.update(f"starting the engine: {name} ({seconds:.1f} s)")
 
 
 def print_phase(name: str, seconds: float) -> None:

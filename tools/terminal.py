@@ -44,9 +44,9 @@ class OutputConsole(Console):
         raise
 
 
-def streams_for(console: Console, titles: Sequence[str]) -> Streams:
-    """Return panels, redrawn in place, if the console is a terminal; else whole lines with the request's number."""
-    return LiveStreams(console, titles) if console.is_terminal else LineStreams(console, titles)
+def streams_for(console: Console, titles: Sequence[str], *, is_plain: bool = False) -> Streams:
+    """Return panels, redrawn in place, if the console is a terminal and not is_plain; else each answer once."""
+    return LiveStreams(console, titles) if console.is_terminal and not is_plain else PlainStreams(console, titles)
 
 
 def printable(text: str) -> str:
@@ -118,31 +118,33 @@ class LiveStreams:
         )
 
 
-class LineStreams:
-    """For pipes and logs: each line once it is complete, behind its request's number; at the end each answer."""
+class PlainStreams:
+    """For pipes and logs: each answer once. A single one is written as it grows; of several each under a heading, in
+    order, as soon as it and those before it are complete.
+    """
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
-        self._console = console
+        self._file = console.file
         self._titles = list(titles)
         self._texts = [""] * len(titles)
-        self._shown = [0] * len(titles)  # characters
-        self._notes = [""] * len(titles)
+        self._notes: list[str | None] = [None] * len(titles)  # None: not complete yet
+        self._num_shown = 0  # characters of a single answer, or answers of several
 
     def update(self, index: int, text: str) -> None:
         """See Streams."""
         self._texts[index] = text
-        end = text.rfind("\n") + 1
-        if end > self._shown[index]:
-            self._print_lines(index, text[self._shown[index] : end - 1])
-            self._shown[index] = end
+        if len(self._titles) == 1:
+            # Not through the console: it would wrap at a width, and a pipe has none.
+            self._file.write(printable(text[self._num_shown :]))
+            self._file.flush()
+            self._num_shown = len(text)
 
     def finish(self, index: int, note: str) -> None:
         """See Streams."""
-        rest = self._texts[index][self._shown[index] :]
-        if rest:
-            self._print_lines(index, rest)
-            self._shown[index] = len(self._texts[index])
         self._notes[index] = note
+        while len(self._titles) > 1 and self._num_shown < len(self._titles) and self._is_complete(self._num_shown):
+            self._show(self._num_shown)
+            self._num_shown += 1
 
     def __enter__(self) -> Self:
         return self
@@ -151,14 +153,17 @@ class LineStreams:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-            for index, title in enumerate(self._titles):
-                heading = f"{index + 1} {title}" + (f" ({self._notes[index]})" if self._notes[index] else "")
-                self._print(f"\n=== {heading}\n{self._texts[index]}")
+            if len(self._titles) == 1:
+                print(file=self._file, flush=True)
+                return
+            for index in range(self._num_shown, len(self._titles)):
+                self._show(index)
 
-    def _print_lines(self, index: int, lines: str) -> None:
-        for line in lines.split("\n"):
-            self._print(f"[{index + 1}] {line}")
+    def _is_complete(self, index: int) -> bool:
+        return self._notes[index] is not None
 
-    def _print(self, text: str) -> None:
-        # Not through the console: it would wrap at a width, and a pipe has none.
-        print(printable(text), file=self._console.file, flush=True)
+    def _show(self, index: int) -> None:
+        note = f" ({self._notes[index]})" if self._notes[index] else ""
+        heading = f"=== {index + 1} {self._titles[index]}{note}\n"
+        blank = "\n" if index else ""
+        print(printable(f"{blank}{heading}{self._texts[index]}"), file=self._file, flush=True)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 import numpy as np
 
 from core.batch.carried import Carried
+from core.batch.forks import Forks
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.stop_check import StopCheck
 from core.batch.table import BatchTable, RequestStart
 from core.kv.block_pool import BlockPool
-from ipc.arrays import Ints, Rows
+from ipc.arrays import BlockIds, Ints, Rows
 from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
 
@@ -30,6 +31,7 @@ class Batch:
         self.stop_check = StopCheck(self.table, eos_token_ids)
         self.rows: Ints = np.zeros(0, np.int64)
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
+        self.forks = Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
 
@@ -58,8 +60,9 @@ class Batch:
         """Give these requests rows, and return the rows in the order of the requests."""
         rows = self.table.add(starts)
         for start in starts:
-            if stop_token_ids := start.request.params.stop_token_ids:
-                self.stop_check.add(start.request.row, stop_token_ids)
+            params = start.request.sampling
+            if params is not None and params.stop_token_ids:
+                self.stop_check.add(start.request.row, params.stop_token_ids)
         table, merged = self.table, np.concatenate([self.rows, rows])
         keys = (table.serial[merged], table.rank[merged])
         if len(self.rows) and self._is_sorted(*keys):
@@ -86,11 +89,31 @@ class Batch:
             gone[rows] = True
             self.rows = self.rows[~gone[self.rows]]
         self.carried.removed_rows.extend(rows.tolist())
+        if self.carried.renewed_rows:
+            self._forget_renewal(rows.tolist(), blocks)
         removed = table.remove(rows)
         for listener in self.on_release:
             for request in removed:
                 listener(request)
         return removed
+
+    def take_over(self, row: int, source: int) -> None:
+        """Let an idle row of a beam search become a copy of another idle row of it, which has as many tokens.
+
+        Whole blocks are shared; the part-filled one is copied into the row's own. The runner gets the row anew.
+        """
+        table, last = self.table, int(self.table.num_tokens[source])
+        shared = last >> self._shift
+        old, new = table.block_ids(row), table.block_ids(source)
+        self.pool.hold(new[:shared])
+        self.pool.free(old[:shared][::-1], self.in_flight[-1][0] if self.in_flight else None)
+        places = np.arange(shared)
+        table.blocks.set(np.full(shared, row), places, new[:shared])
+        if last & (self.block_size - 1):
+            self.carried.within.add(int(new[shared]), int(old[shared]))
+        first = int(table.num_prompt_tokens[row])
+        table.tokens.set(np.full(last - first, row), np.arange(first, last), table.tokens.read(source, first, last))
+        table.content[row], table.num_named_blocks[row] = table.content[source], table.num_named_blocks[source]
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that resumes later, and return the request with its tokens."""
@@ -104,6 +127,12 @@ class Batch:
         self.prefix_cache.prepare(request)
         return request
 
+    def _forget_renewal(self, rows: list[int], blocks: BlockIds) -> None:
+        """Drop what the next plan was to tell of rows that are gone: their renewal, and copies into their blocks."""
+        for row in rows:
+            self.carried.renewed_rows.pop(row, None)
+        self.carried.within.drop_into(blocks)
+
     def _is_sorted(self, serials: Ints, ranks: Ints) -> bool:
         later = (ranks[1:] > ranks[:-1]) | ((ranks[1:] == ranks[:-1]) & (serials[1:] > serials[:-1]))
         return int(np.count_nonzero(later)) == len(later)
@@ -111,5 +140,6 @@ class Batch:
     def check_integrity(self) -> None:
         """Check the table, the pool and the order. Errors: AssertionError with the numbers."""
         self.table.check_integrity(self.rows)
-        self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()])
+        kept = [blocks for _, blocks in self.forks.kept]
+        self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()] + kept)
         assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"

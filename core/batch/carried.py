@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import NO_INT32S, Int32s
+from ipc.arrays import NO_INT32S, AnyInts, Int32s
 
 
 class Copies(NamedTuple):
@@ -13,12 +13,23 @@ class Copies(NamedTuple):
     sources: list[Int32s]
     targets: list[Int32s]
 
+    def add(self, source: int, target: int) -> None:
+        """Add the copy of one block."""
+        self.sources.append(np.array([source], np.int32))
+        self.targets.append(np.array([target], np.int32))
+
     def drop(self, targets: Int32s) -> None:
         """Remove the copies to these targets, which are no longer needed. targets: the array that was noted."""
         for index, blocks in enumerate(self.targets):
             if blocks is targets:
                 del self.sources[index], self.targets[index]
                 return
+
+    def drop_into(self, blocks: AnyInts) -> None:
+        """Remove the copies into any of these blocks."""
+        kept = [index for index, targets in enumerate(self.targets) if not np.isin(targets, blocks).any()]
+        self.sources[:] = [self.sources[index] for index in kept]
+        self.targets[:] = [self.targets[index] for index in kept]
 
     def columns(self) -> tuple[Int32s, Int32s]:
         """Return sources [n] and targets [n] of all copies, in the order in which they were noted."""
@@ -32,5 +43,7 @@ class Carried:
 
     def __init__(self) -> None:
         self.removed_rows: list[int] = []
-        self.out = Copies([], [])
-        self.back = Copies([], [])
+        self.renewed_rows: dict[int, None] = {}  # rows that the runner gets anew, as they are now
+        self.out = Copies([], [])  # from the cache to the host
+        self.within = Copies([], [])  # the cache
+        self.back = Copies([], [])  # from the host to the cache

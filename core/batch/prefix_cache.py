@@ -14,28 +14,28 @@ class PrefixCache:
     def __init__(self, table: BatchTable, names: BlockNames, enabled: bool) -> None:
         self._table = table
         self._names = names
-        self._block_size = names.block_size
+        self.block_size = names.block_size
         self._shift = names.block_size.bit_length() - 1  # block sizes are powers of two
-        self._enabled = enabled
+        self.is_enabled = enabled
 
     def prepare(self, request: Request) -> None:
         """Hash the whole blocks of a request that will wait: once, although many steps may look it up."""
-        if self._enabled and (count := request.num_tokens // self._block_size) > (have := len(request.block_hashes)):
-            token_ids = request.token_ids[have * self._block_size : count * self._block_size]
-            request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self._block_size)).tolist())
+        if self.is_enabled and (count := request.num_tokens // self.block_size) > (have := len(request.block_hashes)):
+            token_ids = request.token_ids[have * self.block_size : count * self.block_size]
+            request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self.block_size)).tolist())
             if not have:
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
     def find(self, request: Request) -> tuple[Int32s, int]:
         """Return the blocks that hold the waiting request's first tokens, and the content number of the last one.
 
-        The request's last token is never among these: it must be computed. A request for the prompt's log
-        probabilities gets no blocks, because its whole prompt must be computed.
+        The request's last token is never among these: it must be computed. A request that needs its
+        whole prompt computed gets no blocks.
         """
-        if request.first_key not in self._names.block_of_key or request.wants_prompt_logprobs:
+        if request.first_key not in self._names.block_of_key or request.needs_whole_prompt:
             return NO_INT32S, request.root
-        count = (len(request.token_ids) - 1) // self._block_size
-        token_ids = request.token_ids[: count * self._block_size].reshape(count, self._block_size)
+        count = (len(request.token_ids) - 1) // self.block_size
+        token_ids = request.token_ids[: count * self.block_size].reshape(count, self.block_size)
         return self._names.find(request.root, token_ids, request.block_hashes[:count])
 
     def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
@@ -44,7 +44,7 @@ class PrefixCache:
         ends [n]: computed tokens of the rows after that step. A request that finds the blocks runs in this step or a
         later one, and every layer stores the step's K and V before it reads.
         """
-        if not self._enabled:
+        if not self.is_enabled:
             return
         table = self._table
         more = (np.minimum(ends, table.num_tokens[rows]) >> self._shift) - table.num_named_blocks[rows]
@@ -60,8 +60,8 @@ class PrefixCache:
         self._name_one_each(rows[one], named[one])
         for row, start, count in zip(rows[~one].tolist(), named[~one].tolist(), more[~one].tolist(), strict=True):
             blocks = table.blocks.read(row, start, start + count)
-            tokens = table.tokens.read(row, start * self._block_size, (start + count) * self._block_size)
-            tokens = tokens.reshape(count, self._block_size)
+            tokens = table.tokens.read(row, start * self.block_size, (start + count) * self.block_size)
+            tokens = tokens.reshape(count, self.block_size)
             hashes = hash_blocks(tokens).tolist()
             table.content[row] = self._names.name_run(blocks, int(table.content[row]), tokens, hashes)
             table.num_named_blocks[row] = start + count
@@ -71,9 +71,9 @@ class PrefixCache:
 
         No two requests may have the same first block, unless it is a hit; then no two have the same next block.
         """
-        if not self._enabled:
+        if not self.is_enabled:
             return
-        size, shift, names = self._block_size, self._shift, self._names
+        size, shift, names = self.block_size, self._shift, self._names
         fresh: list[RequestStart] = []  # starts whose next content is new
         blocks, tokens, lengths = [], [], []
         for start in starts:
@@ -100,7 +100,7 @@ class PrefixCache:
 
     def _name_one_each(self, rows: Rows, indices: Ints) -> None:
         """Name one block of each row: the one at indices[i] in the table of rows[i]."""
-        table, size = self._table, self._block_size
+        table, size = self._table, self.block_size
         token_ids = table.tokens.get_runs(rows, indices * size, size)
         blocks = table.blocks.get(rows, indices)
         table.content[rows] = self._names.name(blocks, table.content[rows], token_ids)

@@ -6,8 +6,11 @@ import msgspec
 import numpy as np
 
 from ipc.arrays import Int32s
+from ipc.beam_search import num_rows
 from ipc.block_roots import root_of_salt
-from ipc.messages import AddRequest
+from ipc.messages import AddRequest, Submission
+from ipc.pooling_messages import AddPooling
+from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -33,13 +36,15 @@ class Request(msgspec.Struct, eq=False):
     num_prompt_tokens: int
     max_total_tokens: int  # prompt and output together, max_model_len included
     max_computed_tokens: int  # of those: what the request can come to compute, and hold in the KV cache
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
     priority: int
     root: int  # content that its first block follows, by its cache salt; see ipc/block_roots.py
     party: int = 0  # who pays for it under policy fair: the client, or a negative number of its tenant
     tenant: str = ""
     choice: int = 0
+    choices: list["Request"] = msgspec.field(default_factory=list)  # of its message, this one too; empty: it is alone
+    follows: bool = False  # another of the choices computes their prompt, and this one waits for it
     row: int = NO_ROW
     rank: int = 0  # set by the scheduling policy: smaller goes first, then the smaller serial
     level: int = 0  # set by the scheduling policy: the request may take room from running ones of a larger level
@@ -53,8 +58,17 @@ class Request(msgspec.Struct, eq=False):
     num_computed_before: int = 0  # most tokens computed when it was preempted: computing them again is waste
     num_drafted: int = 0  # drafts verified until its last preemption
     num_accepted: int = 0
+    is_whole: bool = False  # no token's computation may be taken from a cache, because all of them are looked at
     has_started: bool = False
     is_finished: bool = False
+    #: Derived from `params`, and stored because a start looks at them several times:
+    sampling: SamplingParams | None = None  # the parameters of its tokens; None for a pooling request, which has none
+    searches: bool = False  # it is a beam of a beam search
+
+    def __post_init__(self) -> None:
+        params = self.params
+        if type(params) is SamplingParams:
+            self.sampling, self.searches = params, params.use_beam_search
 
     @property
     def num_tokens(self) -> int:
@@ -62,16 +76,34 @@ class Request(msgspec.Struct, eq=False):
         return len(self.token_ids)
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Return whether the prompt is computed from the first token on, to report its logprobs. Valid while the
-        request waits.
+    def needs_whole_prompt(self) -> bool:
+        """Return whether the prompt is computed from the first token on: to pool it, or to report its logprobs. Valid
+        while the request waits.
         """
-        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+        params = self.sampling
+        return self.is_whole or (
+            params is not None and params.prompt_logprobs is not None and self.num_output_tokens == 0
+        )
 
     @property
     def num_output_tokens(self) -> int:
         """Return the number of output tokens. Valid while the request waits."""
         return self.num_tokens - self.num_prompt_tokens
+
+
+def requests_from_message(
+    message: Submission, client: int, serial: int, max_model_len: int, whole_prompt_tasks: tuple[str, ...] = ()
+) -> list[Request]:
+    """Return the requests of a valid message: one for each choice or beam, with the serials from `serial` on.
+
+    whole_prompt_tasks: see ModelInfo.
+    """
+    match message:
+        case AddPooling():
+            return [_pooling_request(message, client, serial, whole_prompt_tasks)]
+        case AddRequest():
+            choices = range(num_rows(message.params))
+            return [request_from_message(message, client, serial + choice, max_model_len, choice) for choice in choices]
 
 
 def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int, choice: int = 0) -> Request:
@@ -84,8 +116,7 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     prompt = np.frombuffer(message.prompt_token_ids, "<i4")
     delivered = np.frombuffer(message.delivered[choice] if choice < len(message.delivered) else b"", "<i4")
-    # What is asked for is tokens to generate: the last of them ends the request, so nothing is computed from it. A
-    # request for something else than tokens has other numbers here, and the scheduler asks for no reason.
+    # What is asked for is tokens to generate: the last of them ends the request, so nothing is computed from it.
     wanted = max_model_len if message.params.max_tokens is None else len(prompt) + message.params.max_tokens
     max_total_tokens = min(wanted, max_model_len)
     return Request(
@@ -103,4 +134,28 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         party=client,
         tenant=message.tenant,
         choice=choice,
+    )
+
+
+def _pooling_request(message: AddPooling, client: int, serial: int, whole_prompt_tasks: tuple[str, ...]) -> Request:
+    """Return the request of a valid message. All of its tokens are computed, the last one too.
+
+    Its end comes as one token more would, and is a placeholder while the last step is in flight.
+    """
+    prompt = np.frombuffer(message.prompt_token_ids, "<i4")
+    return Request(
+        serial=serial,
+        client=client,
+        number=message.number,
+        token_ids=prompt.astype(np.int32, copy=False),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=len(prompt) + 1,
+        max_computed_tokens=len(prompt),
+        params=message.params,
+        seed=0,
+        priority=message.priority,
+        root=root_of_salt(message.cache_salt, message.tenant),
+        party=client,
+        tenant=message.tenant,
+        is_whole=message.params.task in whole_prompt_tasks,
     )

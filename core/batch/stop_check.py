@@ -30,8 +30,8 @@ class StopCheck:
         """Return how the tokens that a request arrives with have ended it, NONE where it goes on; and its stop token,
         if one of stop_token_ids has ended it.
         """
-        params, num_output_tokens = request.params, request.num_output_tokens
-        if num_output_tokens and num_output_tokens >= params.min_tokens:
+        params, num_output_tokens = request.sampling, request.num_output_tokens
+        if params is not None and num_output_tokens and num_output_tokens >= params.min_tokens:
             last = int(request.token_ids[-1])
             if last in self._eos and not params.ignore_eos:
                 return FinishReason.STOP, None

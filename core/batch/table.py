@@ -4,6 +4,8 @@ Row numbers are stable while a request runs and are reused after it. `tenancy` d
 Token ids and block tables lie in paged pools addressed by the row.
 """
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
@@ -13,14 +15,23 @@ from ipc.columns import Columns, column
 from ipc.paged_rows import PagedRows
 
 
+class Fork(NamedTuple):
+    """What a starting request takes over from a running choice of its message."""
+
+    blocks: Int32s  # to share
+    copied_block: int  # has the tokens after those of `blocks`; NULL_BLOCK: there are none
+    num_tokens: int  # in all of these
+    num_forked_tokens: int  # of them: those that are not in the prefix cache
+
+
 class RequestStart(msgspec.Struct, eq=False, gc=False):
     """How a waiting request starts: its needs first, and then the blocks that it gets."""
 
     request: Request
-    hits: Int32s  # blocks found in the prefix cache
+    hits: Int32s  # blocks found in the prefix cache, or shared with another choice of its message
     num_hits: int
     content: int  # content number of the last block that has a name
-    num_computed_tokens: int  # in hits, or in the host's copy
+    num_computed_tokens: int  # in hits and a forked block, or in the host's copy
     num_missing_tokens: int  # to compute, in this step and later
     num_tokens: int  # to compute in this step; an upper bound until admission has cut it
     num_blocks: int  # hits included; it starts only if all of them fit
@@ -28,6 +39,7 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     num_given: int = 0  # blocks allocated at the start, hits included: enough for this step's tokens
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
+    fork: Fork | None = None
 
 
 TOKENS_PER_PAGE = 256
@@ -119,6 +131,16 @@ class BatchTable(Columns):
         """Return the row's KV blocks [num_blocks], in the order of its tokens."""
         return self.blocks.read(row, 0, int(self.num_blocks[row]))
 
+    def address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
+        """Return (client, number, choice) of each row."""
+        return self.client[rows], self.number[rows], self.choice[rows]
+
+    def num_output_tokens(self, request: Request) -> int:
+        """Return the number of output tokens of a request, which runs or waits."""
+        if request.row == NO_ROW:
+            return request.num_output_tokens
+        return int(self.num_tokens[request.row]) - request.num_prompt_tokens
+
     def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:
         """Append counts[i] > 0 blocks of block_ids, in order, to rows[i], and return the row of each block."""
         starts = self.num_blocks[rows]
@@ -179,7 +201,10 @@ class BatchTable(Columns):
 def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
     """Return the values of a starting request's row, in the order of the table's columns, which a test compares."""
     request = start.request
-    params, num_prompt_tokens = request.params, request.num_prompt_tokens
+    params, num_prompt_tokens = request.sampling, request.num_prompt_tokens
+    min_tokens, ignores_eos, has_stop_ids = 0, False, False  # a pooling request samples no token
+    if params is not None:
+        min_tokens, ignores_eos, has_stop_ids = params.min_tokens, params.ignore_eos, bool(params.stop_token_ids)
     return (
         tenancy,
         request.client,
@@ -193,15 +218,15 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
         request.num_computed_before,
         request.max_total_tokens,
         request.max_computed_tokens,
-        num_prompt_tokens + params.min_tokens,
+        num_prompt_tokens + min_tokens,
         start.num_given,
         start.num_named_blocks,
         start.content,
         request.rank,
         request.serial,
         request.level,
-        params.ignore_eos,
-        1 if params.stop_token_ids else 0,
+        ignores_eos,
+        has_stop_ids,
         0,
         request.num_drafted,
         request.num_accepted,

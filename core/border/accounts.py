@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.border.inbox import num_tokens
-from ipc.messages import AddRequest
+from ipc.messages import AddRequest, Submission
 
 #: Bytes of Python objects, measured on CPython 3.11 to 3.13: of an entry of logit_bias (a slot of a dict, an int and a
 #: float), of a token id in a list, and of one choice of a request while it waits.
@@ -54,8 +54,11 @@ class Account(msgspec.Struct, eq=False):
             self.begin(load)
 
 
-def load_of(message: AddRequest, frame_bytes: int) -> Load:
+def load_of(message: Submission, frame_bytes: int) -> Load:
     """Return what this request takes. frame_bytes: its length as sent."""
+    if not isinstance(message, AddRequest):
+        num_bytes = frame_bytes + len(message.prompt_token_ids) + _CHOICE_BYTES
+        return Load(1, num_tokens(message), num_bytes)
     params = message.params
     num_entries = len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
     num_entries += sum(map(len, params.bad_words_token_ids or ()))

@@ -1,9 +1,10 @@
 """Inbox: the queue of messages from the IO thread to the engine thread, and its bounds."""
 
+import time
 from queue import SimpleQueue
 
 from core.inputs import EngineInput
-from ipc.messages import Abort, AddRequest
+from ipc.messages import Abort, Submission
 from ipc.scheduling_messages import Explain
 
 #: Units of work that the engine thread takes in before a step, at some 20 microseconds each. The rest waits for the
@@ -25,7 +26,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[int, EngineInput] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, EngineInput, int] | None] = SimpleQueue()
         # Written by the producer only:
         self._bytes_put = 0
         self._requests_put = 0
@@ -39,6 +40,7 @@ class Inbox:
         self._requests_settled = 0
         self._tokens_settled = 0
         self._ended = False
+        self._received_ns: list[int] = []
 
     @property
     def num_queued_requests(self) -> int:
@@ -70,17 +72,17 @@ class Inbox:
     def put(self, client: int, message: EngineInput) -> None:
         """Queue a client's message; for the producer."""
         self._bytes_put += _num_bytes(message)
-        if isinstance(message, AddRequest):
+        if isinstance(message, Submission):
             self._requests_put += message.params.n
             self._tokens_put += num_tokens(message)
-        self._queue.put((client, message))
+        self._queue.put((client, message, time.monotonic_ns()))
 
-    def begin_preparation(self, message: AddRequest) -> None:
+    def begin_preparation(self, message: Submission) -> None:
         """Count a request as queued before its put(); for the producer."""
         self._requests_preparing += message.params.n
         self._tokens_preparing += num_tokens(message)
 
-    def end_preparation(self, message: AddRequest) -> None:
+    def end_preparation(self, message: Submission) -> None:
         """Undo begin_preparation(), before the request's put() or when it is dropped; for the producer."""
         self._requests_preparing -= message.params.n
         self._tokens_preparing -= num_tokens(message)
@@ -97,6 +99,7 @@ class Inbox:
     def drain(self) -> list[tuple[int, EngineInput]]:
         """Take and return queued (client, message), in order, up to WORK_PER_STEP; for the consumer."""
         items: list[tuple[int, EngineInput]] = []
+        self._received_ns = []
         num_left, work = self._queue.qsize(), 0
         while num_left and work < WORK_PER_STEP:
             num_left -= 1
@@ -104,10 +107,16 @@ class Inbox:
             if item is None:
                 self._ended = True
             else:
-                self._take(item[1])
-                items.append(item)
-                work += _work(item[1])
+                client, message, received_ns = item
+                self._take(message)
+                items.append((client, message))
+                self._received_ns.append(received_ns)
+                work += _work(message)
         return items
+
+    def received_ns(self) -> list[int]:
+        """Return when each message of the last drain() was put, on the monotonic clock; for the consumer."""
+        return self._received_ns
 
     def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
         """Report how many of the choices taken so far, with how many tokens, still wait to begin; for the consumer."""
@@ -116,26 +125,26 @@ class Inbox:
 
     def _take(self, message: EngineInput) -> None:
         self._bytes_taken += _num_bytes(message)
-        if isinstance(message, AddRequest):
+        if isinstance(message, Submission):
             self._requests_taken += message.params.n
             self._tokens_taken += num_tokens(message)
 
 
 def _work(message: EngineInput) -> int:
     """Return what a message costs the engine thread, in units of WORK_PER_STEP."""
-    if isinstance(message, AddRequest):
+    if isinstance(message, Submission):
         return message.params.n + num_tokens(message) // 1024
     if isinstance(message, Abort):
         return 1 + len(message.numbers) // 16  # numbers of 4 bytes
     return _EXPLAIN_WORK if isinstance(message, Explain) else 1
 
 
-def num_tokens(message: AddRequest) -> int:
+def num_tokens(message: Submission) -> int:
     """Return the number of a request's tokens: the prompt's, once for each choice, and the delivered ones."""
     return (message.params.n * len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
 
 
 def _num_bytes(message: EngineInput) -> int:
-    if isinstance(message, AddRequest):
+    if isinstance(message, Submission):
         return len(message.prompt_token_ids) + sum(map(len, message.delivered))
     return len(message.numbers) if isinstance(message, Abort) else 0

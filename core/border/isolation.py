@@ -11,7 +11,7 @@ import msgspec
 from core.border.inbox import Inbox
 from core.border.preparation import Waiting
 from ipc.black_box import request_digest
-from ipc.messages import AddRequest, ErrorCode
+from ipc.messages import ErrorCode, Submission
 from ipc.start_messages import Isolate
 
 QUARANTINED_TEXT = (
@@ -29,20 +29,20 @@ class Isolation(Waiting):
         self._quarantined = frozenset(isolate.quarantined)
         self._since: dict[tuple[int, int], float] = {}  # by client and number; those of aborted requests stay
 
-    def is_quarantined(self, message: AddRequest) -> bool:
+    def is_quarantined(self, message: Submission) -> bool:
         """Return whether the request is to be refused."""
         return bool(self._quarantined) and _digest(message) in self._quarantined
 
-    def is_parked(self, message: AddRequest) -> bool:
+    def is_parked(self, message: Submission) -> bool:
         """Return whether the request is to wait."""
         return bool(self._parked) and _digest(message) in self._parked
 
-    def park(self, client: int, message: AddRequest, now: float) -> None:
+    def park(self, client: int, message: Submission, now: float) -> None:
         """Let a request wait. now: seconds, also of change()."""
         self.keep(client, message)
         self._since[client, message.number] = now
 
-    def change(self, isolate: Isolate, now: float, begin: Callable[[int, AddRequest], None]) -> None:
+    def change(self, isolate: Isolate, now: float, begin: Callable[[int, Submission], None]) -> None:
         """Take in what the supervisor says now. begin: called with each request that need not wait any more.
 
         take_done() has the requests that are quarantined now.
@@ -65,5 +65,5 @@ class Isolation(Waiting):
                 self._inbox.put(job.client, abort)
 
 
-def _digest(message: AddRequest) -> bytes:
+def _digest(message: Submission) -> bytes:
     return request_digest(message.prompt_token_ids, message.params)

@@ -13,7 +13,7 @@ import numpy as np
 
 from core.border.histogram import Samples, decades
 from ipc.arrays import Ints
-from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed, ServerMessage
+from ipc.messages import FinishReason, Outputs, RequestFailed, ServerMessage, Submission
 from ipc.metrics_messages import Metrics
 from ipc.scheduling_messages import EventKind, RequestEvents
 
@@ -62,7 +62,7 @@ class _Ended(NamedTuple):
 class _Group(msgspec.Struct, eq=False):
     """What the choices of one request share."""
 
-    request: AddRequest
+    request: Submission
     arrival: float
     num_open: int
     client: int
@@ -130,7 +130,7 @@ class RequestMeter:
         histograms = {name: histogram for each in samples for name, histogram in each.histograms().items()}
         return Metrics(call, True, histograms, dict(self._num_finished), dict(self._num_refused), num_sessions)
 
-    def note_request(self, client: int, request: AddRequest, refusal: RequestFailed | None, now: float) -> None:
+    def note_request(self, client: int, request: Submission, refusal: RequestFailed | None, now: float) -> None:
         """Note a request that has arrived, and its refusal. One that is sent a second time counts once."""
         if refusal is not None:
             name = refusal.code.name

@@ -20,12 +20,12 @@ from core.border.turns import Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
-    AddRequest,
     ErrorCode,
     FinishReason,
     Outputs,
     RequestFailed,
     ServerMessage,
+    Submission,
     unpack_choices,
     unpack_numbers,
 )
@@ -38,11 +38,11 @@ _JOIN_S = 1.0  # seconds that close() waits for the running preparation; then it
 class Preparer(Protocol):
     """Protocol of the work that requests need."""
 
-    def needs(self, message: AddRequest) -> bool:
+    def needs(self, message: Submission) -> bool:
         """Return whether a valid request needs preparation. Called under the socket's lock: must not block."""
         ...
 
-    def prepare(self, message: AddRequest) -> None:
+    def prepare(self, message: Submission) -> None:
         """Prepare a request; called by the preparation thread.
 
         Errors: InvalidRequestError, whose text is sent to the request's client.
@@ -54,7 +54,7 @@ class Job(msgspec.Struct, eq=False):
     """A request that waits at the border."""
 
     client: int
-    message: AddRequest
+    message: Submission
     aborts: list[Abort] = msgspec.field(default_factory=list)  # of some of its choices
     is_dropped: bool = False
     error: str = ""
@@ -74,7 +74,7 @@ class Waiting:
         """Return the number of requests that wait."""
         return len(self._jobs)
 
-    def keep(self, client: int, message: AddRequest) -> Job:
+    def keep(self, client: int, message: Submission) -> Job:
         """Let a request wait; take_done() puts it into the inbox once it is done."""
         job = self._jobs[client, message.number] = Job(client, message)
         self._inbox.begin_preparation(message)
@@ -172,7 +172,7 @@ class Preparation(Waiting):
         """Whether MAX_PREPARING requests are in preparation."""
         return len(self._jobs) >= MAX_PREPARING
 
-    def begin(self, client: int, message: AddRequest) -> None:
+    def begin(self, client: int, message: Submission) -> None:
         """Start to prepare a request; take_done() puts it into the inbox."""
         self._waiting.put(client, self.keep(client, message))
 

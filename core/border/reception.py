@@ -44,11 +44,13 @@ from ipc.messages import (
     RequestFailed,
     ServerMessage,
     Shutdown,
+    Submission,
     TokenizerFiles,
     Welcome,
     decode_client_message,
 )
 from ipc.metrics_messages import GetMetrics, Metrics
+from ipc.pooling_messages import AddPooling
 from ipc.start_messages import Isolate
 
 MAX_MALFORMED = 10  # messages of one session ...
@@ -185,12 +187,12 @@ class Reception:
     def _accept(
         self,
         session: Session,
-        message: AddRequest | Abort | Goodbye | Heartbeat | ClientCall,
+        message: Submission | Abort | Goodbye | Heartbeat | ClientCall,
         frame: zmq.Frame,
         now: float,
     ) -> None:
         match message:
-            case AddRequest():
+            case AddRequest() | AddPooling():
                 refusal = self._admit(session, message, frame, now)
                 if self._meter is not None:
                     self._meter.note_request(session.client, message, refusal, now)
@@ -259,7 +261,7 @@ class Reception:
             if rest is not None:
                 self._inbox.put_abort(session.client, rest)
 
-    def _admit(self, session: Session, message: AddRequest, frame: zmq.Frame, now: float) -> RequestFailed | None:
+    def _admit(self, session: Session, message: Submission, frame: zmq.Frame, now: float) -> RequestFailed | None:
         """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
         number = message.number
         status = session.requests.status(number, frame.buffer)
@@ -283,6 +285,7 @@ class Reception:
                 vocab_size=self._served.welcome.vocab_size,
                 max_model_len=self._limits.max_model_len,
                 max_logprobs=self._limits.max_logprobs,
+                tasks=self._served.welcome.tasks,
             )
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
@@ -300,7 +303,7 @@ class Reception:
             self.begin(session.client, message)
         return None
 
-    def begin(self, client: int, message: AddRequest) -> None:
+    def begin(self, client: int, message: Submission) -> None:
         """Pass an accepted request on: to its preparation, if it needs one, or into the inbox."""
         if self._preparation is not None and self._preparation.needs(message):
             self._preparation.begin(client, message)

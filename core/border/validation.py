@@ -4,7 +4,9 @@ import msgspec
 import numpy as np
 
 from ipc.errors import InvalidRequestError
-from ipc.messages import DECODE_ERRORS, AddRequest
+from ipc.messages import DECODE_ERRORS, AddRequest, Submission
+from ipc.pooling_messages import AddPooling
+from ipc.pooling_params import GENERATE, check_task
 from ipc.sampling_params import SamplingParams, check_num_logprobs
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -20,21 +22,39 @@ class _RequestHead(msgspec.Struct, frozen=True, array_like=True, tag=AddRequest.
     number: int
 
 
-_head_decoder = msgspec.msgpack.Decoder(_RequestHead)
+class _PoolingHead(msgspec.Struct, frozen=True, array_like=True, tag=AddPooling.__struct_config__.tag):
+    """First field of an AddPooling, as _RequestHead."""
+
+    number: int
+
+
+_head_decoder: msgspec.msgpack.Decoder[_RequestHead | _PoolingHead] = msgspec.msgpack.Decoder(
+    _RequestHead | _PoolingHead
+)
 
 
 def decode_request_number(data: bytes | memoryview) -> int | None:
-    """Return the number in an AddRequest whose remainder could not be decoded; None if there is none."""
+    """Return the number in a request whose remainder could not be decoded; None if there is none."""
     try:
         return _head_decoder.decode(data).number
     except DECODE_ERRORS:
         return None
 
 
-def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
-    """Check a request. Errors: InvalidRequestError that states what is wrong and what would be right."""
+def validate_request(
+    message: Submission,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    max_logprobs: int,
+    tasks: dict[str, int] | None = None,
+) -> None:
+    """Check a request. Errors: InvalidRequestError that states what is wrong and what would be right.
+
+    tasks: see Welcome; None = to generate alone. A prompt that is pooled may fill max_model_len; another one leaves
+    room for an output token.
+    """
     _check_range("number", message.number, 0, 2**32 - 1)
-    _check_range("seed", message.seed, 0, 2**64 - 1)
     _check_range("priority", message.priority, -(2**31), 2**31 - 1)
     _check_range("deadline_ms", message.deadline_ms, 0, _MAX_DEADLINE_MS)
     if len(message.cache_salt) > MAX_CACHE_SALT_CHARS:
@@ -43,17 +63,37 @@ def validate_request(message: AddRequest, *, vocab_size: int, max_model_len: int
         )
     if (size := len(message.tenant.encode())) > MAX_TENANT_BYTES:
         raise InvalidRequestError(f"tenant has {size} bytes; at most {MAX_TENANT_BYTES} are allowed")
-    _check_params(message.params, vocab_size)
-    check_num_logprobs(message.params, vocab_size=vocab_size, max_logprobs=max_logprobs)
     num_prompt = _check_token_ids("the prompt", message.prompt_token_ids, vocab_size)
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: it needs at least one token")
+    if isinstance(message, AddPooling):
+        check_task(message.params, tasks or {}, num_prompt)
+        if num_prompt > max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}: shorten it, or use "
+                "truncate_prompt_tokens"
+            )
+        return
+    _check_generation(message, num_prompt, vocab_size, max_model_len, max_logprobs, tasks or {})
+
+
+def _check_generation(
+    message: AddRequest, num_prompt: int, vocab_size: int, max_model_len: int, max_logprobs: int, tasks: dict[str, int]
+) -> None:
+    """Check what a request for tokens has beside other requests."""
+    if tasks and GENERATE not in tasks:
+        raise InvalidRequestError(f"this engine does not generate, it pools: it does {', '.join(tasks)}")
+    _check_range("seed", message.seed, 0, 2**64 - 1)
+    _check_params(message.params, vocab_size)
+    check_num_logprobs(message.params, vocab_size=vocab_size, max_logprobs=max_logprobs)
     if num_prompt >= max_model_len:
         raise InvalidRequestError(
             f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}, which leaves no room for an "
             f"output token: shorten it by at least {num_prompt + 1 - max_model_len}"
         )
     _check_prompt_logprobs(message.params.prompt_logprobs, num_prompt, vocab_size)
+    if message.params.use_beam_search and any(message.delivered):
+        raise InvalidRequestError("delivered has tokens of a beam search, which delivers all tokens at its end")
     if len(message.delivered) > message.params.n:
         raise InvalidRequestError(
             f"delivered has tokens for {len(message.delivered)} choices and may have n={message.params.n}"

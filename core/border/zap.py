@@ -1,8 +1,9 @@
 """ZAP (rfc.zeromq.org/27): the check of which peers may connect. libzmq asks before it passes on a peer's first
 message.
 
-On ipc, only processes of the engine's own user and of root may connect. On tcp, which is bound to loopback, users
-cannot be distinguished. Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0. Random bytes
+On ipc, only processes of the engine's own user and of root may connect. On tcp with keys, only clients that the keys'
+folder allows (core/border/allow_list.py). On tcp without keys, which is bound to loopback, users cannot be
+distinguished. Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0. Random bytes
 look like such a peer.
 """
 
@@ -12,6 +13,7 @@ import threading
 import zmq
 
 from core import log
+from core.border.allow_list import AllowList
 from ipc.sockets import Context
 
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -28,23 +30,30 @@ def is_allowed(address: str, uid: int) -> bool:
     return address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") or address.startswith("127.")
 
 
-def start_zap(context: Context) -> None:
-    """Answer for all sockets of this context with a ZAP domain, in a thread of its own, until the context ends."""
+def start_zap(context: Context, allowed: AllowList | None = None) -> None:
+    """Answer for all sockets of this context with a ZAP domain, in a thread of its own, until the context ends.
+
+    allowed: whose keys may connect; None = the sockets ask for no keys.
+    """
     # A shadow context: only the thread may close its socket.
     socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.linger = 0
     socket.bind(_ENDPOINT)
-    threading.Thread(target=_serve, args=(socket,), name="zap", daemon=True).start()
+    threading.Thread(target=_serve, args=(socket, allowed), name="zap", daemon=True).start()
 
 
-def _serve(socket: zmq.Socket[bytes]) -> None:
+def _serve(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> None:
     uid = os.getuid()
     try:
         while True:
-            version, request_id, _domain, address, *_ = socket.recv_multipart()
-            allowed = is_allowed(address.decode("ascii", "replace"), uid)
-            verdict = (b"200", b"OK") if allowed else (b"400", b"another user's engine")
-            socket.send_multipart([version, request_id, *verdict, b"", b""])
+            version, request_id, _domain, address, _identity, mechanism, *credentials = socket.recv_multipart()
+            name: str | None = ""
+            if allow_list is not None:
+                name = allow_list.name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
+            elif not is_allowed(address.decode("ascii", "replace"), uid):
+                name = None
+            verdict = (b"400", b"not allowed", b"") if name is None else (b"200", b"OK", name.encode())
+            socket.send_multipart([version, request_id, *verdict, b""])
     except zmq.ContextTerminated:
         socket.close(0)
     except BaseException as error:  # without answers no client could connect, and the engine would look alive

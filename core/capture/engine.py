@@ -6,13 +6,16 @@ A replay is a capture too: the same inputs go into a CapturedEngine whose log co
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from core.capture.records import FORMAT_MAJOR, FORMAT_MINOR, MAGIC, NO_RESULT, Header, Input, Step, encode_config
 from core.capture.writer import CaptureWriter, open_capture
 from core.engine import EngineCore
-from core.execution.executor import Executor, ModelInfo, StepHandle
-from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.executor import Executor, ModelInfo
+from core.execution.pipeline import StepWatcher
+from core.execution.plan import LogprobColumns, ModelRunnerOutput, PooledColumns, SchedulerOutput, encode_plan
 from core.inputs import EngineInput, EngineReply
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
@@ -30,14 +33,24 @@ class CaptureLog(Protocol):
 class CapturedEngine:
     """An EngineCore that is logged from its first step on. Its interface is that of EngineCore.
 
-    log: gets each step's inputs, then the step.
+    log: gets each step's inputs, then the step. watchers: told of each step beside this object. received: returns when
+    each message of the next inbox was received, in ns; None = not known.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, log: CaptureLog, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        log: CaptureLog,
+        epoch: int = 0,
+        watchers: Sequence[StepWatcher] = (),
+        received: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
         self._log = log
+        self._received = received
         self._last_rows = self._last_counts = b""  # of the last plan
         self._forget()
-        self.engine = EngineCore(config, _Tap(executor, self._on_plan, self._on_result), epoch)
+        self.engine = EngineCore(config, executor, epoch, [*watchers, self])
 
     @property
     def has_work(self) -> bool:
@@ -55,37 +68,43 @@ class CapturedEngine:
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         """Run EngineCore.step and log it. A step that raises is logged too, with its error."""
-        for client, message in inbox:
-            self._log.add(Input(client, message))
+        received = [0] * len(inbox) if self._received is None else self._received()
+        for (client, message), received_ns in zip(inbox, received, strict=True):
+            self._log.add(Input(client, message, received_ns))
         self._forget()
-        begin = time.monotonic_ns()
+        self._begin_ns = time.monotonic_ns()
         try:
             replies = self.engine.step(inbox, now_ns)
         except Exception as error:
-            self._log.add(self._record(now_ns, time.monotonic_ns() - begin, f"{type(error).__name__}: {error}"))
+            self._log.add(self._record(now_ns, f"{type(error).__name__}: {error}"))
             raise
-        self._log.add(self._record(now_ns, time.monotonic_ns() - begin))
+        self._log.add(self._record(now_ns))
         return replies
 
     def _forget(self) -> None:
+        self._planned_ns = self._result_ns = 0
         self._plan: SchedulerOutput | None = None
         self._added: list[tuple[int, int, int, int]] = []
         self._result: ModelRunnerOutput | None = None
 
-    def _on_plan(self, plan: SchedulerOutput) -> None:
+    def begin(self, plan: SchedulerOutput) -> None:
         """Note the plan inside the step, because requests that the step ends leave the table before it returns."""
         self._plan = plan
-        if plan.added:
+        self._planned_ns = time.monotonic_ns()
+        if starts := plan.starts:
             table = self.engine.scheduler.table
             self._added = [
                 (new.row, int(table.client[new.row]), int(table.number[new.row]), new.num_computed_tokens)
-                for new in plan.added
+                for new in starts
             ]
 
-    def _on_result(self, result: ModelRunnerOutput) -> None:
-        self._result = result
+    def end(self, output: ModelRunnerOutput) -> None:
+        """Note the result of a step."""
+        self._result = output
+        self._result_ns = time.monotonic_ns()
 
-    def _record(self, now_ns: int, elapsed_ns: int, error: str = "") -> Step:
+    def _record(self, now_ns: int, error: str = "") -> Step:
+        end_ns = time.monotonic_ns()
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
         digest = rows = counts = removed = b""
         if plan is not None:
@@ -97,7 +116,7 @@ class CapturedEngine:
             removed = _column(plan.removed_rows)
         return Step(
             now_ns=now_ns,
-            elapsed_ns=elapsed_ns,
+            elapsed_ns=end_ns - self._begin_ns,
             digest=digest,
             rows=rows,
             counts=counts,
@@ -112,43 +131,19 @@ class CapturedEngine:
             token_counts=b"" if result is None or result.counts is None else _column(result.counts),
             draft_counts=b"" if result is None or result.draft_counts is None else _column(result.draft_counts),
             draft_tokens=b"" if result is None else _column(result.draft_token_ids),
+            times=self._times(end_ns),
+            pooled=None if result is None or result.pooled is None else _pooled(result.pooled),
+            **_candidates(None if result is None else result.candidates),
         )
 
-
-class _Tap:
-    """An executor that reports each plan before it runs and each result."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        on_plan: Callable[[SchedulerOutput], None],
-        on_result: Callable[[ModelRunnerOutput], None],
-    ) -> None:
-        self.info, self.grammars = executor.info, executor.grammars
-        self.determine_num_available_blocks = executor.determine_num_available_blocks
-        self.cache_memory_bytes = executor.cache_memory_bytes
-        self.initialize_cache = executor.initialize_cache
-        self.measure_costs = executor.measure_costs
-        self.measure_steps = executor.measure_steps
-        self.prepare_ahead = executor.prepare_ahead
-        self.close = executor.close
-        self._execute = executor.execute
-        self._on_plan = on_plan
-        self._on_result = on_result
-
-    def execute(self, plan: SchedulerOutput) -> StepHandle:
-        self._on_plan(plan)
-        return _TappedStep(self._execute(plan), self._on_result)
-
-
-class _TappedStep(NamedTuple):
-    handle: StepHandle
-    on_result: Callable[[ModelRunnerOutput], None]
-
-    def result(self) -> ModelRunnerOutput:
-        result = self.handle.result()
-        self.on_result(result)
-        return result
+    def _times(self, end_ns: int) -> bytes:
+        """Return Step.times of a call that ends now."""
+        if not (self._planned_ns or self._result_ns):
+            return b""
+        planned = self._planned_ns or self._begin_ns  # a result was there and nothing new to run
+        result = self._result_ns or end_ns  # the result comes with a later call
+        parts = (planned - self._begin_ns, result - planned, end_ns - result)
+        return _column(np.array([part // 1000 for part in parts], np.int32))
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:
@@ -170,6 +165,23 @@ def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_vers
 def capture_path(config: EngineConfig, epoch: int) -> str | None:
     """Return the capture file of this start, None without capture. Restarted engines write to FILE.1, FILE.2, ..."""
     return f"{config.capture}.{epoch}" if config.capture and epoch else config.capture
+
+
+def _pooled(pooled: PooledColumns) -> tuple[bytes, bytes, bytes, bytes]:
+    values = pooled.values.astype("<f4", copy=False).tobytes()
+    return _column(pooled.rows), _column(pooled.counts), _column(pooled.widths), values
+
+
+def _candidates(columns: LogprobColumns | None) -> dict[str, bytes]:
+    """Return the candidates of beam searches as the fields of a Step."""
+    if columns is None:
+        return {}
+    return {
+        "candidate_rows": _column(columns.rows),
+        "candidate_counts": _column(columns.counts),
+        "candidate_tokens": _column(columns.token_ids),
+        "candidate_values": columns.values.astype("<f4", copy=False).tobytes(),
+    }
 
 
 def _column(values: Int32s) -> bytes:

@@ -30,6 +30,7 @@ class Turn(NamedTuple):
     step_index: int  # counted from 0
     offset: int  # of the Step's frame, bytes
     inbox: list[tuple[int, EngineInput]]
+    received_ns: list[int]  # when each message was received; 0: not known
     step: Step
 
 
@@ -76,6 +77,7 @@ class CaptureFile:
         Errors: CaptureFileError for a record whose content is not what its tag says.
         """
         inbox: list[tuple[int, EngineInput]] = []
+        received_ns: list[int] = []
         index = 0
         for frame in read_frames(self._data):
             try:
@@ -84,9 +86,10 @@ class CaptureFile:
                 raise CaptureFileError(f"{self.path}: {_place(frame)}: {error}") from None
             if isinstance(record, Input):
                 inbox.append((record.client, record.message))
+                received_ns.append(record.received_ns)
             elif isinstance(record, Step):
-                yield Turn(index, frame.offset, inbox, record)
-                inbox, index = [], index + 1
+                yield Turn(index, frame.offset, inbox, received_ns, record)
+                inbox, received_ns, index = [], [], index + 1
 
     def _check_order(self, frame: Frame) -> None:
         if frame.offset == 0:

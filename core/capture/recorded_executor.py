@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from core.capture.records import Step
-from core.execution.executor import Costs, ModelInfo, StepHandle
-from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.execution.executor import Costs, ModelInfo, StepCosts, StepHandle
+from core.execution.plan import LogprobColumns, ModelRunnerOutput, PooledColumns, SchedulerOutput
 from core.grammars.grammars import Grammars
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
@@ -43,9 +43,9 @@ class RecordedExecutor:
         """Return 1 and 1: the capture's config has the costs; one from before these options needs none."""
         return Costs(1, 1)
 
-    def measure_steps(self) -> tuple[int, ...]:
+    def measure_steps(self) -> StepCosts:
         """Return nothing: the capture's config has the durations."""
-        return ()
+        return StepCosts()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Return a handle that reads the plan's tokens from the capture when they are taken."""
@@ -63,6 +63,8 @@ class RecordedExecutor:
                     counts=counts if len(counts) else None,
                     draft_counts=draft_counts if len(draft_counts) else None,
                     draft_token_ids=_int32s(step.draft_tokens),
+                    pooled=_pooled(step),
+                    candidates=_candidates(step, num_rows),
                 )
         raise NotRecordedError(f"the capture has no tokens for the {num_rows} rows of plan {plan.step}")
 
@@ -76,6 +78,27 @@ class RecordedExecutor:
 
 def _int32s(column: bytes) -> Int32s:
     return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
+
+
+def _pooled(step: Step) -> PooledColumns | None:
+    if step.pooled is None:
+        return None
+    rows, counts, widths, values = step.pooled
+    floats = np.frombuffer(values, "<f4").astype(np.float32, copy=False)
+    return PooledColumns(_int32s(rows), _int32s(counts), _int32s(widths), floats)
+
+
+def _candidates(step: Step, num_rows: int) -> LogprobColumns | None:
+    """Return the candidates of beam searches; None for none. Errors: NotRecordedError: they do not fit the plan."""
+    rows, counts, token_ids = map(_int32s, (step.candidate_rows, step.candidate_counts, step.candidate_tokens))
+    if not len(rows):
+        return None
+    values = np.frombuffer(step.candidate_values, "<f4").astype(np.float32, copy=False)
+    fits = len(rows) == len(counts) and len(token_ids) == len(values) == int(counts.sum())
+    if not fits or int(counts.min()) < 1 or not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+        raise NotRecordedError(f"the candidates of step {step.result_step} do not fit the {num_rows} rows of its plan")
+    none = np.zeros(len(rows), np.int32)
+    return LogprobColumns(rows, none, counts, none, token_ids, values)
 
 
 def _fits(values: bytes, counts: Int32s, num_rows: int, none: int = 1) -> bool:

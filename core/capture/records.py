@@ -16,7 +16,7 @@ from ipc.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 2
+FORMAT_MINOR = 3
 #: In Step.result_step: no plan's result arrived in this step.
 NO_RESULT = -1
 
@@ -48,6 +48,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
 
     client: int
     message: EngineInput
+    received_ns: int = 0  # when the border had it ready for the engine, on the clock of the steps; 0: not known
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +72,15 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     #: scheduler's own proposers make are worked out again.
     draft_counts: bytes = b""
     draft_tokens: bytes = b""  # int32, row after row
+    #: int32[3], us of this call: until the plan was made, then until a result was there, then until the end. Empty: the
+    #: call ran nothing. A replay does not compare it.
+    times: bytes = b""
+    #: Of pooling rows: int32[P] index in that plan's rows, counts and widths, then the float32 values.
+    pooled: tuple[bytes, bytes, bytes, bytes] | None = None
+    candidate_rows: bytes = b""  # int32[C]: index in that plan's rows of each row of a beam search with candidates
+    candidate_counts: bytes = b""  # int32[C] of each
+    candidate_tokens: bytes = b""  # int32, row after row
+    candidate_values: bytes = b""  # float32: their log probabilities
 
 
 class Gap(msgspec.Struct, frozen=True, array_like=True):

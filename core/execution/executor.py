@@ -23,6 +23,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_model_len: int  # longest sequence of the model, tokens
     eos_token_ids: tuple[int, ...]
     numerics: str  # "L0" | "L1" | "L2"
+    tasks: dict[str, int] = {}  # see Welcome
+    #: Pooling tasks that need the hidden states of the whole prompt, not only of its last token.
+    whole_prompt_tasks: tuple[str, ...] = ()
 
 
 class StepHandle(Protocol):
@@ -49,6 +52,13 @@ class Costs(NamedTuple):
     swap_ns_per_block: int  # one way
 
 
+class StepCosts(NamedTuple):
+    """Durations that decide how many drafts a step verifies, in ns."""
+
+    step_ns: tuple[int, ...] = ()  # of steps of 1, 2, 4, 8, ... tokens with logits each
+    draft_ns: int = 0  # of the drafts for one row by the executor's own draft model
+
+
 class Executor(Protocol):
     """Runner of plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
 
@@ -70,8 +80,8 @@ class Executor(Protocol):
     def measure_costs(self) -> Costs:
         """Measure the costs of restoring requests: once, before the first step, because it writes into free blocks."""
 
-    def measure_steps(self) -> tuple[int, ...]:
-        """Measure steps of 1, 2, 4, 8, ... tokens with logits each, in ns; at the same time as measure_costs().
+    def measure_steps(self) -> StepCosts:
+        """Measure steps of some sizes, and drafts; at the same time as measure_costs().
 
         The number of sizes is the executor's choice. Only speculation needs it.
         """

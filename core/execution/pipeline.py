@@ -1,21 +1,34 @@
-"""Pipeline: the steps in flight between the scheduler and the executor."""
+"""Pipeline: the steps in flight between the scheduler and the executor, and those who watch them."""
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 from core.execution.executor import Executor, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+
+
+class StepWatcher(Protocol):
+    """An onlooker of the steps, such as a log. It changes nothing, and it stands beside the executor, not around it."""
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Take note of a plan that the executor is about to run."""
+
+    def end(self, output: ModelRunnerOutput) -> None:
+        """Take note of the output of the oldest step that has not ended."""
 
 
 class Pipeline:
     """A queue of at most `depth` steps in flight.
 
     Depth 1 runs each step to its end. Depth 2 schedules a step before the last one's tokens are known (async
-    scheduling).
+    scheduling). watchers: told of each step, in this order.
     """
 
-    def __init__(self, executor: Executor, depth: int) -> None:
+    def __init__(self, executor: Executor, depth: int, watchers: Sequence[StepWatcher] = ()) -> None:
         self._executor = executor
         self._depth = depth
+        self._watchers = tuple(watchers)
         self._steps: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     @property
@@ -29,8 +42,13 @@ class Pipeline:
         It waits for the oldest step when the pipeline is full, or when the plan is empty.
         """
         if not plan.is_empty:
+            for watcher in self._watchers:
+                watcher.begin(plan)
             self._steps.append((plan, self._executor.execute(plan)))
         if self._steps and (plan.is_empty or len(self._steps) == self._depth):
             oldest, handle = self._steps.popleft()
-            return oldest, handle.result()
+            output = handle.result()
+            for watcher in self._watchers:
+                watcher.end(output)
+            return oldest, output
         return None

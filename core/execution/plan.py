@@ -4,12 +4,14 @@ A plan is immutable, self-contained and encodable. An executor learns of rows, t
 may live in another process, and run several steps behind the scheduler.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ipc.arrays import NO_INT32S, Bools, Floats, Int32s
+from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
@@ -38,11 +40,26 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
 
 
+class NewPooling(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A pooling request that starts or resumes in this step. The fields are those of NewRow."""
+
+    row: int
+    token_ids: Int32s
+    num_computed_tokens: int
+    block_ids: Int32s
+    params: PoolingParams
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens: the request has no others."""
+        return len(self.token_ids)
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan.
 
-    The executor applies removed rows, added rows and new blocks. Then it copies blocks from the cache to the host, and
-    then from the host into the cache. Then it runs the batch.
+    The executor applies removed rows, added rows and new blocks. Then it copies blocks: first from the cache to the
+    host, then within the cache, then from the host into the cache. Then it runs the batch.
     """
 
     step: int
@@ -58,6 +75,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     swapped_in_blocks: Int32s = NO_INT32S  # [m] blocks of the cache
     num_draft_tokens: Int32s = NO_INT32S  # [R] drafts, which follow the row's known tokens; empty: no row has any
     draft_token_ids: Int32s = NO_INT32S  # [sum(num_draft_tokens)] row after row
+    copied_blocks: Int32s = NO_INT32S  # [k] blocks of the cache, all read before any is written, copied to
+    copied_to: Int32s = NO_INT32S  # [k] other blocks of the cache
+    added_pooling: list[NewPooling] = []  # besides `added`
+
+    @property
+    def starts(self) -> Sequence[NewRow | NewPooling]:
+        """Return all requests that start or resume."""
+        return [*self.added, *self.added_pooling] if self.added_pooling else self.added
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +110,22 @@ class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
         entries = keep.repeat(self.counts)
         columns = (self.rows[keep], self.positions[keep], self.counts[keep], self.ranks[keep])
         return LogprobColumns(*columns, self.token_ids[entries], self.values[entries])
+
+
+class PooledColumns(msgspec.Struct, frozen=True, array_like=True):
+    """The vectors of P pooling rows, which have computed their last tokens in this step; see ipc.messages.Pooled."""
+
+    rows: Int32s  # [P] index in the plan's rows, ascending
+    counts: Int32s  # [P]; 0 = the request fails, because its vectors are not finite
+    widths: Int32s  # [P]
+    values: Floats  # [sum(counts * widths)]
+
+    def where(self, keep: Bools) -> "PooledColumns":
+        """Return the columns of the rows in the mask keep [P]."""
+        if keep.all():
+            return self
+        sizes = self.counts.astype(np.int64) * self.widths
+        return PooledColumns(self.rows[keep], self.counts[keep], self.widths[keep], self.values[keep.repeat(sizes)])
 
 
 def concat_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
@@ -115,6 +156,11 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: Drafts that the executor proposes for the rows' next steps: [R] of each row, and [sum] row after row. None: none.
     draft_counts: Int32s | None = None
     draft_token_ids: Int32s = NO_INT32S
+    #: Vectors of pooling rows; token_ids has NO_TOKEN for these. Their requests end. None: no row has any.
+    pooled: PooledColumns | None = None
+    #: Of rows of a beam search that have all their tokens computed: the most likely next tokens, the likeliest first.
+    #: Such a row yields no token; the next plan adds it anew, with the token that its search has chosen.
+    candidates: LogprobColumns | None = None
 
 
 def _encode_array(value: Any) -> bytes:
@@ -126,7 +172,12 @@ def _encode_array(value: Any) -> bytes:
 def encode_plan(plan: SchedulerOutput) -> bytes:
     """Return the plan as msgpack; equal plans give equal bytes.
 
-    A plan without drafts has the bytes that it had before there were drafts, so that older captures replay equal.
+    A plan without drafts, copies and pooling has the bytes that it had before there were any, so that older captures
+    replay equal.
     """
     fields = msgspec.structs.astuple(plan)
-    return msgspec.msgpack.encode(fields if len(plan.num_draft_tokens) else fields[:-2], enc_hook=_encode_array)
+    if not plan.added_pooling:
+        fields = fields[:-1]
+        if not len(plan.copied_blocks):
+            fields = fields[:-2] if len(plan.num_draft_tokens) else fields[:-4]
+    return msgspec.msgpack.encode(fields, enc_hook=_encode_array)

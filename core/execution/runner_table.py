@@ -1,8 +1,10 @@
 """RunnerTable: the executor's mirror of the batch table, made from plans alone."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from core.execution.plan import NewRow, SchedulerOutput
+from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds
 from ipc.columns import Columns, column
 from ipc.paged_rows import PagedRows
@@ -21,10 +23,12 @@ class RunnerTable(Columns):
     num_prompt_tokens: Ints = column()
     num_computed_tokens: Ints = column()
     num_blocks: Ints = column()
+    pools: Ints = column()  # 0 or 1: the row is answered with vectors, and samples nothing
 
     def __init__(self, num_rows: int, block_size: int) -> None:
         super().__init__(num_rows)
         self.block_size = block_size
+        self._has_pooled = False  # whether any row has pooled yet
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
         self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
 
@@ -33,16 +37,18 @@ class RunnerTable(Columns):
         if len(plan.removed_rows):
             self.tokens.clear_all(plan.removed_rows)
             self.blocks.clear_all(plan.removed_rows)
-        if plan.added:
-            self._add(plan.added)
+        if starts := plan.starts:
+            self._add(starts)
+        self._has_pooled |= bool(plan.added_pooling)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows.astype(np.int64), plan.block_ids)
 
-    def _add(self, added: list[NewRow]) -> None:
+    def _add(self, added: Sequence[NewRow | NewPooling]) -> None:
         rows = np.array([new.row for new in added])
         entries = list[int]()
         for new in added:  # in the order of the columns
-            entries += (len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids))
+            sizes = len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids)
+            entries += (*sizes, isinstance(new, NewPooling))
         self.set_columns(rows, entries)
         self.tokens.fill(rows, [new.token_ids for new in added])
         self.blocks.fill(rows, [new.block_ids for new in added])
@@ -63,7 +69,7 @@ class RunnerTable(Columns):
     def advance(self, plan: SchedulerOutput) -> Bools:
         """Count the batch's tokens as computed, and return which rows sample in this step, bool [R].
 
-        A row samples when all its known tokens are computed. Drafts are not counted; see accept().
+        A row samples when all its known tokens are computed and it does not pool. Drafts are not counted; see accept().
         """
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
@@ -74,6 +80,8 @@ class RunnerTable(Columns):
         assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
         self.num_computed_tokens[rows] = ends
         samples: Bools = ends == known
+        if self._has_pooled:
+            samples &= self.pools[rows] == 0
         return samples
 
     def block_tables(self, rows: Rows, width: int) -> Int32s:

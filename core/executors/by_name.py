@@ -12,8 +12,10 @@ def import_executor(config: EngineConfig) -> ModuleType:
     on_gpu = config.executor == "local" and config.device == "cuda"
     if on_gpu:
         check_triton()
-    is_paced = config.executor == "fake" and config.fake_step_us > 0
-    return importlib.import_module(f"{__package__}.{'cuda' if on_gpu else 'paced' if is_paced else config.executor}")
+    name: str = "cuda" if on_gpu else config.executor
+    if config.executor == "fake" and (config.fake_poison or config.fake_step_us):
+        name = "poisoned" if config.fake_poison else "paced"
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def load_executor(config: EngineConfig) -> Executor:

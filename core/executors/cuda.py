@@ -3,7 +3,7 @@
 import torch
 
 from core.device import cuda_device, num_threads
-from core.execution.executor import Costs, StepHandle
+from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.cuda_memory import CudaMemory
 from core.executors.load import load
@@ -59,9 +59,9 @@ class CudaExecutor:
         """Return the measured costs of restoring a preempted request."""
         return self.runner.measure_costs()
 
-    def measure_steps(self) -> tuple[int, ...]:
+    def measure_steps(self) -> StepCosts:
         """Return nothing: there is no speculation on a GPU yet."""
-        return ()
+        return StepCosts()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Launch one step and return its handle."""

@@ -7,22 +7,28 @@ every id before it, so a token that is lost, doubled or taken from a neighbour s
 
 import numpy as np
 
-from core.execution.executor import Costs, FinishedStep, ModelInfo, StepHandle
+from core.execution.executor import Costs, FinishedStep, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import (
     FAILED_TOKEN,
     NO_TOKEN,
     LogprobColumns,
     ModelRunnerOutput,
+    NewRow,
+    PooledColumns,
     SchedulerOutput,
     concat_logprobs,
 )
 from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import model_grammars
 from core.grammars.matchers import RowMatchers
-from ipc.arrays import NO_INT32S, AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.beam_search import num_candidates
 from ipc.config import EngineConfig
+from ipc.pooling_params import PoolingParams
+from ipc.sampling_params import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WIDTH = 8  # numbers of a vector
 
 
 def mix(value: UInt64s) -> UInt64s:
@@ -35,7 +41,7 @@ def mix(value: UInt64s) -> UInt64s:
 def checksum(token_ids: AnyInts, start: int = 0) -> np.uint64:
     """Return the order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
     positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
-    return np.uint64(_terms(token_ids, positions).sum(dtype=np.uint64))
+    return np.uint64(np.add.reduce(_terms(token_ids, positions), dtype=np.uint64))
 
 
 def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> Int32s:
@@ -69,6 +75,24 @@ def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: R
     )
 
 
+def fake_vector(checksum_of_ids: np.uint64) -> Floats:
+    """Return the vector [_WIDTH] float32 after ids with this checksum, numbers from -1 to 1."""
+    mixed = mix(checksum_of_ids + np.arange(1, _WIDTH + 1, dtype=np.uint64) * _GOLDEN)
+    return ((mixed >> np.uint64(40)).astype(np.float32) - 2.0**23) / np.float32(2.0**23)
+
+
+def fake_candidates(checksums: UInt64s, positions: UInt64s, count: int, vocab_size: int) -> tuple[Int32s, Floats]:
+    """Return candidates [n, count] of rows of beam searches after ids with these checksums, and log probabilities.
+
+    The first is the row's next token, and the others are the ids that follow it.
+    """
+    firsts = next_token(checksums, positions, np.zeros(len(checksums), np.uint64), vocab_size)
+    offsets = np.arange(min(count, vocab_size))
+    steps = 0.25 + (mix(checksums + positions) % np.uint64(997)).astype(np.float32) / 997
+    values = -steps[:, None] * (offsets + 1) / 4
+    return ((firsts[:, None] + offsets) % vocab_size).astype(np.int32), values.astype(np.float32)
+
+
 class FakeExecutor:
     """An Executor without a model."""
 
@@ -81,6 +105,8 @@ class FakeExecutor:
             max_model_len=config.fake_max_model_len,
             eos_token_ids=(config.fake_eos_token_id,),
             numerics="L2",
+            tasks={"generate": 0, "embed": _WIDTH, "token_embed": _WIDTH},
+            whole_prompt_tasks=("token_embed",),
         )
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
@@ -98,16 +124,18 @@ class FakeExecutor:
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
         self._matchers = RowMatchers(self.grammars, config.max_num_seqs)
+        self._num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches
         self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
         self._most = config.fake_tokens_per_step
+        self._pooling: dict[int, PoolingParams] = {}  # by row
 
     def measure_costs(self) -> Costs:
         """Return made-up costs: copying a block of 16 tokens is five times as fast as computing it."""
         return Costs(recompute_ns_per_token=10_000, swap_ns_per_block=32_000)
 
-    def measure_steps(self) -> tuple[int, ...]:
+    def measure_steps(self) -> StepCosts:
         """Return made-up durations: a millisecond, and twice as much for each doubling above 16 tokens."""
-        return tuple(1_000_000 * max(1, size // 16) for size in (1, 2, 4, 8, 16, 32, 64, 128))
+        return StepCosts(tuple(1_000_000 * max(1, size // 16) for size in (1, 2, 4, 8, 16, 32, 64, 128)))
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
@@ -117,13 +145,15 @@ class FakeExecutor:
             for row in plan.removed_rows.tolist():
                 self._matchers.remove(row)
         for new in plan.added:
-            if new.params.structured_outputs is not None:
-                self._matchers.add(new.row, new.params.structured_outputs, new.token_ids[new.num_prompt_tokens :])
-            self._checksum[new.row] = checksum(new.token_ids)
-            self._seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
-            wanted = (new.params.logprobs, new.params.prompt_logprobs if new.wants_prompt_logprobs else None)
-            self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
+            self._pooling.pop(new.row, None)
+            self._add_sampling(new, new.params)
+        for pooling in plan.added_pooling:
+            self._num_logprobs[pooling.row] = -1
+            self._num_candidates[pooling.row] = 0
+            self._pooling[pooling.row] = pooling.params
         samples = table.advance(plan)
+        candidates = self._candidates(plan, samples)
+        samples &= self._num_candidates[plan.rows] == 0
         rows = plan.rows[samples]
         if len(plan.num_draft_tokens):
             token_ids, counts = self._verify(plan, samples)
@@ -139,7 +169,53 @@ class FakeExecutor:
         if counts is not None:
             table.accept(plan, counts)
         drafts = self._matchers.drafts(plan.rows) if self._matchers else (None, NO_INT32S)
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts))
+        others = self._pooled(plan) if self._pooling else None, candidates
+        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts, *others))
+
+    def _add_sampling(self, new: NewRow, params: SamplingParams) -> None:
+        self._checksum[new.row] = checksum(new.token_ids)
+        if params.structured_outputs is not None:
+            self._matchers.add(new.row, params.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+        self._seed[new.row] = choice_seed(new.seed, new.choice) if params.temperature > 0 else 0
+        self._num_candidates[new.row] = num_candidates(params, 1) if params.use_beam_search else 0
+        num_logprobs = None if params.use_beam_search else params.logprobs
+        of_prompt = params.prompt_logprobs
+        wanted = (num_logprobs, None if of_prompt is None or not new.wants_prompt_logprobs else of_prompt)
+        if wanted == (None, None):
+            self._num_logprobs[new.row] = -1
+        else:
+            self._num_logprobs[new.row] = [-1 if n is None else self.info.vocab_size if n < 0 else n for n in wanted]
+
+    def _pooled(self, plan: SchedulerOutput) -> PooledColumns | None:
+        """Return the vectors of the pooling rows whose last tokens this step computes."""
+        table, indices, vectors = self._table, [], []
+        for index, row in enumerate(plan.rows.tolist()):
+            params = self._pooling.get(row)
+            if params is None or table.num_computed_tokens[row] < table.num_tokens[row]:
+                continue
+            ids = table.tokens.read(row, 0, int(table.num_tokens[row]))
+            ends = range(1, len(ids) + 1) if params.task == "token_embed" else (len(ids),)
+            indices.append(index)
+            vectors.append(np.stack([fake_vector(checksum(ids[:end]))[: params.dimensions] for end in ends]))
+            del self._pooling[row]
+        if not indices:
+            return None
+        counts, widths = np.array([each.shape for each in vectors], np.int32).T
+        values = np.concatenate([each.ravel() for each in vectors])
+        return PooledColumns(np.array(indices, np.int32), counts, widths, values)
+
+    def _candidates(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
+        """Return the candidates of the rows of beam searches whose tokens are all computed; None for none."""
+        which = np.flatnonzero(samples & (self._num_candidates[plan.rows] > 0))
+        parts = []
+        for index, row in zip(which.tolist(), plan.rows[which].tolist(), strict=True):
+            at, lengths = slice(row, row + 1), self._table.num_tokens[row : row + 1]
+            positions, count = lengths.astype(np.uint64), int(self._num_candidates[row])
+            ids, values = fake_candidates(self._checksum[at], positions, count, self.info.vocab_size)
+            ones = np.ones(1, np.int32)
+            columns = np.array([index], np.int32), lengths.astype(np.int32), ones * len(ids[0]), ones
+            parts.append(LogprobColumns(*columns, ids[0], values[0]))
+        return concat_logprobs(parts)
 
     def _sample(self, rows: Rows) -> Int32s:
         """The next token of each; it counts in the checksum, and is not in the table yet.
@@ -237,9 +313,5 @@ class FakeExecutor:
 
 
 def create(config: EngineConfig) -> FakeExecutor:
-    """Create the executor for this config. Errors: ConfigError for a bad fake_poison."""
-    if not config.fake_poison:
-        return FakeExecutor(config)
-    from core.executors.poisoned import PoisonedExecutor
-
-    return PoisonedExecutor(config)
+    """Create the executor for this config."""
+    return FakeExecutor(config)

@@ -9,9 +9,11 @@ from core.execution.executor import ModelInfo
 from core.model_files.loading import LoadedModel, load_model
 from core.models.interface import Model
 from ipc.config import EngineConfig
-from ipc.files.hub import hub_name
+from ipc.errors import ConfigError
+from ipc.files.hub_name import hub_name
 from ipc.files.model_files import resolve_model
 from kernels.elements import ELEMENT_TYPES, Dtype, element_name
+from kernels.gumbel import DRAW
 
 
 class Loaded(NamedTuple):
@@ -39,7 +41,7 @@ def load(config: EngineConfig, usual_dtype: Dtype) -> Loaded:
     path = resolve_model(config.model)
     dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype
     source = load_model(path, dtype, config)
-    model = source.model
+    model, pooler = source.model, source.pooler
     info = ModelInfo(
         name=hub_name(path) or path.name,
         fingerprint=_fingerprint(source, dtype),
@@ -48,10 +50,33 @@ def load(config: EngineConfig, usual_dtype: Dtype) -> Loaded:
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
         numerics=model.numerics,
+        tasks={} if pooler is None else pooler.tasks,
+        whole_prompt_tasks=() if pooler is None else pooler.whole_prompt_tasks,
     )
     return Loaded(model, info, source, dtype)
 
 
+def load_draft_model(config: EngineConfig, loaded: Loaded) -> Model | None:
+    """Load the draft model that speculative_config names, in the target's dtype; None: it names none.
+
+    Errors: those of load(); ConfigError if its vocabulary has another size than the target's.
+    """
+    settings = config.speculative_config
+    if settings is None or settings.model is None:
+        return None
+    load_format = "dummy" if config.load_format == "dummy" else "auto"
+    own = msgspec.structs.replace(config, model=settings.model, load_format=load_format, model_impl="native")
+    model = load_model(resolve_model(settings.model), loaded.dtype, own).model
+    if model.vocab_size != loaded.model.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the draft model {settings.model!r} has {model.vocab_size} tokens and the model has "
+            f"{loaded.model.vocab_size}: use one with the same vocabulary"
+        )
+    return model
+
+
 def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:
-    parts = (source.fingerprint, element_name(dtype), source.model.variant)
+    parts = [source.fingerprint, element_name(dtype), source.model.variant, f"draw={DRAW}"]
+    if source.pooler is not None:
+        parts.append(source.pooler.variant)
     return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()

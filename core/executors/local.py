@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from core.execution.executor import Costs, FinishedStep, StepHandle
+from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.executors.load import load
+from core.executors.load import load, load_draft_model
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
 from core.runner.model_runner import ModelRunner
@@ -22,6 +22,7 @@ class LocalExecutor:
         """Load the config's model. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
         self._loaded = load(config, usual_dtype())
         self._model, self.info = self._loaded.model, self._loaded.info
+        self._draft_model = load_draft_model(config, self._loaded)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
@@ -29,7 +30,8 @@ class LocalExecutor:
 
         On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison.
         """
-        return memory_bytes // self._model.bytes_per_block(block_size)
+        models = [self._model, *([self._draft_model] if self._draft_model is not None else [])]
+        return memory_bytes // sum(model.bytes_per_block(block_size) for model in models)
 
     def cache_memory_bytes(self) -> int | None:
         """Return None: there is no device with memory of its own."""
@@ -39,21 +41,26 @@ class LocalExecutor:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
+        num_drafts, drafter = 0, self._draft_model
+        if drafter is not None and config.speculative_config is not None:
+            drafter.settle_length(min(config.max_model_len, drafter.max_model_len))
+            num_drafts = config.speculative_config.num_speculative_tokens
+        sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
-            self.runner = ModelRunner(self._model, **runner_sizes(config, self.info, self.grammars))
+            self.runner = ModelRunner(self._model, **sizes, draft_model=drafter, num_drafts=num_drafts, pooler=pooler)
         self._ahead = BlocksAhead(self.runner.cache)
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""
         return self.runner.measure_costs()
 
-    def measure_steps(self) -> tuple[int, ...]:
-        """Return the measured durations of steps of 1, 2, 4, ... tokens with logits each, in ns."""
-        return self.runner.measure_steps()
+    def measure_steps(self) -> StepCosts:
+        """Return the measured durations of steps and drafts."""
+        return StepCosts(self.runner.measure_steps(), self.runner.measure_drafts())
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
-        self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.added)]))
+        self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.starts)]))
         return FinishedStep(self.runner.execute(plan))
 
     def prepare_ahead(self) -> bool:

@@ -1,4 +1,4 @@
-"""PoisonedExecutor: a FakeExecutor that one kind of request harms, to show what engine and supervisor do then."""
+"""PoisonedExecutor: a fake executor that one kind of request harms, to show what engine and supervisor do then."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import msgspec
 
 from core.execution.executor import FinishedStep, StepHandle
 from core.execution.plan import FAILED_TOKEN, SchedulerOutput
-from core.executors.fake import FakeExecutor
+from core.executors.paced import PacedExecutor
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 
@@ -40,8 +40,8 @@ _KINDS: dict[str, Callable[[], None]] = {
 }
 
 
-class PoisonedExecutor(FakeExecutor):
-    """A FakeExecutor with a poison."""
+class PoisonedExecutor(PacedExecutor):
+    """A PacedExecutor with a poison."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Read the poison. Errors: ConfigError."""
@@ -56,7 +56,7 @@ class PoisonedExecutor(FakeExecutor):
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step, unless a poisoned row reaches its place in it."""
         self._poisoned -= set(plan.removed_rows.tolist())
-        self._poisoned |= {new.row for new in plan.added if int(new.token_ids[0]) == self._token}
+        self._poisoned |= {new.row for new in plan.starts if int(new.token_ids[0]) == self._token}
         handle = super().execute(plan)
         bad = [
             index
@@ -70,3 +70,8 @@ class PoisonedExecutor(FakeExecutor):
         output.token_ids[bad] = FAILED_TOKEN
         failures = [(index, "the request is poisoned") for index in bad]
         return FinishedStep(msgspec.structs.replace(output, failures=failures))
+
+
+def create(config: EngineConfig) -> PoisonedExecutor:
+    """Create the executor for this config. Errors: ConfigError for a bad fake_poison."""
+    return PoisonedExecutor(config)

@@ -15,7 +15,7 @@ from core.grammars.grammar_text import grammar_text
 from ipc.config import EngineConfig
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.files.tokenizer_files import tokenizer_files_of
-from ipc.messages import AddRequest
+from ipc.messages import AddRequest, Submission
 from ipc.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class Grammars:
         """Take the model's tokenizer from these files, which have been read already."""
         self._read_files = lambda: files
 
-    def needs(self, message: AddRequest) -> bool:
+    def needs(self, message: Submission) -> bool:
         """Return whether the request's grammar has to be compiled first."""
-        params = message.params.structured_outputs
+        params = _constraint(message)
         return params is not None and self._hold(params) is None
 
-    def prepare(self, message: AddRequest) -> None:
+    def prepare(self, message: Submission) -> None:
         """Compile the request's grammar. Errors: InvalidRequestError."""
-        params = message.params.structured_outputs
+        params = _constraint(message)
         if params is not None:
             self._compiled(params)
 
@@ -155,3 +155,7 @@ def _key(params: StructuredOutputsParams) -> _Key:
 
 def _fields(params: StructuredOutputsParams) -> list[object]:
     return [getattr(params, name) for name in params.__struct_fields__]
+
+
+def _constraint(message: Submission) -> StructuredOutputsParams | None:
+    return message.params.structured_outputs if isinstance(message, AddRequest) else None

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
-from core.models.architectures import ARCHITECTURES, Architecture
+from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
 from core.models.config import Activation, ModelConfig
 from core.models.rope_scaling import RopeScaling
 from ipc.errors import ModelFileError
@@ -33,7 +33,7 @@ def read_json_config(folder: Path) -> ModelConfig:
     cannot run.
     """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
-    architecture = _architecture(values)
+    architecture, form = _architecture(values)
     values.values = {**architecture.defaults, **values.values}
     _refuse_features(values)
     vocab_size = values.integer("vocab_size")
@@ -46,7 +46,9 @@ def read_json_config(folder: Path) -> ModelConfig:
     return ModelConfig(
         architecture=architecture.name,
         vocab_size=vocab_size,
-        tie_word_embeddings=values.boolean("tie_word_embeddings"),
+        tie_word_embeddings=values.boolean("tie_word_embeddings") or form != "causal",
+        has_head=form == "causal",
+        num_labels=_num_labels(values) if form == "classifier" else 0,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(values),
@@ -68,8 +70,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _architecture(values: Values) -> Architecture:
-    """Return the architecture that the config names.
+def _architecture(values: Values) -> tuple[Architecture, Form]:
+    """Return the architecture that the config names, and what the checkpoint has on top of its layers.
 
     A config saved from a bare LlamaConfig has a model_type but no architectures.
     """
@@ -77,10 +79,22 @@ def _architecture(values: Values) -> Architecture:
     if names is None and model_type is None:
         values.fail("architectures", f"is missing; supported are {_NAMES}")
     rows = ARCHITECTURES.values()
-    found = [row for row in rows if names == [row.name] or (names is None and model_type == row.model_type)]
+    if isinstance(names, list) and len(names) == 1 and str(names[0]) in FORMS:
+        return FORMS[str(names[0])]
+    found = [row for row in rows if names is None and model_type == row.model_type]
     if not found:
         values.refuse("model_type" if names is None else "architectures", f"supported are {_NAMES}")
-    return found[0]
+    return found[0], "causal"
+
+
+def _num_labels(values: Values) -> int:
+    """Return the number of labels of a classifier: those of id2label, else num_labels, else transformers' two."""
+    labels, count = values.get("id2label"), values.get("num_labels")
+    if isinstance(labels, dict) and labels:
+        return len(labels)
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 2**16):
+        values.fail("num_labels", f"must be an integer of at least 1, got {count!r:.80}")
+    return count or 2
 
 
 def _refuse_features(values: Values) -> None:

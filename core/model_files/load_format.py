@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from core.model_files.model_config import ModelConfig
+from core.model_files.progress import counted
 from core.model_files.weights import expected_shapes, load_weights
 from core.models.stored_matrix import Weight
 from ipc.config import LoadFormat
@@ -45,11 +46,11 @@ def open_weights(
     """
     if load_format == "dummy":
         identity = hashlib.sha256(msgspec.json.encode(config)).hexdigest()
-        return OpenedWeights(_made_up(config, dtype), identity, "dummy-")
+        return OpenedWeights(counted(_made_up(config, dtype), expected_shapes(config)), identity, "dummy-")
     found = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format not in ("auto", found):
         raise ConfigError(f"load_format={load_format!r} does not fit {path}, which is {found}; use 'auto'")
-    tensors = load_weights(path, config, dtype, library)
+    tensors = counted(load_weights(path, config, dtype, library), expected_shapes(config))
     return OpenedWeights(tensors, model_fingerprint(path), "")
 
 

@@ -10,8 +10,10 @@ from typing import NamedTuple
 from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
+from core.model_files.pooling import pools, read_pooler
 from core.models.interface import Model
 from core.models.llama import Llama
+from core.pooling.pooler import Pooler
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
@@ -25,6 +27,7 @@ class LoadedModel(NamedTuple):
     model: Model
     fingerprint: str  # hexadecimal digest that identifies the weights
     label: str  # prefix of the model's fingerprint
+    pooler: Pooler | None = None  # of a model that pools, which generates no tokens then
 
 
 def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
@@ -36,6 +39,8 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
         if config.device == "cuda":
+            if pools(config, path, model_config):
+                raise ConfigError(f"{path} pools, and device='cuda' generates only: use device='cpu'")
             weights = open_weights(config.load_format, path, model_config, dtype)
             # Imported here: only this path needs torch and triton.
             from core.models.device_model import device_model
@@ -48,8 +53,11 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
             start_torch(config)
         weights = open_weights(config.load_format, path, model_config, dtype, library)
         native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
+        pooler = read_pooler(config, path, native) if pools(config, path, model_config) else None
         _return_free_memory()
-        return LoadedModel(native, weights.fingerprint, weights.label)
+        return LoadedModel(native, weights.fingerprint, weights.label, pooler)
+    if config.runner == "pooling":
+        raise ConfigError(f"{path}: models that run through transformers' code do not pool: leave runner at 'auto'")
     if config.device == "cuda":
         raise ConfigError(
             f"device='cuda' runs models of our own, and {path} needs transformers' code: use device='cpu'"

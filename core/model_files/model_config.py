@@ -4,12 +4,12 @@ from pathlib import Path
 
 from core.model_files.config_gguf import read_gguf_config
 from core.model_files.config_json import read_json_config
-from core.models.architectures import ARCHITECTURES
+from core.models.architectures import FORMS
 from core.models.config import ModelConfig
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 
-SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
+SUPPORTED_ARCHITECTURES = tuple(FORMS)
 
 
 def read_model_config(path: Path) -> ModelConfig:

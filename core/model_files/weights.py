@@ -81,6 +81,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.num_labels:
+        shapes["score.weight"] = (config.num_labels, hidden)
     return shapes
 
 
@@ -154,6 +156,8 @@ def _plan_folder(folder: Path, config: ModelConfig) -> dict[str, _Stored]:
         for path, tensors in read_safetensors_folder(folder).items()
         for name, t in tensors.items()
     }
+    if "model.embed_tokens.weight" not in found:  # saved from a model without a head
+        found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
     plan = {name: _take(found, name, shape, folder) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     return plan

@@ -16,6 +16,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # in config.json's architectures
     model_type: str  # config.json's model_type
+    base_name: str  # in architectures, of a checkpoint without a head
     gguf: str | None  # general.architecture; None: llama.cpp uses another architecture's name for it
     #: Default values in transformers' config class of settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
@@ -42,6 +43,7 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 _ROWS = (
     Architecture(
         name="LlamaForCausalLM",
+        base_name="LlamaModel",
         model_type="llama",
         gguf="llama",
         attention_bias="as configured",
@@ -49,6 +51,7 @@ _ROWS = (
     ),
     Architecture(
         name="MistralForCausalLM",
+        base_name="MistralModel",
         model_type="mistral",
         gguf=None,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
@@ -56,6 +59,7 @@ _ROWS = (
     ),
     Architecture(
         name="Qwen2ForCausalLM",
+        base_name="Qwen2Model",
         model_type="qwen2",
         gguf="qwen2",
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
@@ -64,6 +68,7 @@ _ROWS = (
     ),
     Architecture(
         name="Qwen3ForCausalLM",
+        base_name="Qwen3Model",
         model_type="qwen3",
         gguf="qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
@@ -73,6 +78,7 @@ _ROWS = (
     ),
     Architecture(
         name="Gemma3ForCausalLM",
+        base_name="Gemma3TextModel",
         model_type="gemma3_text",
         gguf="gemma3",
         defaults={
@@ -100,3 +106,20 @@ _ROWS = (
 
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _ROWS}
 GGUF_ARCHITECTURES: dict[str, Architecture] = {row.gguf: row for row in _ROWS if row.gguf is not None}
+
+#: What a checkpoint has on top of its layers: a language model's head, nothing, or a classifier of prompts.
+Form = Literal["causal", "base", "classifier"]
+
+
+def _forms(row: Architecture) -> dict[str, tuple[Architecture, Form]]:
+    """Return the names in config.json's architectures of checkpoints with this row's layers."""
+    stem = row.base_name.removesuffix("Model")
+    return {
+        row.name: (row, "causal"),
+        row.base_name: (row, "base"),
+        f"{stem}ForSequenceClassification": (row, "classifier"),
+    }
+
+
+#: By each name in config.json's architectures that runs here.
+FORMS: dict[str, tuple[Architecture, Form]] = {name: form for row in _ROWS for name, form in _forms(row).items()}

@@ -27,11 +27,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int  # tokens
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool  # also true without a head
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
     dtype: str  # torch's name of the weights' type in the file; quantized blocks hold float32
 
+    has_head: bool = True  # logits of tokens; without a head the model only pools
+    num_labels: int = 0  # of a classifier of prompts, whose weight is score.weight; 0 = it has none
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None  # tokens that a row of a sliding layer sees, itself included
     sliding_layers: tuple[int, ...] = ()  # indices of the sliding layers; the others see all earlier tokens

@@ -18,10 +18,12 @@ from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache, padded_dim
 from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.quantized import BlockRows
 from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
-from kernels.elements import Dtype, Numbers, to_floats
+from kernels.dequantize import PLAIN_TYPES
+from kernels.elements import BFLOAT16, Dtype, Numbers, to_floats
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 
 
@@ -71,11 +73,14 @@ class CpuOperations:
         """Wake the kernels' threads."""
         self.library.wake_threads()
 
-    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> CpuEmbedding:
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> CpuEmbedding:
         """Return the embedding; it reads the packed head where the table is the head's weights."""
         if isinstance(head, PackedMatrix):
             return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
-        return CpuEmbedding(self.library, table, scale)
+        part = table.parts[0]
+        if self._dtype == BFLOAT16 and part.type_name not in PLAIN_TYPES and len(table.parts) == 1:
+            return CpuEmbedding(self.library, BlockRows(part.type_name, part.data.copy()), scale)
+        return CpuEmbedding(self.library, table.own(self._dtype), scale)
 
     def linear(
         self,
@@ -85,7 +90,7 @@ class CpuOperations:
         out_dtype: Dtype | None = None,
     ) -> PackedMatrix:
         """Pack the weight and return the product."""
-        return PackedMatrix(self.library, weight.dense(self._dtype), bias, out_dtype=out_dtype, is_kept=self._is_kept)
+        return self._packed(weight, bias, out_dtype=out_dtype)
 
     def norm(self, weight: Floats, eps: float, dtype: Dtype) -> CpuNorm:
         """Return the norm with this weight [d] float32."""
@@ -93,7 +98,20 @@ class CpuOperations:
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[PackedMatrix, Operation]:
         """Return a product that applies the activation itself, and `unchanged`."""
-        return PackedMatrix(self.library, weight.dense(self._dtype), gate=function, is_kept=self._is_kept), unchanged
+        return self._packed(weight, gate=function), unchanged
+
+    def _packed(
+        self,
+        weight: StoredMatrix,
+        bias: Floats | None = None,
+        *,
+        out_dtype: Dtype | None = None,
+        gate: str | None = None,
+    ) -> PackedMatrix:
+        """Pack the weight as it is stored if bfloat16 products can read it so, else as numbers of the model's dtype."""
+        stored = weight.quantized(self.library, is_gated=gate is not None) if self._dtype == BFLOAT16 else None
+        numbers = weight.dense(self._dtype) if stored is None else stored
+        return PackedMatrix(self.library, numbers, bias, out_dtype=out_dtype, gate=gate, is_kept=self._is_kept)
 
     def attention(self, kind: int, head_norms: Floats | None, eps: float, scale: float) -> CpuAttend:
         """Return the attention of one layer."""

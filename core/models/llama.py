@@ -20,7 +20,7 @@ from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
-from kernels.elements import FLOAT32, Dtype, rounded, to_floats
+from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.kv_cache import KVCache
 
 
@@ -59,15 +59,18 @@ class Llama:
         scale = to_floats(rounded(np.array([scale], np.float32), dtype)).item()
         self.windows = windows(config)
         parts = WeightParts(weights)
-        table = parts.take_matrix("model.embed_tokens.weight").dense(dtype).copy()  # no view of a mapped file
-        head = self._make_head(StoredMatrix.of(table)) if config.tie_word_embeddings else None
+        table = parts.take_matrix("model.embed_tokens.weight")
+        head = self._make_head(table) if config.tie_word_embeddings else None
         self._embedding = operations.embedding(table, scale, head)
-        del table  # operations that need it keep their own reference
+        del table  # operations that need it have a copy
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
         norm = parts.take("model.norm.weight") + np.float32(config.norm_offset)
         self._norm, self._float_norm = (operations.norm(norm, config.rms_norm_eps, to) for to in (dtype, FLOAT32))
         self._head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
+        self.classifier: Numbers | None = None  # [labels, hidden] of a classifier of prompts
+        if config.num_labels:
+            self.classifier = parts.take_matrix("score.weight").dense(dtype).copy()
         self._decoder = cpu_decoder(
             config, operations, self.layers, self._embedding, self._norm, self._float_norm, self._head
         )

@@ -11,7 +11,7 @@ from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.sampling import CpuSampler
-from kernels.elements import Dtype, Numbers
+from kernels.elements import Dtype
 from kernels.memory.kv_cache import KVCache
 
 #: A step's attention work for the layers of one window. Its type depends on the operations that made it.
@@ -57,7 +57,7 @@ class Operations(Protocol):
     def wake(self) -> None:
         """Prepare for a step's first operation within tens of microseconds."""
 
-    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> Operation:
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
 
         head: the product whose weights are the table, if there is one.

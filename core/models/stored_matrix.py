@@ -8,6 +8,7 @@ import numpy as np
 from ipc.arrays import UInt8s
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
+from kernels.cpu.quantized import BlockRows, QuantizedMatrix, quantize
 from kernels.dequantize import PLAIN_TYPES, dequantize
 from kernels.elements import Dtype, Numbers, write_rounded
 
@@ -27,6 +28,16 @@ class StoredPart(NamedTuple):
     def rows(self) -> int:
         """Number of rows."""
         return len(self.data)
+
+    @property
+    def block_rows(self) -> BlockRows:
+        """The rows as the kernels take them."""
+        return BlockRows(self.type_name, self.data)
+
+    def let_go(self) -> None:
+        """Let the data's memory be reclaimed, if it can be read again."""
+        if self.release is not None:
+            self.release()
 
 
 class StoredMatrix:
@@ -61,9 +72,23 @@ class StoredMatrix:
         for part in self.parts:
             _write(part, numbers[begin : begin + part.rows])
             begin += part.rows
-            if part.release is not None:
-                part.release()
+            part.let_go()
         return numbers
+
+    def quantized(self, library: CpuLibrary, *, is_gated: bool = False) -> QuantizedMatrix | None:
+        """Return the matrix packed as it is stored, for products in bfloat16; None: use dense(). See quantize().
+
+        The data is released.
+        """
+        packed = quantize(library, [part.block_rows for part in self.parts], is_gated=is_gated)
+        for part in self.parts:
+            part.let_go()
+        return packed
+
+    def own(self, dtype: Dtype) -> Numbers:
+        """Return the numbers [rows, depth] in dtype, in memory that is not the data's."""
+        numbers = self.dense(dtype)
+        return numbers.copy() if np.shares_memory(numbers, self.parts[0].data) else numbers
 
 
 #: A tensor of a model file. Vectors are always dense; matrices may be stored in another form.

@@ -12,7 +12,7 @@ from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
 from ipc.arrays import AnyInts, Floats, Ints
-from kernels.elements import FLOAT32, Dtype, Numbers
+from kernels.elements import FLOAT32, Dtype
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.gated_activation import gelu_tanh_mul, silu_mul
@@ -72,9 +72,9 @@ class TorchOperations:
     def wake(self) -> None:
         """Do nothing: torch wakes its threads itself."""
 
-    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> Operation:
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
-        rows = to_tensor(table)
+        rows = to_tensor(table.own(self._dtype))
         return lambda ids: rows.index_select(0, torch.as_tensor(ids)).float().mul_(scale)
 
     def linear(

@@ -66,9 +66,9 @@ class TritonOperations:
     def wake(self) -> None:
         """Do nothing: the device needs no wake-up."""
 
-    def embedding(self, table: Numbers, scale: float, head: Operation | None) -> Operation:
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
-        return partial(embedding, table=self._send(table), scale=scale)
+        return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale)
 
     def linear(
         self,

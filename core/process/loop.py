@@ -42,8 +42,8 @@ def run(
 ) -> int:
     """Serve until drained; return the exit code of the process.
 
-    prepare_ahead: the executor's method of that name. turn: called in every round of the loop, with the number of
-    waiting requests.
+    prepare_ahead: the executor's method of that name. turn: called at the end of every round of the loop, with the
+    number of waiting requests.
 
     An exception in a step ends the engine, because its state can no longer be trusted. Every client receives the error.
     """
@@ -65,9 +65,9 @@ def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn:
     while engine.has_unfinished or not inbox.has_ended:
         waits = not engine.has_work and not prepare_ahead()
         messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else _IDLE_S)
-        turn(num_waiting)
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
             num_waiting, num_waiting_tokens = engine.count_waiting()
             inbox.settle(num_waiting, num_waiting_tokens)  # before io.put(): clients who see the outputs see the counts
             io.put(outputs)
+        turn(num_waiting)

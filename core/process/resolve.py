@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from core.execution.executor import Costs, ModelInfo
+from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.execution.token_budget import token_budget
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -65,14 +65,14 @@ def resolve(
 
 
 def resolve_costs(
-    config: EngineConfig, measure: Callable[[], Costs], measure_steps: Callable[[], tuple[int, ...]] = tuple
+    config: EngineConfig, measure: Callable[[], Costs], measure_steps: Callable[[], StepCosts] = StepCosts
 ) -> EngineConfig:
     """Return the config with the costs of preemption set, and with speculation those of steps.
 
     They are measured only where they decide something and are not given.
     """
     if (speculative := config.speculative_config) is not None and not speculative.step_ns:
-        speculative = msgspec.structs.replace(speculative, step_ns=measure_steps())
+        speculative = msgspec.structs.replace(speculative, **measure_steps()._asdict())
     costs = Costs(1, 1)
     if config.preemption_mode == "auto" and None in (config.recompute_ns_per_token, config.swap_ns_per_block):
         costs = measure()

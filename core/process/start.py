@@ -5,12 +5,12 @@ import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
 from core import log
+from core.border.allow_list import AllowList
 from core.border.io_thread import IOThread
 from core.border.meter import RequestMeter
 from core.border.reception import Served
@@ -21,13 +21,15 @@ from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
 from core.executors.by_name import import_executor, load_executor
 from core.model_files.default_sampling import read_default_sampling
-from core.process.black_box import BlackBox, WatchedExecutor
+from core.model_files.progress import following
+from core.process.black_box import BlackBox
 from core.process.loop import Engine
 from core.process.resolve import resolve, resolve_costs
 from ipc.config import EngineConfig
 from ipc.cpus import usable_cpus
 from ipc.files.model_files import tokenizer_hash
 from ipc.files.tokenizer_files import tokenizer_files_of
+from ipc.memory import usable_memory_bytes
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
@@ -37,12 +39,11 @@ from ipc.messages import (
     TokenizerFiles,
     Welcome,
 )
-from ipc.sockets import BoundRouter, Context, bind_router
+from ipc.sockets import BoundRouter, Context, bind_router, keys_of
 from ipc.start_messages import Start
 from ipc.version import VERSION
 
 Report = Callable[[str], None]
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class StartedEngine(NamedTuple):
@@ -58,11 +59,12 @@ class StartedEngine(NamedTuple):
 def bind(start: Start) -> tuple[Context, BoundRouter]:
     """Bind the engine's socket, before anything else, so that a bad or busy address fails before the model loads.
 
-    Errors: AddressError.
+    Errors: AddressError, ConfigError.
     """
     context: Context = zmq.Context()
     try:
-        start_zap(context)
+        keys = keys_of(start.address)
+        start_zap(context, None if keys is None else AllowList(keys))
         return context, bind_router(context, start.address, is_private=start.is_private)
     except BaseException:
         context.term()
@@ -84,21 +86,28 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
         # Imported late: the check that `kernels` is ours runs after the import of core.
         from kernels.cpu.library_file import find_library_soon
 
-        find_library_soon()  # beside the import of the executor
+        find_library_soon(lambda: report("compile kernels"))  # beside the import of the executor
     with keeping_all():
         import_executor(config)
     report("load model")
-    executor = load_executor(config)
+    with following(lambda share: report(f"load model, {share:.0%}")):
+        executor = load_executor(config)
     executor.grammars.use_files(tokenizer.files)
     report("kv cache")
     config = resolve(
         config,
         executor.info,
         executor.determine_num_available_blocks,
-        total_memory_bytes=total_memory_bytes(),
+        total_memory_bytes=usable_memory_bytes(),
         num_cpus=usable_cpus(),
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
+    is_chosen = start.config.max_model_len is not None or start.config.num_blocks_override is not None
+    if not is_chosen and (config.max_model_len or 0) < executor.info.max_model_len:
+        log.say(
+            f"engine-core: max_model_len is {config.max_model_len}, and not the model's {executor.info.max_model_len}: "
+            "the KV cache has room for no more (kv_cache_memory_bytes)"
+        )
     executor.initialize_cache(config)
     config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
     welcome = _welcome(config, executor.info, start, tokenizer, default_sampling)
@@ -115,15 +124,14 @@ def _make_engine(
 ) -> StartedEngine:
     """Return the engine, whose steps are noted in its black box. capture: a file that its inputs go to, too."""
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
-    watched = WatchedExecutor(executor, box)
     if capture is None:
-        core = EngineCore(config, watched, start.epoch)
-        box.watch(core.scheduler.table.num_computed_tokens)
+        core = EngineCore(config, executor, start.epoch, [box])
+        box.watch(core.scheduler)
         return StartedEngine(core, executor, io, box, lambda: None)
     writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
     log.say(f"engine-core: every prompt and answer is captured to {capture}")
-    captured = CapturedEngine(config, watched, writer, start.epoch)
-    box.watch(captured.engine.scheduler.table.num_computed_tokens)
+    captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns)
+    box.watch(captured.engine.scheduler)
     return StartedEngine(captured, executor, io, box, writer.close)
 
 
@@ -140,16 +148,6 @@ def keeping_all() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def total_memory_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or the lower limit of a control group (container)."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = _CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _meter(config: EngineConfig) -> RequestMeter | None:
@@ -196,6 +194,8 @@ def _welcome(
             resume_ms=start.resume_ms,
         ),
         default_sampling=default_sampling,
+        pid=os.getpid(),
+        tasks=info.tasks,
     )
 
 

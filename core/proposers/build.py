@@ -3,13 +3,19 @@
 from core.batch.table import BatchTable
 from core.proposers.ngram import NgramProposer
 from core.proposers.proposer import Proposer
+from core.proposers.suffix import SuffixProposer
 from ipc.config import EngineConfig
 from ipc.speculation import SpeculativeConfig
 
 
-def build_proposer(config: EngineConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer:
-    """Return the proposer of a resolved config."""
+def build_proposer(config: EngineConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer | None:
+    """Return the proposer of a resolved config; None: the executor has a draft model."""
+    if settings.method == "draft_model":
+        return None
     assert config.max_model_len is not None, "the config is not resolved"
     assert config.num_blocks_override is not None, "the config is not resolved"
     num_tokens = min(config.num_blocks_override * config.block_size, config.max_num_seqs * config.max_model_len)
-    return NgramProposer(table, settings, num_tokens)
+    if settings.method == "suffix":
+        return SuffixProposer(table, settings, num_tokens)
+    lengths = tuple(range(settings.prompt_lookup_max, settings.prompt_lookup_min - 1, -1))
+    return NgramProposer(table, lengths, num_tokens)

@@ -6,10 +6,10 @@ Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decodin
 import numpy as np
 
 from core.batch.table import FREE_ROW, BatchTable
+from core.proposers.gram_hash import GramHash
 from core.proposers.proposer import Proposals
-from ipc.arrays import Int32s, Ints
+from ipc.arrays import Int32s, Ints, Rows
 from ipc.columns import Columns, column
-from ipc.speculation import SpeculativeConfig
 
 #: Slots of the index for each token that the rows can hold; fewer slots forget more.
 _SLOTS_PER_TOKEN = 2
@@ -18,7 +18,7 @@ _MIN_SLOTS = 1 << 10
 
 
 class NgramProposer(Columns):
-    """An index of the n-grams of all running rows, for each length n from prompt_lookup_min to prompt_lookup_max.
+    """An index of the n-grams of all running rows, for each of some lengths n.
 
     A slot holds the position after the most recent n-gram with its hash, of any row. Two n-grams with one slot forget
     one another; what is found is compared with the row's tokens.
@@ -27,36 +27,28 @@ class NgramProposer(Columns):
     _tenancy: Ints = column(FREE_ROW)
     _num_entered: Ints = column()  # tokens of the row that are the last of an n-gram in the index
 
-    def __init__(self, table: BatchTable, settings: SpeculativeConfig, num_tokens: int) -> None:
-        """Make an empty index. num_tokens: that all rows can hold together."""
+    def __init__(self, table: BatchTable, lengths: tuple[int, ...], num_tokens: int) -> None:
+        """Make an empty index. lengths: of the n-grams, the longest first. num_tokens: that all rows hold together."""
         super().__init__(len(table.tenancy))
         self._table = table
-        lengths = np.arange(settings.prompt_lookup_max, settings.prompt_lookup_min - 1, -1)
-        self._lengths: Ints = lengths  # [N] of the n-grams, the longest first
-        self._lanes: Ints = np.arange(len(lengths))
-        self._back: Ints = np.arange(settings.prompt_lookup_max)  # tokens before the last one
-        wanted = min(max(_SLOTS_PER_TOKEN * num_tokens, _MIN_SLOTS), _MAX_SLOTS)
-        num_bits = (wanted - 1).bit_length()
-        self._shift = np.uint64(64 - num_bits)
-        self._positions = np.zeros((len(lengths), 1 << num_bits), np.int32)  # 0: none
-        self._factors = _odd_numbers(settings.prompt_lookup_max + 1)
-        self._is_beyond = self._back >= lengths[:, None]  # [N, back] of an n-gram: not a part of it
+        self._hash = GramHash(lengths, min(max(_SLOTS_PER_TOKEN * num_tokens, _MIN_SLOTS), _MAX_SLOTS))
+        self._positions = np.zeros((len(lengths), self._hash.num_slots), np.int32)  # 0: none
 
     def propose(self, rows: Ints, most: int) -> Proposals:
         """Return what followed the longest of the rows' last n-grams. Past the row's end, its last period repeats."""
         table, each = self._table, np.arange(len(rows))
         lengths = table.num_tokens[rows]
         slots, tails = self._enter(rows, lengths)
-        found = self._positions[self._lanes, slots].astype(np.int64)  # [n, N]
-        places = np.maximum(found[:, :, None] - 1 - self._back, 0)
+        found = self._positions[self._hash.lanes, slots].astype(np.int64)  # [n, N]
+        places = np.maximum(found[:, :, None] - 1 - self._hash.back, 0)
         equal = table.tokens.get(rows[:, None, None], np.minimum(places, lengths[:, None, None])) == tails[:, None, :]
-        matches = (equal | self._is_beyond).all(-1) & (found >= self._lengths) & (found < lengths[:, None])
+        matches = (equal | self._hash.is_beyond).all(-1) & (found >= self._hash.lengths) & (found < lengths[:, None])
         best = matches.argmax(1)
         is_found = matches[each, best]
         starts = np.where(is_found, found[each, best], 0)
         period = np.where(is_found, lengths - starts, 1)
         token_ids = table.tokens.get(rows[:, None], starts[:, None] + np.arange(most) % period[:, None])
-        return Proposals(np.where(is_found, most, 0), token_ids, self._lengths[best])
+        return Proposals(np.where(is_found, most, 0), token_ids, self._hash.lengths[best])
 
     def _enter(self, rows: Ints, lengths: Ints) -> tuple[Ints, Int32s]:
         """Enter the rows' new n-grams, but for the last ones, whose slots [n, N] and tokens, last first, it returns.
@@ -72,24 +64,14 @@ class NgramProposer(Columns):
         ends = counts.cumsum()
         owners = rows.repeat(counts)
         places: Ints = np.arange(int(ends[-1])) + (firsts - ends + counts).repeat(counts)
-        tails = table.tokens.get(owners[:, None], np.maximum(places[:, None] - self._back, 0))  # [M, back]
-        sums = ((tails + 1).astype(np.uint64) * self._factors[1:]).cumsum(1)[:, self._lengths - 1]
-        sums += (table.tenancy[owners].astype(np.uint64) * self._factors[0])[:, None]
-        slots: Ints = ((sums * _GOLDEN) >> self._shift).astype(np.int64)
+        tails = table.tokens.get(owners[:, None], np.maximum(places[:, None] - self._hash.back, 0))  # [M, back]
+        slots = self._hash.slots(table.tenancy[owners], tails)
         last = ends - 1
         if len(places) > len(rows):
             entered = np.ones(len(places), np.bool_)
             entered[last] = False
-            self._positions[self._lanes, slots[entered]] = (places[entered] + 1)[:, None]
+            self._positions[self._hash.lanes, slots[entered]] = (places[entered] + 1)[:, None]
         return slots[last], tails[last]
 
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _odd_numbers(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return different odd 64-bit numbers: powers of the golden ratio's."""
-    numbers = [int(_GOLDEN)]
-    while len(numbers) < count:
-        numbers.append(numbers[-1] * int(_GOLDEN) % 2**64)
-    return np.array(numbers, np.uint64)
+    def end(self, rows: Rows) -> None:
+        """Do nothing: the n-grams of a request are found for this request only."""

@@ -32,6 +32,9 @@ class OfferedDrafts(Columns):
         self._length[rows] = self._table.num_tokens[rows]
         self._count[rows] = np.minimum(counts, width)
 
+    def end(self, rows: Rows) -> None:
+        """Do nothing: the drafts end with the request's tenancy."""
+
     def propose(self, rows: Ints, most: int) -> Proposals:
         """Return the drafts that are still those of the row's next tokens."""
         table = self._table

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from ipc.arrays import Int32s, Ints
+from ipc.arrays import Int32s, Ints, Rows
 
 
 class Proposals(NamedTuple):
@@ -14,7 +14,9 @@ class Proposals(NamedTuple):
 
 
 #: Kinds of drafts for which a proposer's success is counted apart.
-NUM_KINDS = 32
+NUM_KINDS = 64
+#: The kind of the drafts that executors offer.
+OFFERED = 0
 
 
 class Proposer(Protocol):
@@ -22,3 +24,6 @@ class Proposer(Protocol):
 
     def propose(self, rows: Ints, most: int) -> Proposals:
         """Return up to `most` drafts of each of these rows of the batch table; they follow the row's known tokens."""
+
+    def end(self, rows: Rows) -> None:
+        """Learn that the requests of these rows end now. The table still has their tokens."""

@@ -24,6 +24,7 @@ from core.runner.device_logits import DeviceLogits
 from core.runner.device_tables import DeviceTables
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.sampling.candidates import gather_candidates
 from core.sampling.logit_edits import apply_edits
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import SamplingInputs, processed_logits
@@ -57,6 +58,8 @@ class _Sampled:
     reporting: Ints  # indices of the S rows that report log probabilities
     num_top: Ints  # [len(reporting)]
     reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
+    draws: Bools  # [S] whether the row gets the token; rows of beam searches do not
+    candidates: LogprobColumns | None  # of rows of beam searches
 
 
 class CudaStep:
@@ -85,18 +88,21 @@ class CudaStep:
 
     def _finish(self) -> ModelRunnerOutput:
         token_ids = np.full(len(self._samples), NO_TOKEN, np.int32)
-        sampled, logprobs = self._sampled, self._logprobs
+        sampled, logprobs, candidates = self._sampled, self._logprobs, None
         if sampled is not None:
             tokens = sampled.tokens.numpy()
-            token_ids[self._samples] = np.where(tokens >= 0, tokens, FAILED_TOKEN)
+            kept = np.where(sampled.draws, tokens, NO_TOKEN)
+            token_ids[self._samples] = np.where(tokens >= 0, kept, FAILED_TOKEN)
+            candidates = sampled.candidates
             known = np.maximum(tokens, 0)
             if len(which := sampled.reporting):
                 in_plan = np.flatnonzero(self._samples)[which]
                 columns = known[which], sampled.num_top, in_plan, sampled.positions[which]
                 normalized = not self._runner.tells_logits
                 logprobs = [*logprobs, gather_logprobs(sampled.reported.numpy(), *columns, normalized=normalized)]
-            self._runner.learn(sampled.rows, sampled.positions, sampled.tenancies, known)
-        return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs))
+            draws = sampled.draws
+            self._runner.learn(sampled.rows[draws], sampled.positions[draws], sampled.tenancies[draws], known[draws])
+        return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs), candidates=candidates)
 
 
 class CudaModelRunner(ModelRunner):
@@ -196,7 +202,8 @@ class CudaModelRunner(ModelRunner):
             logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, result)
         sampled = None
         if batch.samples.any():
-            sampled = self._sample(plan.rows[batch.samples], self._llama.logits(hidden, logits_rows))
+            in_plan = np.flatnonzero(batch.samples)
+            sampled = self._sample(plan.rows[in_plan], in_plan, self._llama.logits(hidden, logits_rows))
         self._pending = CudaStep(self, plan, batch.samples, logprobs, sampled)
         return self._pending
 
@@ -267,7 +274,10 @@ class CudaModelRunner(ModelRunner):
         hidden: torch.Tensor = self._llama.hidden_states(inputs)
         return hidden
 
-    def _sample(self, rows: Int32s, logits: torch.Tensor) -> _Sampled:
+    def _sample(self, rows: Int32s, in_plan: Ints, logits: torch.Tensor) -> _Sampled:
+        """Launch the sampling of these rows [S] from logits [S, V]. in_plan [S]: index of each in the plan's rows."""
+        searching = self.sampling.searching(rows)
+        self._normalize(logits, rows, searching)
         positions = self.table.num_tokens[rows]
         inputs = self.sampling.inputs(rows, self.table)
         reporting = self.sampling.reporting(rows)
@@ -275,11 +285,31 @@ class CudaModelRunner(ModelRunner):
         apply_edits(DeviceLogits(logits), inputs.edits)
         if len(reporting) and self._tells_processed:
             reported = torch.from_numpy(processed_logits(logits.cpu().numpy(), reporting, inputs))
+        candidates = self._gather(logits, rows, in_plan, searching)
         tokens = self._draw(logits, inputs, rows, positions)
         num_top = self.sampling.num_logprobs[rows[reporting]]
-        self.table.append_tokens(rows, np.zeros(len(rows), np.int32))  # placeholders; learn() writes the tokens
-        columns = rows, positions, self._tenancy[rows]
-        return _Sampled(*columns, self._receive(tokens), reporting, num_top, self._receive(reported))
+        draws = np.ones(len(rows), np.bool_)
+        draws[searching] = False
+        drawing = rows[draws]
+        self.table.append_tokens(drawing, np.zeros(len(drawing), np.int32))  # placeholders; learn() writes the tokens
+        columns = rows, positions, self._tenancy[rows], self._receive(tokens), reporting, num_top
+        return _Sampled(*columns, self._receive(reported), draws, candidates)
+
+    def _normalize(self, logits: torch.Tensor, rows: Int32s, searching: Ints) -> None:
+        """Turn the logits of rows of beam searches into log probabilities, in place: normalize() on the device."""
+        if len(searching):
+            temperatures = self.sampling.search_temperature[rows[searching]]
+            divisors = self._tables.send(np.where(temperatures > 0, temperatures, 1).astype(np.float32))
+            which = self._tables.send(searching)
+            logits[which] = torch.log_softmax(logits[which] / divisors[:, None], -1)
+
+    def _gather(self, logits: torch.Tensor, rows: Int32s, in_plan: Ints, searching: Ints) -> LogprobColumns | None:
+        """Return the candidates of rows of beam searches; it waits for the device where there are any."""
+        if not len(searching):
+            return None
+        owners, values = rows[searching], logits[self._tables.send(searching)].cpu().numpy()
+        columns = self.sampling.num_candidates[owners], in_plan[searching], self.table.num_tokens[owners]
+        return gather_candidates(values, np.arange(len(owners)), *columns)
 
     def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Positions) -> torch.Tensor:
         words = pack_columns(

@@ -10,7 +10,7 @@ import torch
 
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from ipc.arrays import NO_INTS, AnyInts, Ints, Positions, Rows
+from ipc.arrays import NO_INTS, AnyInts, Floats, Ints, Positions, Rows
 from ipc.rounding import ceil_div, round_up
 from kernels.memory.kv_cache import KVCache
 
@@ -57,7 +57,7 @@ class DeviceTables:
         """
         self.tokens[rows.long(), positions.long()] = tokens.clamp_min(0)
 
-    def send(self, column: AnyInts) -> torch.Tensor:
+    def send(self, column: AnyInts | Floats) -> torch.Tensor:
         """Return a copy of the column on the device; the host does not wait for the transfer."""
         tensor = torch.from_numpy(np.ascontiguousarray(column))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

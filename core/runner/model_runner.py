@@ -8,6 +8,7 @@ from core.execution.plan import (
     NO_TOKEN,
     LogprobColumns,
     ModelRunnerOutput,
+    PooledColumns,
     SchedulerOutput,
     concat_logprobs,
 )
@@ -16,15 +17,19 @@ from core.grammars.grammars import Grammars
 from core.grammars.matchers import RowMatchers
 from core.models.interface import Model
 from core.models.step import ModelInputs, StepResult
+from core.pooling.pooler import Pooler
+from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
+from core.runner.model_drafter import ModelDrafter, merged
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.step_durations import measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
+from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
 from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
-from ipc.arrays import NO_INT32S, AnyInts, Floats, Int32s, Ints, Rows
+from ipc.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
 from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 
@@ -46,11 +51,15 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_swap_blocks: int = 0,
         grammars: Grammars | None = None,
+        draft_model: Model | None = None,
+        num_drafts: int = 0,
+        pooler: Pooler | None = None,
     ) -> None:
         """Allocate the table, the columns and the caches.
 
         num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. grammars: of
-        structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot be allocated.
+        structured_outputs; None = no request has them. draft_model: guesses num_drafts tokens of each row ahead.
+        pooler: None = no request pools. Errors: MemoryError when a cache cannot be allocated.
         """
         self.model = model
         self._tells_processed = logprobs_mode.startswith("processed")
@@ -60,10 +69,17 @@ class ModelRunner:
         self._inputs = InputMaker(self.table, block_size)
         self.matchers = None if grammars is None else RowMatchers(grammars, num_rows)
         masks = None if model.sampler is None else model.sampler.token_masks
-        self.sampling = SamplingColumns(num_rows, edit_groups(num_rows, eos_token_ids, self.matchers, masks))
+        self.pooling = PoolingRows(pooler)
+        groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
+        self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
+        self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
         self._failures: list[tuple[int, str]] = []  # of this step, see ModelRunnerOutput
         self.cache = model.allocate_cache(num_blocks, block_size)
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
+        self.drafter: ModelDrafter | None = None
+        if draft_model is not None:
+            sizes = {"num_rows": num_rows, "num_blocks": num_blocks, "block_size": block_size}
+            self.drafter = ModelDrafter(draft_model, **sizes, num_drafts=num_drafts)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, append the sampled tokens to the table and return them."""
@@ -74,25 +90,36 @@ class ModelRunner:
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, result)
+        pooled: PooledColumns | None = None
+        if self.pooling:
+            pooled = self.pooling.collect(inputs.rows, inputs.num_tokens, inputs.context_lens, result)
         if inputs.sample_rows is not None and inputs.sample_offsets is not None:
             samples = inputs.sample_rows, inputs.sample_offsets
             token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
             self.table.accept(plan, counts)
-            return self._output(plan, token_ids, logprobs, counts)
+            return self._output(plan, token_ids, logprobs, pooled, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
-        return self._output(plan, token_ids, logprobs)
+        return self._output(plan, token_ids, logprobs, pooled)
 
     def _output(
         self,
         plan: SchedulerOutput,
         token_ids: Int32s,
         logprobs: list[LogprobColumns],
+        pooled: PooledColumns | None,
         counts: Int32s | None = None,
     ) -> ModelRunnerOutput:
-        """Return the step's result, with the drafts that grammars force."""
+        """Return the step's result, with the drafts that grammars force and those of the draft model."""
         failures, self._failures = self._failures, []
-        drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
-        return ModelRunnerOutput(plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts)
+        drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
+        if self.matchers:
+            drafts = self.matchers.drafts(plan.rows)
+        if self.drafter is not None:
+            guessed = self.drafter.propose(plan, self.table, self.sampling)
+            drafts = guessed if drafts[0] is None else merged(drafts[0], drafts[1], *guessed)
+        candidates, self._candidates = self._candidates, None
+        columns = concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
+        return ModelRunnerOutput(plan.step, token_ids, *columns)
 
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
@@ -105,7 +132,7 @@ class ModelRunner:
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
         reported = logits[reporting] if len(reporting) else logits  # a copy: the sampler overwrites
-        sampled = self.sample(rows, result)
+        sampled = self.draw(rows, result, inputs.samples)
         if len(reporting):
             if self._tells_processed:
                 reported = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
@@ -117,10 +144,11 @@ class ModelRunner:
         if everywhere and is_finite:
             self._inputs.append(rows, sampled)
         else:
-            finite = sampled >= 0
-            failed = np.flatnonzero(inputs.samples)[~finite]
+            finite, is_failed = sampled >= 0, (sampled < 0) & (sampled != NOT_DRAWN)
+            failed = np.flatnonzero(inputs.samples)[is_failed]
+            token_ids = np.where(token_ids == NOT_DRAWN, np.int32(NO_TOKEN), token_ids)
             token_ids[failed] = FAILED_TOKEN
-            self._failures += self.sampling.failures(failed, rows[~finite])
+            self._failures += self.sampling.failures(failed, rows[is_failed])
             rows, sampled = rows[finite], sampled[finite]
             self.table.append_tokens(rows, sampled)
         self.sampling.append_tokens(rows, sampled)
@@ -143,14 +171,14 @@ class ModelRunner:
         rows, table, logits = inputs.rows[in_plan], self.table, result.logits
         reporting = self.sampling.reporting(rows)
         reported = logits[reporting] if len(reporting) else logits  # a copy: the sampler overwrites
-        sampled = self.sample(rows, result, offsets)
+        sampled = self.draw(rows, result, inputs.samples, in_plan, offsets)
         if len(reporting):
             if self._tells_processed:
                 reported = processed_logits(logits, reporting, self.sampling.inputs(rows, table, offsets))
             positions = (table.num_tokens[rows] + offsets)[reporting]
             entries = np.maximum(sampled[reporting], 0), self.sampling.num_logprobs[rows[reporting]], in_plan[reporting]
             logprobs.append(gather_logprobs(reported, *entries, positions, normalized=not self._tells_logits))
-        kept = accepted(rows, offsets, sampled, table)
+        kept = accepted(rows, offsets, sampled, table) & (sampled != NOT_DRAWN)
         tokens, owners = sampled[kept], in_plan[kept]
         counts = np.bincount(owners, minlength=len(inputs.rows))
         finite = tokens >= 0
@@ -186,6 +214,12 @@ class ModelRunner:
 
         return measure_steps(step, self._most_tokens)
 
+    def measure_drafts(self) -> int:
+        """Return the measured duration of the draft model's drafts for one row, in ns; 0: there is none."""
+        if (drafter := self.drafter) is None:
+            return 0
+        return measure_steps(lambda _: drafter.step(np.zeros(1, np.int64), self.table, self.sampling), 1)[0]
+
     @property
     def _most_tokens(self) -> int:
         """Tokens that a trial step can have: the cache holds them, and the model's positions go as far."""
@@ -211,11 +245,19 @@ class ModelRunner:
         self.table.apply(plan)
         if self.swap_cache is not None:
             self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
+        if len(plan.copied_blocks):
+            self.cache.copy_blocks(plan.copied_blocks, self.cache, plan.copied_to)
+        if self.swap_cache is not None:
             self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
+        if self.drafter is not None:
+            self.drafter.apply(plan)
         for row in plan.removed_rows.tolist():
             self.sampling.remove(row)
+            self.pooling.remove(row)
         for new in plan.added:
             self.sampling.add(new)
+        for pooling in plan.added_pooling:
+            self.pooling.add(pooling)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         """Return the model's inputs for a plan that is applied to the table already."""
@@ -271,6 +313,32 @@ class ModelRunner:
         in_plan = np.flatnonzero(inputs.samples)[reporting]
         positions = self.table.num_tokens[rows[reporting]]
         return gather_logprobs(reported, tokens, num_top, in_plan, positions, normalized=not self._tells_logits)
+
+    def draw(
+        self,
+        rows: Rows,
+        result: StepResult,
+        samples: Bools,
+        in_plan: Ints | None = None,
+        offsets: Ints | None = None,
+    ) -> Int32s:
+        """Return the next token of each of these rows, as sample(), but NOT_DRAWN for rows of beam searches.
+
+        The candidates of these rows are kept for the output. samples [R]: which of the plan's rows sample. in_plan [S]:
+        index of each sample's row in the plan; None: each of them samples once.
+        """
+        if not self.sampling.num_searching:
+            return self.sample(rows, result, offsets)
+        which, logits = self.sampling.searching(rows), result.logits
+        normalize(logits, which, self.sampling.search_temperature[rows[which]])
+        sampled = self.sample(rows, result, offsets)
+        which = which[sampled[which] >= 0]
+        if len(which):
+            owners, places = rows[which], np.flatnonzero(samples) if in_plan is None else in_plan
+            columns = self.sampling.num_candidates[owners], places[which], self.table.num_tokens[owners]
+            self._candidates = gather_candidates(logits, which, *columns)
+        sampled[which] = NOT_DRAWN
+        return sampled
 
     def sample(self, rows: Rows, result: StepResult, offsets: Ints | None = None) -> Int32s:
         """Return the next token [S] of each of these rows [S]; negative where the row's logits are not finite.

@@ -1,6 +1,5 @@
 """The durations of small steps, measured on this machine with this model before the first step."""
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -9,28 +8,36 @@ import numpy as np
 from core.sampling.sampler import SamplingInputs
 
 _LARGEST = 128  # tokens
-_NUM_SAMPLES = 5
-#: No further sample of a size, and no further size, begins after so long.
-_SIZE_PATIENCE_NS, _PATIENCE_NS = 100_000_000, 2_000_000_000
+_NUM_ROUNDS = 7
+#: No further size begins after so long, and no further round.
+_SIZES_PATIENCE_NS, _PATIENCE_NS = 1_000_000_000, 2_500_000_000
 
 
-def measure_steps(step: Callable[[int], None], most: int) -> tuple[int, ...]:
-    """Return the median durations of steps of 1, 2, 4, ... tokens, at least 1 ns each.
+def measure_steps(
+    step: Callable[[int], None], most: int, clock: Callable[[], int] = time.perf_counter_ns
+) -> tuple[int, ...]:
+    """Return the durations of steps of 1, 2, 4, ... tokens in ns, at least 1 each.
 
-    step: runs a step of so many tokens. most: tokens that it can run, at least 1.
+    The sizes take turns, and of each the shortest duration counts. So other work on the machine, which comes and goes,
+    does not make one size look cheap beside another.
+
+    step: runs a step of so many tokens. most: tokens that it can run, at least 1. clock: in ns.
     """
-    durations: list[int] = []
-    begin, size = time.perf_counter_ns(), 1
-    while size <= min(most, _LARGEST) and time.perf_counter_ns() - begin < _PATIENCE_NS:
-        step(size)  # warm-up: memory is touched for the first time
-        samples: list[int] = []
-        while len(samples) < _NUM_SAMPLES and sum(samples) < _SIZE_PATIENCE_NS:
-            start = time.perf_counter_ns()
+    begin, durations = clock(), dict[int, int]()
+    sizes = [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= most]
+    for round_ in range(_NUM_ROUNDS):
+        for size in sizes if round_ == 0 else list(durations):
+            if round_ == 0:
+                if clock() - begin > _SIZES_PATIENCE_NS:
+                    break
+                step(size)  # warm-up: memory is touched for the first time
+            start = clock()
             step(size)
-            samples.append(time.perf_counter_ns() - start)
-        durations.append(max(1, int(statistics.median(samples))))
-        size *= 2
-    return tuple(durations)
+            taken = max(1, clock() - start)
+            durations[size] = min(durations.get(size, taken), taken)
+        if clock() - begin > _PATIENCE_NS:
+            break
+    return tuple(durations.values())
 
 
 def trial_sampling(count: int) -> SamplingInputs:

@@ -219,7 +219,7 @@ def _goes_on(plan: SchedulerOutput, decoding: _Decoding) -> bool:
 
     The rows must still belong to the same requests: a plan that adds or removes rows does not continue.
     """
-    return not plan.added and not len(plan.removed_rows) and _bytes(plan) == decoding.plan
+    return not plan.starts and not len(plan.removed_rows) and _bytes(plan) == decoding.plan
 
 
 def _bytes(plan: SchedulerOutput) -> tuple[bytes, bytes]:

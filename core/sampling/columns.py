@@ -10,6 +10,7 @@ from core.sampling.edit_group import Edit, EditGroup, SampledRows
 from core.sampling.sample_index import SampleIndex
 from core.sampling.sampler import NO_EDITS, SamplingInputs
 from ipc.arrays import NO_INTS, Bools, Floats, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.beam_search import num_candidates
 from ipc.columns import Columns, column
 from ipc.sampling_params import SamplingParams
 
@@ -31,15 +32,22 @@ class SamplingColumns(Columns):
     choice: Ints = column()
     num_logprobs: Ints = column(_NO_LOGPROBS)
     num_prompt_logprobs: Ints = column(_NO_LOGPROBS)
+    num_candidates: Ints = column()  # of a row of a beam search; 0 = the row draws its tokens
+    search_temperature: Floats = column()  # of the same row
     _has_edits: Bools = column()
 
-    def __init__(self, num_rows: int, groups: tuple[EditGroup, ...]) -> None:
-        """Make empty columns for num_rows rows. groups: of the options that edit logits; see edit_groups()."""
+    def __init__(self, num_rows: int, groups: tuple[EditGroup, ...], num_eos: int = 0) -> None:
+        """Make empty columns for num_rows rows.
+
+        groups: of the options that edit logits; see edit_groups(). num_eos: how many EOS tokens the model has.
+        """
         super().__init__(num_rows)
         self.num_reporting = 0  # rows that report log probabilities of sampled or prompt tokens
+        self.num_searching = 0  # rows of beam searches
         self._num_drawing = 0  # rows with a temperature above 0
         self._num_edited = 0
         self._groups = groups
+        self._num_eos = num_eos
         self._options = attrgetter(*(option for group in self._groups for option in group.options))
         self._unused = self._options(SamplingParams())
 
@@ -59,6 +67,8 @@ class SamplingColumns(Columns):
         self.temperature[row] = 0
         self.num_reporting -= self._reports(row)
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NO_LOGPROBS
+        self.num_searching -= bool(self.num_candidates[row])
+        self.num_candidates[row] = 0
         if not self._has_edits[row]:
             return
         for group in self._groups:
@@ -71,14 +81,19 @@ class SamplingColumns(Columns):
 
         The row must be free: see remove()."""
         row, params = new.row, new.params
-        self.temperature[row] = params.temperature
-        self._num_drawing += params.temperature > 0
+        temperature = 0.0 if params.use_beam_search else params.temperature
+        self.temperature[row] = temperature
+        self._num_drawing += temperature > 0
+        if params.use_beam_search:
+            self.num_candidates[row] = num_candidates(params, self._num_eos)
+            self.search_temperature[row] = params.temperature
+            self.num_searching += 1
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
         self.choice[row] = new.choice
-        self.num_logprobs[row] = _num_logprobs(params.logprobs)
+        self.num_logprobs[row] = _num_logprobs(None if params.use_beam_search else params.logprobs)
         self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
         self.num_reporting += self._reports(row)
         if self._options(params) != self._unused:
@@ -89,6 +104,10 @@ class SamplingColumns(Columns):
     def reporting(self, rows: Rows) -> Ints:
         """Return the indices of those of these rows that report log probabilities of their sampled tokens."""
         return np.flatnonzero(self.num_logprobs[rows] >= 0) if self.num_reporting else NO_INTS
+
+    def searching(self, rows: Rows) -> Ints:
+        """Return the indices of those of these rows that belong to beam searches."""
+        return np.flatnonzero(self.num_candidates[rows]) if self.num_searching else NO_INTS
 
     def _reports(self, row: int) -> bool:
         return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)
@@ -118,6 +137,14 @@ class SamplingColumns(Columns):
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
         if offsets is not None:
             positions += offsets
+        edits = self._edits(rows, offsets, positions, table) if self._num_edited else NO_EDITS
+        return self._inputs(rows, positions, edits)
+
+    def unedited_inputs(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
+        """Return the sampler's inputs for the token `offset` places behind the next one of each row, without edits."""
+        return self._inputs(rows, table.num_tokens[rows] - table.num_prompt_tokens[rows] + offset, NO_EDITS)
+
+    def _inputs(self, rows: Rows, positions: Ints, edits: tuple[Edit, ...]) -> SamplingInputs:
         return SamplingInputs(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -126,7 +153,7 @@ class SamplingColumns(Columns):
             seed=self.seed[rows],
             position=positions,
             choice=self.choice[rows],
-            edits=self._edits(rows, offsets, positions, table) if self._num_edited else NO_EDITS,
+            edits=edits,
         )
 
     def _edits(self, rows: Rows, offsets: Ints | None, positions: Positions, table: RunnerTable) -> tuple[Edit, ...]:

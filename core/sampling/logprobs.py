@@ -36,7 +36,7 @@ def gather_logprobs(
     for count in np.unique(width[width > 0]).tolist():
         part = np.flatnonzero(width == count)
         entry_row.append(part.repeat(count))
-        entry_token += [_most_likely(logits[row], count) for row in part]
+        entry_token += [most_likely(logits[row], count) for row in part]
     row, token = np.concatenate(entry_row), np.concatenate(entry_token)
     order = np.argsort(row, kind="stable")
     row, token = row[order], token[order]
@@ -51,7 +51,7 @@ def gather_logprobs(
     )
 
 
-def _most_likely(logits: Floats, count: int) -> Ints:
+def most_likely(logits: Floats, count: int) -> Ints:
     """Return the ids of the count largest of these logits [V] in descending order, ties by lower id.
 
     NaN counts as the smallest.

@@ -1,10 +1,9 @@
 """The sampler: one token for each row of logits, a function of that row, its parameters and its position alone.
 
-The order is vLLM's: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw applies the
-inverse cumulative distribution of the remaining tokens to one Philox uniform. Rows with top_p < 1 or top_k < V
-accumulate in order of descending logit, ties by lower id; other rows in vocabulary order. A row with top_k or top_p is
-not sorted as a whole. Its largest logits are taken in buckets of growing size, until its own parameters and logits show
-that a bucket is large enough.
+The order is vLLM's: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw takes the
+remaining token with the largest logit / temperature + Gumbel noise (kernels/gumbel.py), the lowest id of equals. A row
+with top_k or top_p is not sorted as a whole. Its largest logits are taken in buckets of growing size, until its own
+parameters and logits show that a bucket is large enough.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from core.sampling.edit_group import Edit
 from core.sampling.logit_edits import apply_edits
 from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
-from kernels.philox import uniform
+from kernels.gumbel import LEAST_NOISE, MOST_NOISE, high_bits, noise
 
 #: The edits of a batch without options that change logits.
 NO_EDITS: tuple[Edit, ...] = ()
@@ -26,8 +25,8 @@ NOT_A_TOKEN = -1
 #: Sizes of the candidate prefilter; after the last one comes the whole vocabulary.
 BUCKETS = (64, 256, 1024, 4096)
 
-#: Logits processed at once, in whole rows. It bounds temporary memory: 13 bytes a logit.
-_MAX_LOGITS = 1 << 22
+#: Logits processed at once, in whole rows. It bounds temporary memory: about 40 bytes a logit.
+_MAX_LOGITS = 1 << 20
 
 
 class SamplingInputs(NamedTuple):
@@ -94,10 +93,10 @@ def _draw_tokens(logits: Floats, inputs: SamplingInputs) -> Int32s:
     has_top_k = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
     sorts = has_top_k | (inputs.top_p < 1)
     for rows in _parts(np.flatnonzero(drawn & ~sorts), vocab_size):
-        tokens[rows] = _draw_in_vocabulary_order(*_scaled(logits, maximum, rows, inputs), rows, inputs)
+        tokens[rows] = _draw_from_all(*_scaled(logits, maximum, rows, inputs), rows, inputs)
     for rows in _parts(np.flatnonzero(drawn & sorts), vocab_size):
         top_k = np.where(has_top_k[rows], inputs.top_k[rows], 0)
-        tokens[rows] = _draw_in_descending_order(*_scaled(logits, maximum, rows, inputs), rows, top_k, inputs)
+        tokens[rows] = _draw_from_largest(*_scaled(logits, maximum, rows, inputs), rows, top_k, inputs)
     return tokens.astype(np.int32)
 
 
@@ -137,11 +136,23 @@ def _scaled(logits: Floats, maximum: Floats, rows: Ints, inputs: SamplingInputs)
     return logits[rows] / temperature, maximum[rows, None] / temperature
 
 
-def _draw_in_vocabulary_order(scaled: Floats, maximum: Floats, rows: Rows, inputs: SamplingInputs) -> Ints:
-    cumulative: Doubles = _weights_above_min_p(scaled, maximum, inputs.min_p[rows]).cumsum(-1)
-    target = _targets(cumulative[:, -1], rows, inputs)
-    found = [np.searchsorted(row, number, side="right") for row, number in zip(cumulative, target, strict=True)]
-    return np.array(found, np.int64)
+def _draw_from_all(scaled: Floats, maximum: Floats, rows: Rows, inputs: SamplingInputs) -> Ints:
+    """Return the tokens [n]. Only those that can win with their high bits get all their noise computed."""
+    scaled[_weights_above_min_p(scaled, maximum, inputs.min_p[rows]) == 0] = -np.inf
+    high = high_bits(inputs.seed[rows], inputs.position[rows], inputs.choice[rows], scaled.shape[1])
+    enough = (scaled + LEAST_NOISE[high]).max(-1, keepdims=True)
+    can_win = scaled + MOST_NOISE[high] >= enough
+    count = int(can_win.sum(-1).max())
+    ids = np.argsort(~can_win, axis=-1, kind="stable")[:, :count]  # those that can, in order, and others
+    return _winners(np.take_along_axis(scaled, ids, -1), ids, rows, inputs)
+
+
+def _winners(values: Floats, ids: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
+    """Return the winner [n] among the tokens ids [n, m] with these logits / temperature; -inf takes no part."""
+    sums = values + noise(inputs.seed[rows], inputs.position[rows], inputs.choice[rows], ids)
+    is_best = sums == sums.max(-1, keepdims=True)
+    winners: Ints = np.where(is_best, ids, np.iinfo(np.int64).max).min(-1)
+    return winners
 
 
 def _weights_above_min_p(scaled: Floats, maximum: Floats, min_p: Floats) -> Doubles:
@@ -152,15 +163,7 @@ def _weights_above_min_p(scaled: Floats, maximum: Floats, min_p: Floats) -> Doub
     return exact
 
 
-def _targets(total: Doubles, rows: Rows, inputs: SamplingInputs) -> Doubles:
-    """Return a uniform number in (0, total) for each row [n]; it is below total also after rounding."""
-    drawn: Doubles = np.minimum(
-        uniform(inputs.seed[rows], inputs.position[rows], inputs.choice[rows]) * total, np.nextafter(total, 0.0)
-    )
-    return drawn
-
-
-def _draw_in_descending_order(scaled: Floats, maximum: Floats, rows: Ints, top_k: Ints, inputs: SamplingInputs) -> Ints:
+def _draw_from_largest(scaled: Floats, maximum: Floats, rows: Ints, top_k: Ints, inputs: SamplingInputs) -> Ints:
     """Return the tokens [n]. Each row tries the buckets, from the first that can hold its top_k, until one suffices."""
     num_rows, vocab_size = scaled.shape
     tokens = np.zeros(num_rows, np.int64)
@@ -242,9 +245,7 @@ def _keep(
 def _draw(candidates: _Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
     """Draw a token [n] from the first kept[i] candidates of each row i."""
     order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # _largest_ids() leaves ties in any order
-    ids = np.take_along_axis(candidates.ids, order, -1)
-    cumulative = np.cumsum(candidates.weights, -1)  # equal values have equal weights, so their order does not matter
-    each = np.arange(len(kept))
-    target = _targets(cumulative[each, kept - 1], rows, inputs)
-    chosen: Ints = ids[each, (cumulative <= target[:, None]).sum(-1)]
-    return chosen
+    order = order[:, : int(kept.max(initial=1))]
+    values = np.take_along_axis(candidates.values, order, -1)
+    values[np.arange(order.shape[1]) >= kept[:, None]] = -np.inf
+    return _winners(values, np.take_along_axis(candidates.ids, order, -1), rows, inputs)

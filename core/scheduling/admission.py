@@ -7,6 +7,7 @@ import numpy as np
 from core.batch.batch import Batch
 from core.batch.request import Request
 from core.batch.table import RequestStart
+from core.kv.block_pool import NULL_BLOCK
 from core.scheduling.decisions import Cause, Examined, Verdict
 from core.scheduling.delay import Delay
 from core.scheduling.draft import Draft
@@ -196,6 +197,9 @@ class Admission:
         hits, content = self._batch.prefix_cache.find(request)
         num_hits, length = len(hits), len(request.token_ids)
         computed = num_hits * self._block_size
+        fork = self._batch.forks.find(request, hits) if request.choices else None
+        if fork is not None:
+            hits, num_hits, computed = fork.blocks, len(fork.blocks), fork.num_tokens
         if request.swapped is not None:
             computed = max(computed, request.swapped.num_computed_tokens)
         missing = num_tokens = length - computed
@@ -215,6 +219,7 @@ class Admission:
             num_tokens=num_tokens,
             num_blocks=num_blocks,
             is_reserved=is_reserved,
+            fork=fork,
         )
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
@@ -284,6 +289,8 @@ class Admission:
             first = end
             if start.request.swapped is not None:
                 self._preemption.swap_in(start.request, start.block_ids, start.num_hits)
+            if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
+                self._batch.carried.within.add(start.fork.copied_block, int(blocks[0]))
         self._batch.prefix_cache.name_starts(room.settling)
         draft.starts += room.settling
         room.settling.clear()

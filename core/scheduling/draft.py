@@ -5,10 +5,12 @@ from typing import NamedTuple
 import numpy as np
 
 from core.batch.carried import Carried
-from core.batch.table import RequestStart
-from core.execution.plan import NewRow, SchedulerOutput
+from core.batch.table import BatchTable, RequestStart
+from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
+from ipc.pooling_params import PoolingParams
+from ipc.sampling_params import SamplingParams
 
 
 class DraftTokens(NamedTuple):
@@ -42,6 +44,7 @@ class Draft:
         self.block_ids: BlockIds = NO_INTS
         self.starts: list[RequestStart] = []
         self.added: list[NewRow] = []
+        self.added_pooling: list[NewPooling] = []
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
         self.num_skipped = 0  # rows that wanted tokens and get none
@@ -72,19 +75,37 @@ class Draft:
     def add_rows(self, rows: Rows) -> None:
         """Tell the executor of the requests that start, in these rows."""
         for row, start in zip(rows.tolist(), self.starts, strict=True):
-            request = start.request
+            request, num_computed, block_ids = start.request, start.num_computed_tokens, start.block_ids
+            match request.params:
+                case PoolingParams() as pooling:
+                    self.added_pooling.append(NewPooling(row, request.token_ids, num_computed, block_ids, pooling))
+                case SamplingParams() as sampling:
+                    num_prompt, seed, choice = request.num_prompt_tokens, request.seed, request.choice
+                    new = NewRow(row, request.token_ids, num_prompt, num_computed, block_ids, sampling, seed, choice)
+                    self.added.append(new)
+
+    def renew(self, table: BatchTable, carried: Carried) -> None:
+        """Tell the executor anew of rows whose tokens and blocks have changed; new blocks of this plan are left out."""
+        rows = list(carried.renewed_rows)
+        for row in rows:
+            request = table.request[row]
+            assert request is not None, f"row {row} is told anew and free"
+            assert request.sampling is not None, f"row {row} pools: its tokens do not change"
+            fresh = int(np.count_nonzero(self.block_rows == row))
             self.added.append(
                 NewRow(
                     row,
-                    request.token_ids,
+                    table.token_ids(row),
                     request.num_prompt_tokens,
-                    start.num_computed_tokens,
-                    start.block_ids,
-                    request.params,
+                    int(table.num_computed_tokens[row]),
+                    table.blocks.read(row, 0, int(table.num_blocks[row]) - fresh),
+                    request.sampling,
                     request.seed,
                     request.choice,
                 )
             )
+        carried.removed_rows.extend(rows)
+        carried.renewed_rows.clear()
 
     def decision(self, rows: Rows, counts: Ints, num_waiting: int, num_free_blocks: int) -> Decision:
         """Return the record of the step, which runs counts [R] known tokens of rows [R] and the drafts."""
@@ -115,6 +136,7 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         counts = counts + num_drafts
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()
+    copied, copied_to = carried.within.columns()
     return SchedulerOutput(
         step=draft.step,
         removed_rows=column(carried.removed_rows),
@@ -129,4 +151,7 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         swapped_in_blocks=swap_blocks,
         num_draft_tokens=column(num_drafts),
         draft_token_ids=draft_ids,
+        copied_blocks=copied,
+        copied_to=copied_to,
+        added_pooling=draft.added_pooling,
     )

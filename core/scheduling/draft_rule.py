@@ -19,8 +19,12 @@ class DraftRule:
     single floating-point operations, so that a replay on another machine decides the same.
     """
 
-    def __init__(self, step_ns: tuple[int, ...]) -> None:
-        """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing."""
+    def __init__(self, step_ns: tuple[int, ...] = (), draft_ns: int = 0) -> None:
+        """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing.
+
+        draft_ns: of the making of the drafts, where that takes longer than a look into tables.
+        """
+        self._overhead_ns = OVERHEAD_NS + draft_ns
         self._is_free = not step_ns
         self._costs = _by_tokens(step_ns or (1,), LARGEST_STEP + MAX_STEP_DRAFTS + 1)
         ahead = np.arange(1, MAX_STEP_DRAFTS + 1)
@@ -53,7 +57,7 @@ class DraftRule:
         count = limit
         if not self._is_free:
             kept = num_tokens + gains.reshape(-1)[order].cumsum()
-            rates = kept / (self._costs[num_tokens + 1 : num_tokens + 1 + limit] + OVERHEAD_NS)
+            rates = kept / (self._costs[num_tokens + 1 : num_tokens + 1 + limit] + self._overhead_ns)
             count = int(rates.argmax()) + 1
             if float(rates[count - 1]) <= num_tokens / float(self._costs[num_tokens]):
                 return none

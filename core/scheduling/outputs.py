@@ -3,14 +3,16 @@
 import struct
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from core.batch.request import Request
 from core.batch.table import RequestStart
-from core.execution.plan import LogprobColumns
+from core.execution.plan import LogprobColumns, PooledColumns
 from core.scheduling.request_events import RequestEventLog
 from ipc.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
 from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
+from ipc.pooling_messages import Pooled
 
 #: (client, message) in the order in which they are to be sent.
 ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]
@@ -89,6 +91,7 @@ class OutputCollector:
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
         self._drafts: dict[int, list[int]] = {}  # number, choice, verified and accepted drafts; number, ...
         self._logprobs: dict[int, Logprobs] = {}
+        self._pooled: dict[int, Pooled] = {}
         self._failed: list[ClientOutput] = []
 
     def add_tokens(
@@ -114,11 +117,11 @@ class OutputCollector:
         self._ends.append((request.client, request.number, request.choice, num_output_tokens, reason, stop))
 
     def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
-        """Add logprobs, once in a step. clients, numbers, choices [L]: those of each position."""
+        """Add logprobs. clients, numbers, choices [L]: those of each position."""
         for client in np.unique(clients).tolist():
             mine = clients == client
             part = logprobs.where(mine)
-            self._logprobs[client] = Logprobs(
+            new = Logprobs(
                 numbers=numbers[mine].astype("<u4").tobytes(),
                 positions=part.positions.astype("<u4").tobytes(),
                 counts=part.counts.astype("<u4").tobytes(),
@@ -126,6 +129,22 @@ class OutputCollector:
                 token_ids=part.token_ids.astype("<i4", copy=False).tobytes(),
                 values=part.values.astype("<f4", copy=False).tobytes(),
                 choices=_choices(choices[mine]),
+            )
+            self._logprobs[client] = _joined(self._logprobs[client], new) if client in self._logprobs else new
+
+    def add_pooled(self, clients: Ints, numbers: Ints, choices: Ints, pooled: PooledColumns) -> None:
+        """Add the vectors of requests and their ends, once in a step. clients, numbers, choices [P]: of each."""
+        for address in zip(clients.tolist(), numbers.tolist(), choices.tolist(), strict=True):
+            self._ends.append((*address, 0, FinishReason.STOP, -1))
+        bounds = np.concatenate([[0], (pooled.counts.astype(np.int64) * pooled.widths).cumsum()])
+        for client in np.unique(clients).tolist():
+            mine = np.flatnonzero(clients == client)
+            values = [pooled.values[bounds[index] : bounds[index + 1]] for index in mine.tolist()]
+            self._pooled[client] = Pooled(
+                numbers=numbers[mine].astype("<u4").tobytes(),
+                counts=pooled.counts[mine].astype("<u4").tobytes(),
+                widths=pooled.widths[mine].astype("<u4").tobytes(),
+                values=np.concatenate(values).astype("<f4", copy=False).tobytes(),
             )
 
     def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
@@ -190,6 +209,7 @@ class OutputCollector:
             logprobs=self._logprobs.pop(client, None) if self._logprobs else None,
             events=self.events.take(client) if self.events else None,
             drafts=_packed(self._drafts.pop(client, [])) if self._drafts else b"",
+            pooled=self._pooled.pop(client, None) if self._pooled else None,
         )
 
     def _without_rows(self, step: int, client: int) -> Outputs:
@@ -210,6 +230,16 @@ def _rows_of_ends(ends: list[tuple[int, ...]]) -> _Rows:
         last >= 0,
         last=last.astype(np.int32),
     )
+
+
+def _joined(one: Logprobs, other: Logprobs) -> Logprobs:
+    """Return the columns of both, one after the other."""
+    if one.choices or other.choices:  # without any, all are 0
+        one, other = [
+            msgspec.structs.replace(p, choices=p.choices or b"\0" * (len(p.numbers) // 2)) for p in (one, other)
+        ]
+    pairs = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
+    return Logprobs(*(first + second for first, second in pairs))
 
 
 def _choices(choices: Ints) -> bytes:

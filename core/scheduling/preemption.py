@@ -101,8 +101,16 @@ class Preemption:
         """
         table, request = self._batch.table, self._batch.table.request[row]
         assert request is not None, f"row {row} is preempted and free"
-        if request.params.prompt_logprobs is not None and table.num_tokens[row] == table.num_prompt_tokens[row]:
+        if request.is_whole:
+            return None  # the hidden states of its first tokens are not copied
+        params = request.sampling
+        has_output = table.num_tokens[row] > table.num_prompt_tokens[row]
+        if params is not None and params.prompt_logprobs is not None and not has_output:
             return None  # prompt logprobs of a step in flight would be lost; computed again, they are reported
+        if request.searches:
+            return (
+                None  # beams share blocks, and copies on the host would not; its last block may be still to be copied
+            )
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
         count = ceil_div(kept, self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):

@@ -17,8 +17,12 @@ from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.admission import Admission
+from core.scheduling.beam_searches import BeamSearches
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
+from core.scheduling.ends import Ends
+from core.scheduling.group_rows import GroupRows
+from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
 from core.scheduling.policies import build_policy
@@ -30,11 +34,6 @@ from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
-
-#: Most requests that one step fails because their deadlines have passed: it costs 10 microseconds each.
-MAX_OVERDUE = 512
-#: Error text for a failed row without a text of its own.
-_NOT_FINITE = "the logits of this request are not finite (NaN or infinity), or its parameters forbid every token"
 
 
 class Scheduler:
@@ -65,6 +64,12 @@ class Scheduler:
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self._requests = RequestIndex()
         self._parties = Parties(self.policy, config.client_weights)
+        self._leads = Leads(self.table, self.batch.forks, self.waiting)
+        served = self.batch, self.waiting, self.policy, self.preemption
+        self._ends = Ends(*served, self.outputs, self.stats, self._requests, self._parties, self._leads)
+        told = self.outputs, self.stats, eos_token_ids
+        self.beams = BeamSearches(self.batch, self.waiting, self.preemption, self._ends, *told)
+        self._group_rows: GroupRows | None = None  # from the first beam search on
         self._step = 0
         self.decision: Decision | None = None  # of the last step
 
@@ -81,14 +86,25 @@ class Scheduler:
             text = f"request number {number} is still running in this session; numbers are never reused"
             self.outputs.add_failed(client, number, ErrorCode.ALREADY_EXISTS, text)
             return
-        if reason := self.admission.never_fits(choices[0]):
+        is_search = choices[0].searches
+        reason = self.admission.never_fits(choices[0])
+        if is_search:
+            reason = reason or self.beams.never_fits(choices, self.max_num_seqs)
+        if reason:
             self.outputs.add_failed(client, number, ErrorCode.INVALID_ARGUMENT, reason)
             return
+        over = []
         for request in choices:
             finish, stop_token = self.batch.stop_check.finish_of_delivered(request)
             if finish:  # the message came with all of its tokens
                 self.outputs.add_finish(request, request.num_output_tokens, finish, stop_token)
-                continue
+                over.append(request)
+        live = [request for request in choices if request not in over] if over else choices
+        if len(live) > 1:
+            self._leads.enter(live)
+        if is_search:
+            self._enter_search(live)
+        for request in live:
             request.arrival_ns = now_ns
             if request.tenant:
                 self._parties.enter(request)
@@ -98,19 +114,27 @@ class Scheduler:
             self.batch.prefix_cache.prepare(request)
             self.waiting.push(request)
 
+    def _enter_search(self, requests: list[Request]) -> None:
+        if self._group_rows is None:
+            self._group_rows = GroupRows(self.batch, self.max_num_seqs)
+            self.admission.add_limit(self._group_rows)
+        self.beams.enter(requests)
+
     def finish_requests(self, client: int, numbers: list[int], choices: list[int] | None = None) -> None:
         """Abort these requests of a client; with choices, only choices[i] of numbers[i]. Ignore unknown ones."""
         for index, number in enumerate(numbers):
             for request in self._requests.get(client, number):
                 if choices is None or request.choice in choices[index : index + 1]:
-                    num_output_tokens = self._num_output_tokens(request)
-                    self._take_out(request)
-                    self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
+                    # What its client was told; a beam search tells its tokens at its end.
+                    num_output_tokens = 0 if request.searches else self.table.num_output_tokens(request)
+                    self._ends.take_out(request)
+                    if request.choice < request.params.n:  # else a beam beyond the answers
+                        self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
         """End all requests of a client that is gone, and report nothing."""
         for request in self._requests.of_client(client):
-            self._take_out(request)
+            self._ends.take_out(request)
         self.waiting.release(client)
         self.policy.forget(client)
 
@@ -159,9 +183,8 @@ class Scheduler:
     @property
     def pause_mode(self) -> PauseMode | None:
         """Return the mode of the current pause; None: there is no pause."""
-        if not self.waiting.is_shut:
-            return None
-        return PauseMode.NEW if self._token_budget else PauseMode.ALL
+        mode = PauseMode.NEW if self._token_budget else PauseMode.ALL
+        return mode if self.waiting.is_shut else None
 
     @property
     def running(self) -> Ints:
@@ -203,9 +226,14 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> SchedulerOutput:
         """Return the next plan, empty when nothing can run, and advance num_computed_tokens before it runs."""
-        self._fail_overdue(now_ns)
+        self._ends.fail_overdue(now_ns)
+        self._leads.release_followers()
         draft = Draft(self._step, now_ns, self._token_budget)
+        if self.beams:
+            self.beams.mend(draft)
         self._fill(draft)
+        if self.batch.forks.kept:
+            self.batch.forks.drop()
         self.speculation.fill(draft)
         return self._commit(draft)
 
@@ -233,6 +261,8 @@ class Scheduler:
         self.pool.lift_fences(step)
         live = table.tenancy[rows] == tenancies  # the others were aborted or preempted after the plan
         tokens = output.token_ids
+        if output.pooled is not None:
+            self._ends.finish_pooled(rows, live, output, output.pooled)
         if output.counts is not None:
             self.speculation.end(plan, rows, live, output.counts)
             rows, tokens, counts, finish, by_stop_token = self._take_runs(rows, tenancies, output, output.counts)
@@ -240,23 +270,26 @@ class Scheduler:
         else:
             if output.logprobs is not None:
                 reported = output.logprobs.where((live & (tokens != FAILED_TOKEN))[output.logprobs.rows])
-                self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+                self.outputs.add_logprobs(*table.address(rows[reported.rows]), reported)
             sampled = live & (tokens >= 0)
             if np.count_nonzero(sampled) < len(rows):
-                self._fail_rows(rows, live & (tokens == FAILED_TOKEN), output)
+                self._ends.fail_rows(rows, live & (tokens == FAILED_TOKEN), output)
                 sampled &= table.tenancy[rows] == tenancies  # a failure also removes the other choices of its request
                 rows, tokens = rows[sampled], tokens[sampled]
             lengths = table.append_tokens(rows, tokens)
             finish, by_stop_token = self.batch.stop_check(rows, tokens, lengths)
             firsts = lengths - 1
         positions = firsts - table.num_prompt_tokens[rows]
-        self.outputs.add_tokens(*self._address(rows), positions, tokens, finish, by_stop_token, counts)
+        self.outputs.add_tokens(*table.address(rows), positions, tokens, finish, by_stop_token, counts)
         self.stats.num_generation_tokens += len(tokens)
         if np.count_nonzero(finish):
-            self._end(rows[finish > 0])
+            self.speculation.report(rows[finish > 0], self.outputs)
+            self._ends.finish(rows[finish > 0])
         if output.draft_counts is not None:
             drafts = output.draft_counts, output.draft_token_ids
             self.update_draft_token_ids(plan.rows.astype(np.int64), tenancies, *drafts)
+        if output.candidates is not None:
+            self.beams.update(plan, tenancies, output.candidates)
         return self.outputs.drain(step)
 
     def update_draft_token_ids(self, rows: Rows, tenancies: Ints, counts: AnyInts, token_ids: TokenIds) -> None:
@@ -278,7 +311,7 @@ class Scheduler:
         assert int(counts.sum()) == len(tokens), f"{len(tokens)} tokens for counts {counts}"
         is_failed = np.zeros(len(rows), np.bool_)
         is_failed[np.arange(len(rows)).repeat(counts)[tokens == FAILED_TOKEN]] = True
-        self._fail_rows(rows, is_failed & (table.tenancy[rows] == tenancies), output)
+        self._ends.fail_rows(rows, is_failed & (table.tenancy[rows] == tenancies), output)
         live = table.tenancy[rows] == tenancies
         sampled = live & (counts > 0)
         taken, kept = rows[sampled], counts[sampled].astype(np.int64)
@@ -289,13 +322,9 @@ class Scheduler:
             owners = output.logprobs.rows
             is_known = output.logprobs.positions < table.num_tokens[rows[owners]]
             reported = output.logprobs.where(live[owners] & is_known)
-            self.outputs.add_logprobs(*self._address(rows[reported.rows]), reported)
+            self.outputs.add_logprobs(*table.address(rows[reported.rows]), reported)
         self.batch.prefix_cache.name_full_blocks(taken, table.num_computed_tokens[taken])  # accepted drafts filled some
         return taken, tokens, kept, finish, by_stop_token
-
-    def _address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
-        """Return (client, number, choice) of each row."""
-        return self.table.client[rows], self.table.number[rows], self.table.choice[rows]
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
         table = self.table
@@ -313,6 +342,8 @@ class Scheduler:
         if not len(rows):
             return finish_plan(draft, rows, counts, Carried())  # not run: the next plan that runs carries the rest
         self._step += 1
+        if self.batch.carried.renewed_rows:
+            draft.renew(self.table, self.batch.carried)
         ends = table.num_computed_tokens[rows] + counts
         table.num_computed_tokens[rows] = ends
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
@@ -330,66 +361,12 @@ class Scheduler:
         """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
         rows = self.batch.launch(draft.starts)
         draft.add_rows(rows)
+        self._leads.start(draft.starts)
         self.outputs.add_starts(draft.starts, draft.now_ns)
         self.stats.count_starts(draft.starts)
         for start in draft.starts:
             start.request.has_started = True
         return rows
-
-    # --- ends ----------------------------------------------------------------------------------------------------
-
-    def _fail_rows(self, rows: Rows, failed: Bools, output: ModelRunnerOutput) -> None:
-        """Fail the requests of the rows in the mask, each with its text; no request finds their blocks again."""
-        failing, texts = np.flatnonzero(failed).tolist(), dict(output.failures)
-        for index in failing:
-            self.pool.forget_names(self.table.block_ids(int(rows[index])))
-        for index in failing:
-            request = self.table.request[int(rows[index])]
-            if request is not None:  # None: another choice of its request failed first
-                code = ErrorCode.INTERNAL if index in texts else ErrorCode.NUMERIC
-                self._fail(request, code, texts.get(index, _NOT_FINITE))
-
-    def _fail_overdue(self, now_ns: int) -> None:
-        for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
-            if not request.is_finished:  # it may have failed with another choice
-                self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
-
-    def _fail(self, request: Request, code: ErrorCode, text: str) -> None:
-        """Fail the request and all its choices, and report it to the client."""
-        for choice in self._requests.get(request.client, request.number):
-            self._take_out(choice)
-        self.outputs.add_failed(request.client, request.number, code, text)
-
-    def _take_out(self, request: Request) -> None:
-        """Remove the request from the scheduler, whether it runs or waits."""
-        if request.row == NO_ROW:
-            self.waiting.discard(request)
-            self.preemption.end(request)
-        else:
-            self.preemption.undo_recompute_count(request.row)
-            self.batch.release(np.array([request.row]))
-        self._forget([request])
-
-    def _end(self, rows: Rows) -> None:
-        """End the requests of these rows, which have all their tokens."""
-        self.speculation.report(rows, self.outputs)
-        self._forget(self.batch.release(rows))
-        self.stats.num_finished += len(rows)
-
-    def _forget(self, requests: list[Request]) -> None:
-        end, is_held = self.policy.end, self.waiting.is_held
-        for request in requests:
-            request.is_finished = True
-            if not is_held(request.client):
-                end(request)
-            if request.tenant:
-                self._parties.leave(request)
-        self._requests.remove(requests)
-
-    def _num_output_tokens(self, request: Request) -> int:
-        if request.row == NO_ROW:
-            return request.num_output_tokens
-        return int(self.table.num_tokens[request.row]) - request.num_prompt_tokens
 
     def check_integrity(self) -> None:
         """Check all invariants. Errors: AssertionError with the numbers."""

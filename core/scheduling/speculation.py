@@ -12,7 +12,7 @@ from core.batch.table import FREE_ROW
 from core.execution.plan import SchedulerOutput
 from core.proposers.build import build_proposer
 from core.proposers.offered import OfferedDrafts
-from core.proposers.proposer import NUM_KINDS, Proposals, Proposer
+from core.proposers.proposer import NUM_KINDS, OFFERED, Proposals, Proposer
 from core.scheduling.draft import Draft, DraftTokens
 from core.scheduling.draft_rule import DraftRule
 from core.scheduling.outputs import OutputCollector
@@ -28,6 +28,8 @@ from ipc.speculation import MAX_DRAFTS
 _ROW_MEMORY = 32
 #: The same of a kind of drafts, over all rows.
 _KIND_MEMORY = 1024
+#: Drafts of each kind that count as right, of three, before any is tried.
+_FIRST_RIGHT = np.where(np.arange(NUM_KINDS) == OFFERED, 2, 1)
 #: A row's own record weighs as much as its kind's when it has tried so many drafts.
 _PRIOR_WEIGHT = 4
 
@@ -56,25 +58,26 @@ class Speculation(Columns):
         self._batch, self._waiting, self._policy, self._stats = batch, waiting, policy, stats
         self._watermark = num_watermark_blocks
         self._most = MAX_DRAFTS if settings is None else settings.num_speculative_tokens
-        self._rule = DraftRule(() if settings is None else settings.step_ns)
+        self._rule = DraftRule() if settings is None else DraftRule(settings.step_ns, settings.draft_ns)
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
         self._kinds_right = np.zeros(NUM_KINDS, np.int64)
         self.offered = OfferedDrafts(batch.table, self._most)
         self.proposers: list[Proposer] = []
-        if settings is not None:
-            self.proposers.append(build_proposer(config, settings, batch.table))
+        if settings is not None and (proposer := build_proposer(config, settings, batch.table)) is not None:
+            self.proposers.append(proposer)
 
     def fill(self, draft: Draft) -> None:
         """Add drafts to a step that has all its known tokens, out of its budget."""
         if not (self.proposers or self.offered.is_used) or not draft.budget or not len(draft.rows):
             return
         num_tokens = int(draft.counts.sum()) + sum(start.num_tokens for start in draft.starts)
-        if not self._rule.may_pay(num_tokens, float(self._kind_chances().max())):
+        first_kind = OFFERED if self.offered.is_used else OFFERED + 1
+        if not self._rule.may_pay(num_tokens, float(self._kind_chances()[first_kind:].max())):
             return
         rows, ends = self._eligible(draft)
         if not len(rows):
             return
-        room = np.minimum(self._batch.table.max_computed_tokens[rows] - ends, self._most)
+        room = np.minimum(self._batch.table.max_total_tokens[rows] - 1 - ends, self._most)
         found = self._propose(rows, room)
         chosen = self._rule.choose(num_tokens, self._chances(rows, found.kinds), found.counts, draft.budget)
         chosen = self._give_blocks(draft, rows, ends, chosen)
@@ -114,7 +117,9 @@ class Speculation(Columns):
         self._remember(rows, np.minimum(right + 1, counts), right)
 
     def report(self, rows: Rows, outputs: OutputCollector) -> None:
-        """Report what became of the drafts of rows that end."""
+        """Report what became of the drafts of rows that end; their tokens are known to the sources of drafts now."""
+        for source in self.proposers:
+            source.end(rows)
         if not self._stats.num_drafts:
             return
         table = self._batch.table
@@ -175,8 +180,11 @@ class Speculation(Columns):
     # --- what drafts are worth -----------------------------------------------------------------------------------
 
     def _kind_chances(self) -> Doubles:
-        """Return how often a draft of each kind is right, float64 [NUM_KINDS]; a new kind begins at a third."""
-        chances: Doubles = (self._kinds_right + 1) / (self._kinds_tried + 3)
+        """Return how often a draft of each kind is right, float64 [NUM_KINDS].
+
+        A new kind begins at a third; offered drafts, which an executor took trouble to find, at two thirds.
+        """
+        chances: Doubles = (self._kinds_right + _FIRST_RIGHT) / (self._kinds_tried + 3)
         return chances
 
     def _chances(self, rows: Rows, kinds: Ints) -> Doubles:

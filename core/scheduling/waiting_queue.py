@@ -1,6 +1,7 @@
 """WaitingQueue: requests that have no row, in the order of the scheduling policy.
 
-Requests of a client on hold wait apart. So do requests that have not started, while the queue is shut.
+Requests of a client on hold wait apart. So do choices whose prompt another choice computes, and, while the queue is
+shut, requests that have not started.
 """
 
 from core.batch.request import Request
@@ -8,7 +9,8 @@ from core.scheduling.waiting_lines import FairLine, Line
 
 
 class WaitingQueue:
-    """Waiting requests: those that may start, those of clients on hold, and those set aside by shut().
+    """Waiting requests: those that may start, those of clients on hold, those that follow another choice, and those set
+    aside by shut().
 
     num_tokens: tokens of all of them.
     """
@@ -17,12 +19,13 @@ class WaitingQueue:
         self._line = line
         self._held: dict[int, dict[tuple[int, int], Request]] = {}  # by client; (number, choice), in order of arrival
         self._num_held = 0
+        self._followers: dict[tuple[int, int, int], Request] = {}  # by client, number, choice
         self._unbegun: dict[tuple[int, int, int], Request] | None = None  # by client, number, choice; None = not shut
         self.num_tokens = 0
 
     def __len__(self) -> int:
         """Return the number of all waiting requests."""
-        return len(self._line) + self._num_held + self.num_unbegun
+        return len(self._line) + self._num_held + len(self._followers) + self.num_unbegun
 
     @property
     def num_ready(self) -> int:
@@ -61,10 +64,12 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Add a request, which has no row, to the part of the queue where it belongs."""
-        self.num_tokens += request.num_tokens
+        self.num_tokens += len(request.token_ids)
         lane = self._held.get(request.client)
         if lane is None:
-            if self._unbegun is not None and not request.has_started:
+            if request.follows:
+                self._followers[_key(request)] = request
+            elif self._unbegun is not None and not request.has_started:
                 self._unbegun[_key(request)] = request
             else:
                 self._line.push(request)
@@ -74,14 +79,25 @@ class WaitingQueue:
 
     def discard(self, request: Request) -> None:
         """Remove a waiting request, wherever it waits."""
-        self.num_tokens -= request.num_tokens
+        self.num_tokens -= len(request.token_ids)
         lane = self._held.get(request.client)
         if lane is None:
-            if self._unbegun is None or self._unbegun.pop(_key(request), None) is None:
+            if request.follows:
+                del self._followers[_key(request)]
+            elif self._unbegun is None or self._unbegun.pop(_key(request), None) is None:
                 self._line.discard(request)
         else:
             del lane[request.number, request.choice]
             self._num_held -= 1
+
+    def follow(self, request: Request, follows: bool) -> None:
+        """Let a waiting request wait for another choice of its message, or end that."""
+        if self.is_held(request.client):
+            request.follows = follows  # it keeps its place in the lane
+            return
+        self.discard(request)
+        request.follows = follows
+        self.push(request)
 
     def peek(self) -> Request | None:
         """Return the first request that may start; None where there is none."""
@@ -127,6 +143,10 @@ class WaitingQueue:
     def unbegun(self) -> list[Request]:
         """Return all requests that wait for the queue to reopen, in the order in which they were set aside."""
         return list(self._unbegun.values()) if self._unbegun is not None else []
+
+    def followers(self) -> list[Request]:
+        """Return all requests that wait for another choice of their message, in the order of their arrival here."""
+        return list(self._followers.values())
 
     def held(self) -> list[Request]:
         """Return all requests of clients on hold."""

@@ -49,10 +49,13 @@ from ipc.messages import (
     Refused,
     RequestFailed,
     ServerMessage,
+    Submission,
     Welcome,
     decode_server_message,
     encode,
 )
+from ipc.pooling_messages import AddPooling
+from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import FollowKVEvents, KVEvents
 
@@ -104,7 +107,8 @@ class EngineClient(JournalReader, TypedCalls):
         except FutureTimeoutError:
             transport.close()
             raise EngineDeadError(
-                f"no engine answered within {hello_timeout:g} s; is one running at this address?"
+                f"no engine answered within {hello_timeout:g} s; is one running at this address? One that asks for "
+                "keys answers only the clients that it allows"
             ) from None
         except BaseException:
             transport.close()
@@ -115,7 +119,7 @@ class EngineClient(JournalReader, TypedCalls):
     def submit(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         seed: int | Callable[[int], int],
         priority: int = 0,
@@ -124,7 +128,8 @@ class EngineClient(JournalReader, TypedCalls):
         deadline_ms: int = 0,
         streaming: bool = False,
     ) -> int:
-        """Submit a request and return its number; it stays in the journal until discard().
+        """Submit a request and return its number; it stays in the journal until discard(). The kind of its params says
+        what it asks for: tokens, or vectors (then the seed does not matter).
 
         seed: uint64, or a function of the number that gives it. streaming: wake consumers for its tokens too, not only
         when it finishes. Errors: InvalidRequestError when the message is too long for the engine; RequestFailedError
@@ -135,8 +140,12 @@ class EngineClient(JournalReader, TypedCalls):
         with self._submitting:
             number = self._next_number
             assert number <= _MAX_NUMBER, number
-            key = seed if isinstance(seed, int) else seed(number)
-            request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant)
+            request: Submission
+            if isinstance(params, PoolingParams):
+                request = AddPooling(number, prompt, params, priority, deadline_ms, cache_salt, tenant)
+            else:
+                key = seed if isinstance(seed, int) else seed(number)
+                request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant)
             frame = encode(request)
             if len(frame) > self.welcome.limits.max_message_bytes:
                 raise InvalidRequestError(
@@ -172,6 +181,8 @@ class EngineClient(JournalReader, TypedCalls):
             return  # a thread that was not forked may hold the lock
         with self._changed:
             running = [number for number in numbers if self._journal.remove(number)]
+        if not running:
+            return
         with contextlib.suppress(EngineDeadError, HandshakeError):
             self.abort(running)
 

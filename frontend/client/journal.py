@@ -10,15 +10,17 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from frontend.client.news import News
+from frontend.client.news import NO_NEWS, News
+from frontend.client.number_index import NumberIndex
 from frontend.client.output_columns import OutputColumns, columns_of
 from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
+from frontend.client.received_vectors import vectors_of
 from frontend.client.request_events import RequestEvent, read_events
-from ipc.arrays import AnyInts, Bools, Doubles, Ints, UInt8s
+from ipc.arrays import AnyInts, Bools, Doubles, Floats, Ints, UInt8s
 from ipc.columns import Columns, column
 from ipc.errors import EngineCoreError, MalformedMessageError
-from ipc.messages import Abort, AddRequest, FinishReason, Outputs
+from ipc.messages import Abort, AddRequest, FinishReason, Outputs, Submission
 from ipc.paged_rows import PagedRows
 
 _PAGE_SIZE = 64  # tokens
@@ -57,19 +59,18 @@ class Journal(Columns):
         super().__init__(_FIRST_ROWS)
         self.num_live = 0
         self._tokens = PagedRows(_FIRST_ROWS, _PAGE_SIZE)
-        self._requests: list[AddRequest | None] = [None] * _FIRST_ROWS
+        self._requests: list[Submission | None] = [None] * _FIRST_ROWS
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._errors: dict[int, EngineCoreError] = {}  # by row
         self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
         self._events: dict[int, list[RequestEvent]] = {}  # by row of the first choice
         self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # rows of all choices, by first row, if n > 1
-        # [1 + i]: row of number _first_number + i, -1 = not live. Both ends stay -1: clipped look-ups land on them.
-        self._row_of = np.full(66, -1, np.int64)
-        self._first_number = 0
+        self._vectors: dict[int, Floats] = {}  # by row, of pooling requests
+        self._index = NumberIndex()
 
     # --- events: one request ------------------------------------------------------------------------------------
 
-    def add(self, request: AddRequest, *, streaming: bool, now: float) -> int:
+    def add(self, request: Submission, *, streaming: bool, now: float) -> int:
         """Add a request, whose number must be above all earlier numbers; return the row of its first choice.
 
         streaming: every new token is news; else only the end is. now: monotonic seconds.
@@ -78,9 +79,7 @@ class Journal(Columns):
             self._grow_rows()
         rows = [self._free.pop() for _ in range(request.params.n)]
         row = rows[0]
-        slot = self._slot_for(request.number)
-        assert self._row_of[slot] == -1, (request.number, int(self._row_of[slot]))
-        self._row_of[slot] = row
+        self._index.add(request.number, row)
         self._requests[row] = request
         self._num_choices[row] = len(rows)
         if len(rows) > 1:
@@ -90,7 +89,7 @@ class Journal(Columns):
         self._choice[rows] = range(len(rows))
         self._streaming[rows] = streaming
         self._arrival_time[rows] = now
-        if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+        if request.params.reports_logprobs:
             num_prompt_tokens = len(request.prompt_token_ids) // 4
             self._logprobs |= {each: ReceivedLogprobs(num_prompt_tokens) for each in rows}
         self.num_live += 1
@@ -121,20 +120,19 @@ class Journal(Columns):
         """Return whether the engine was asked to abort all unfinished choices of a request."""
         return all(self._aborted[row] or self._finish[row] for row in self._rows_of_request(number))
 
-    def resubmission(self, number: int, now: float) -> list[AddRequest | Abort]:
+    def resubmission(self, number: int, now: float) -> list[Submission | Abort]:
         """Return the messages that resume a request in a new session.
 
-        The AddRequest continues after the delivered tokens, with the remaining part of the deadline. An Abort follows
-        for choices that were aborted alone, as stop strings do.
+        The request continues after the delivered tokens, with the remaining part of the deadline. An Abort follows for
+        choices that were aborted alone, as stop strings do.
         """
         rows, request = self._rows_of_request(number), self.request(number)
         delivered = [self._tokens.read(row, 0, int(self._num_delivered[row])) for row in rows]
         left_ms = request.deadline_ms - int((now - self._arrival_time[rows[0]]) * 1000)
-        again = msgspec.structs.replace(
-            request,
-            delivered=[tokens.astype("<i4", copy=False).tobytes() for tokens in delivered],
-            deadline_ms=max(1, left_ms) if request.deadline_ms else 0,
-        )
+        again = msgspec.structs.replace(request, deadline_ms=max(1, left_ms) if request.deadline_ms else 0)
+        if isinstance(again, AddRequest):
+            tokens = [column.astype("<i4", copy=False).tobytes() for column in delivered]
+            again = msgspec.structs.replace(again, delivered=tokens)
         aborted = np.flatnonzero(self._aborted[rows])
         if not len(aborted):
             return [again]
@@ -145,13 +143,14 @@ class Journal(Columns):
         rows = self._rows_of_request(number)
         if not rows:
             return False
-        unfinished = not self._finish[rows].all()
-        self._row_of[number - self._first_number + 1] = -1
+        unfinished = not all(self._finish[row] for row in rows)
+        self._index.remove(number)
         self._requests[rows[0]] = None
-        self._siblings.clear(rows[0])
+        if len(rows) > 1:
+            self._siblings.clear(rows[0])
         for row in rows:
             self._clear(row)
-        self.clear_columns(rows)
+        self.clear_columns(rows if len(rows) > 1 else slice(rows[0], rows[0] + 1))
         self._free.extend(reversed(rows))
         self.num_live -= 1
         return unfinished
@@ -160,6 +159,7 @@ class Journal(Columns):
         self._tokens.clear(row)
         self._errors.pop(row, None)
         self._logprobs.pop(row, None)
+        self._vectors.pop(row, None)
         self._events.pop(row, None)
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
@@ -178,6 +178,7 @@ class Journal(Columns):
             finished_time=float(self._finished_time[row]),
             error=self._errors.get(row),
             logprobs=self._logprobs.get(row),
+            vectors=self._vectors.get(row),
             events=tuple(self._events.get(int(self._first[row]), ())),
             num_draft_tokens=int(self._num_draft_tokens[row]),
             num_accepted_tokens=int(self._num_accepted_tokens[row]),
@@ -185,8 +186,7 @@ class Journal(Columns):
 
     def row(self, number: int, choice: int = 0) -> int:
         """Return the row of one choice of a request; -1 when the request is not live."""
-        slot = number - self._first_number + 1
-        row = int(self._row_of[slot]) if 0 < slot < len(self._row_of) else -1
+        row = self._index.row(number)
         return row if row < 0 or choice == 0 else self._rows_of_request(number)[choice]
 
     def _rows_of_request(self, number: int) -> list[int]:
@@ -197,7 +197,7 @@ class Journal(Columns):
         rows: list[int] = self._siblings.read(row, 0, int(self._num_choices[row])).tolist()
         return rows
 
-    def request(self, number: int) -> AddRequest:
+    def request(self, number: int) -> Submission:
         """Return a live request as it was submitted."""
         request = self._requests[self.row(number)] if self.row(number) >= 0 else None
         assert request is not None, f"request {number} is not in the journal"
@@ -210,8 +210,7 @@ class Journal(Columns):
 
         Errors: MalformedMessageError for a choice that its request does not have.
         """
-        slots = numbers.astype(np.int64) - (self._first_number - 1)
-        rows: Ints = self._row_of.take(slots, mode="clip")
+        rows = self._index.rows(numbers)
         if choices is None:
             return rows
         others = np.flatnonzero((choices > 0) & (rows >= 0))
@@ -233,7 +232,9 @@ class Journal(Columns):
 
     def take_news(self) -> News:
         """Take and return all new tokens and ends of requests with news, except of those on hold."""
-        rows = np.flatnonzero(self._ready & ~self._held)
+        rows = (self._ready & ~self._held).nonzero()[0]
+        if not len(rows):
+            return NO_NEWS
         self._ready[rows] = False
         if np.count_nonzero(self._num_choices[rows] > 1):
             rows = np.array([each for row in rows.tolist() for each in self._rows_of_request(int(self._number[row]))])
@@ -362,6 +363,10 @@ class Journal(Columns):
                 received = self._logprobs.get(self.row(number, choice))
                 if received is not None:
                     received.add(position, logprobs)
+        if outputs.pooled is not None:
+            for number, vectors in vectors_of(outputs.pooled):
+                if (row := self.row(number)) >= 0:
+                    self._vectors[row] = vectors
         for index, token in outputs.stop_tokens:
             numbers = np.frombuffer(outputs.numbers, "<u4")
             choices = np.frombuffer(outputs.choices or bytes(2 * len(numbers)), "<u2")
@@ -380,18 +385,3 @@ class Journal(Columns):
         self._siblings.grow_rows(2 * size)
         self._requests.extend([None] * size)
         self._free.extend(range(2 * size - 1, size - 1, -1))
-
-    def _slot_for(self, number: int) -> int:
-        """Return the index of `number` in _row_of; drop leading removed numbers and enlarge the array if needed."""
-        slot = number - self._first_number + 1
-        assert slot > 0, (number, self._first_number)
-        if slot < len(self._row_of) - 1:
-            return slot
-        live = np.flatnonzero(self._row_of >= 0)
-        dropped = int(live[0]) - 1 if len(live) else slot - 1
-        kept = self._row_of[1 + dropped : -1]
-        slot -= dropped
-        self._row_of = np.full(max(len(self._row_of), 2 * (slot + 1)), -1, np.int64)
-        self._row_of[1 : 1 + len(kept)] = kept
-        self._first_number += dropped
-        return slot

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ipc.arrays import Int32s, Ints, UInt8s
+from ipc.arrays import NO_INT32S, NO_INTS, NO_UINT8S, Int32s, Ints, UInt8s
 
 
 class News(NamedTuple):
@@ -13,3 +13,6 @@ class News(NamedTuple):
     counts: Ints  # [R]: new tokens of each
     tokens: Int32s  # [sum(counts)], row after row
     finish: UInt8s  # [R] FinishReason; NONE for a choice that goes on
+
+
+NO_NEWS = News(NO_INTS, NO_INTS, NO_INTS, NO_INT32S, NO_UINT8S)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.client.request_events import RequestEvent
-from ipc.arrays import Int32s
+from ipc.arrays import Floats, Int32s
 from ipc.errors import EngineCoreError
 from ipc.messages import FinishReason
 
@@ -25,3 +25,4 @@ class Progress(NamedTuple):
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
     num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
     num_accepted_tokens: int = 0  # of these: became tokens
+    vectors: Floats | None = None  # [n, width] float32 of a pooling request that has its answer

@@ -5,9 +5,9 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from ipc.control_groups import control_groups
 from ipc.start_messages import EXIT_RESTART
 
-_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _VMSTAT = Path("/proc/vmstat")
 
 #: Exit codes of core/process/lease.py, core/process/loop.py and core/__main__.py.
@@ -67,7 +67,8 @@ def _cause(exit_code: int | None, was_ready: bool, was_hung: bool, num_oom_kills
 
 def count_oom_kills() -> int:
     """Return how many processes the kernel has killed for memory: in this control group, or on this machine."""
-    for path in (_MEMORY_EVENTS, _VMSTAT):
+    events = [folder / "memory.events" for folder, is_version_2 in control_groups("memory") if is_version_2]
+    for path in (*events, _VMSTAT):
         try:
             words = path.read_text().split()
         except OSError:

@@ -11,8 +11,9 @@ from frontend.engine.death import Cause, Death, classify, count_oom_kills
 from frontend.engine.last_words import say_last_words
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
+from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.engine.supervisor import State, Supervisor
-from frontend.engine.watchdog import DEFAULT_HANG_S, Watchdog
+from frontend.engine.watchdog import Watchdog
 from ipc.black_box import Suspect
 from ipc.errors import EngineCoreError
 

@@ -4,6 +4,7 @@ frontend/engine/supervised_engine.py tells it what happens, does what it says, a
 any clock that only grows.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
@@ -31,6 +32,7 @@ class Supervisor:
         self.state = State.STARTING
         self.text = ""  # of the last death, for people
         self.num_deaths = 0
+        self.restarts: Counter[Cause] = Counter()  # by the cause of the death before
         self.hunt = PoisonHunt()
         self._policy = RestartPolicy(rules)
         self._start_at = 0.0  # in WAITING
@@ -63,6 +65,7 @@ class Supervisor:
             self.state, self.text = State.ENDED, verdict.text
         else:
             self.state, self._start_at = State.WAITING, now + verdict.delay_s
+            self.restarts[death.cause] += 1
 
     def start_in_s(self, now: float) -> float:
         """Return the seconds until the next start is due, in WAITING."""

@@ -40,6 +40,19 @@ class AnswerFormat(Protocol):
         """Return the body of an answer that is not streamed."""
 
 
+class EchoingFormat:
+    """The base of an AnswerFormat whose streams may show the prompts with their log probabilities.
+
+    echoes: whether this reply's stream does.
+    """
+
+    echoes = False
+
+    def prompt_piece(self, index: int, prompt: "PromptSide") -> bytes:
+        """Return the event of the prompt of choice `index`, before its first piece()."""
+        return b""
+
+
 class PromptSide(msgspec.Struct):
     """A prompt as an answer may show it."""
 

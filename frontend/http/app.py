@@ -1,18 +1,19 @@
-"""App: the ASGI application. It finds the route, judges the caller, reads the body and writes the answer.
+"""App: the application behind all connections. It finds the route, judges the caller, and answers what is complete.
 
-An answer of tokens is a Reply: the pump writes it, and the task of its request only waits for the peer to leave.
+An answer of tokens is a Reply, which the pump writes: nothing waits for it here.
 """
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from frontend.http.access import check_host, find_key, origin_headers
 from frontend.http.answer_format import json_bytes
 from frontend.http.errors import HttpError, http_error
+from frontend.http.intake import Intake
 from frontend.http.openapi import describe
 from frontend.http.reply import Reply
-from frontend.http.request import JSON, Receive, Request, Response, Send
+from frontend.http.request import JSON, Request, Response
 from frontend.http.routes import ROUTES, Access, Route
 from frontend.http.service import Service
 
@@ -32,35 +33,77 @@ class App:
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._intake = Intake(self._start)
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        request = Request(scope, receive, send)
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is being handled; replies are the pump's."""
+        return not self._tasks and not len(self._intake)
+
+    def judge(self, request: Request) -> None:
+        """Judge a request by its head: host, route, key, content type. Errors: HttpError."""
+        service = self._service
+        request.meter = service.meter
+        check_host(request, service.options)
+        request.answer_headers += origin_headers(request, service.options)
+        if request.method == "OPTIONS" and len(request.answer_headers) > 1:
+            request.row = _PREFLIGHT_ROUTE
+            return
+        row = request.row = self._route(request)
+        request.route, request.error_body = row.path, row.error_body
+        if row.access is Access.KEY:
+            request.key = find_key(request, service.keys)
+        if row.method == "POST":
+            _check_content_type(request)
+
+    def answer(self, request: Request) -> None:
+        """Answer a request that is complete, or was refused by judge()."""
+        if request.refusal is not None:
+            self._write(request, _failure(request, request.refusal))
+        elif request.row is not None and request.row.access is Access.OPEN:
+            self._start(request)
+        else:
+            self._intake.put(request)
+
+    def _start(self, request: Request) -> None:
+        task = self._loop.create_task(self._handle(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, request: Request) -> None:
+        if request.exchange.has_left:
+            return
+        assert request.row is not None, request.path
+        request.body = b"".join(request.parts)
+        request.parts.clear()
         try:
-            answer = await self._answer(request)
+            answer = await request.row.handler(self._service, request)
         except Exception as error:
             failure = http_error(error, max_model_len=self._service.max_model_len)
             if failure.status == 500:
                 _log.exception("request %s failed", request.id)
-            answer = Response(failure.body(), failure.status, headers=failure.headers)
-        if isinstance(answer, Reply):
-            await _wait_for_end(answer, receive)
+            answer = _failure(request, failure)
+        if not isinstance(answer, Reply):
+            self._write(request, answer)
+            return
+        reply = answer
+        reply.on_closed = lambda: self._service.note(request, reply)
+        if reply.is_ended:
+            reply.on_closed()
+        elif request.exchange.has_left:
+            reply.leave()
         else:
-            await _write(request, answer)
+            request.exchange.on_left = reply.leave
 
-    async def _answer(self, request: Request) -> Response | Reply:
-        service = self._service
-        check_host(request, service.options)
-        request.answer_headers += origin_headers(request, service.options)
-        if request.method == "OPTIONS" and len(request.answer_headers) > 1:
-            return Response(b"", 204, headers=_PREFLIGHT)
-        route = self._route(request)
-        if route.access is Access.KEY:
-            request.key = find_key(request, service.keys)
-        if route.method == "POST":
-            _check_content_type(request)
-        request.body = await _read_body(request)
-        return await route.handler(self._service, request)
+    def _write(self, request: Request, answer: Response) -> None:
+        if (b"connection", b"close") in answer.headers:
+            request.exchange.keep_alive = False
+        fields = [field for field in answer.headers if field[0] != b"connection"]
+        fields = [(b"content-type", answer.content_type), *request.answer_headers, *fields]
+        request.exchange.write_whole(answer.status, fields, answer.body)
+        self._service.note(request, answer)
 
     def _route(self, request: Request) -> Route:
         """Return the request's route. Errors: HttpError 404, 405."""
@@ -91,31 +134,13 @@ def _check_content_type(request: Request) -> None:
         raise HttpError(415, f"the content type must be application/json; got {given.decode('latin-1')!r:.80}")
 
 
-async def _read_body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise HttpError(408, "the peer left before its request was complete")
-        parts.append(message["body"])
-        if not message["more_body"]:
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+async def _answer_preflight(service: Service, request: Request) -> Response:
+    """Let a page of an allowed origin ask."""
+    return Response(b"", 204, headers=_PREFLIGHT)
 
 
-async def _wait_for_end(reply: Reply, receive: Receive) -> None:
-    """Wait until the reply is written, or its peer has left."""
-    while not reply.is_ended:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            reply.end("disconnected")
+_PREFLIGHT_ROUTE = Route("OPTIONS", "*", _answer_preflight, Access.OPEN)
 
 
-async def _write(request: Request, answer: Response) -> None:
-    headers = [
-        (b"content-type", answer.content_type),
-        (b"content-length", b"%d" % len(answer.body)),
-        *request.answer_headers,
-        *answer.headers,
-    ]
-    await request.send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await request.send({"type": "http.response.body", "body": answer.body})
+def _failure(request: Request, error: HttpError) -> Response:
+    return Response(request.error_body(error), error.status, headers=error.headers)

@@ -3,6 +3,7 @@
 A field that is in no type is ignored and counted: clients send new ones every month.
 """
 
+import functools
 from typing import Any
 
 import msgspec
@@ -159,10 +160,15 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+@functools.cache
+def _refused_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name in _REFUSED)
+
+
 def refuse_fields(body: msgspec.Struct) -> None:
     """Check that the fields this server knows and does not support have no effect. Errors: HttpError 400."""
-    for name in body.__struct_fields__:
-        if name in _REFUSED and (value := getattr(body, name)) is not None:
+    for name in _refused_names(type(body)):
+        if (value := getattr(body, name)) is not None:
             neutral, instead = _REFUSED[name]
             if not any(type(value) is type(one) and value == one for one in neutral):
                 raise HttpError(400, f"{name} is not supported: {instead}", param=name)

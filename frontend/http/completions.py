@@ -1,25 +1,26 @@
 """/v1/completions: the handler, and the form of its answers."""
 
-import secrets
-import time
 from collections.abc import Sequence
 
 import msgspec
 
-from frontend.http.answer_format import EVENT_STREAM, PromptSide, error_event, event, json_bytes
+from frontend.http.answer_format import EchoingFormat, PromptSide, event, json_bytes
 from frontend.http.bodies import CompletionBody
 from frontend.http.errors import HttpError
-from frontend.http.logprobs import Position, completion_logprobs, prompt_logprobs
+from frontend.http.logprobs import CompletionLogprobs, Position, completion_logprobs, prompt_logprobs
+from frontend.http.openai_answer import OpenAIAnswer
 from frontend.http.reply import Reply
 from frontend.http.request import Request
 from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
+from frontend.http.text_frames import TextFrames
 from frontend.http.usage import Usage
 from frontend.results.outputs import CompletionOutput
 from frontend.session import PreparedRequest
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
 
+_PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
 _decoder = msgspec.json.Decoder(CompletionBody)
 _MAX_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 2048
@@ -36,8 +37,8 @@ async def create_completion(service: Service, request: Request) -> Reply:
         body.max_tokens = 1  # the engine makes at least one token; it is not shown
     params = read_sampling(body, service.default_sampling, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
-        if body.stream:
-            raise HttpError(400, "echo with logprobs cannot be streamed: leave out stream", param="echo")
+        if body.stream and params.n > 1:
+            raise HttpError(400, "n choices with echo and logprobs cannot be streamed: leave out stream", param="echo")
         params.prompt_logprobs = body.logprobs
 
     def prepare() -> list[PreparedRequest]:
@@ -52,11 +53,8 @@ async def create_completion(service: Service, request: Request) -> Reply:
     return service.submit(request, prepared, answer)
 
 
-class CompletionFormat:
+class CompletionFormat(OpenAIAnswer, EchoingFormat):
     """Answers of /v1/completions."""
-
-    stream_type = EVENT_STREAM
-    keep_alive = b": keep-alive\n\n"
 
     def __init__(
         self,
@@ -67,54 +65,51 @@ class CompletionFormat:
         *,
         drops_output: bool,
     ) -> None:
-        self._tokenizer = service.engine.tokenizer
+        super().__init__(service, body, prefix="cmpl", kind="text_completion", name=name)
         self._body = body
+        self._params = prepared[0].params
         self._n = prepared[0].params.n
         self._num_choices = len(prepared) * self._n
         self._prompts = [one.prompt for one in prepared]
         self._drops_output = drops_output
         self._offsets = [0] * self._num_choices  # characters of each choice so far, for text_offset
-        self._fields = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": name,
-            "system_fingerprint": service.fingerprint,
-        }
-        options = body.stream_options
-        self._shows_usage = bool(options and options.include_usage) or service.options.include_usage
-        self._counts_always = bool(options and options.include_usage and options.continuous_usage_stats)
         self._is_plain = body.logprobs is None and not self._counts_always and not body.return_token_ids
-        self._heads = [b""] * self._num_choices
-        if body.stream and self._is_plain:
-            begin = b"data: " + json_bytes(self._fields)[:-1]
-            self._heads = [b'%b,"choices":[{"index":%d,"text":' % (begin, i) for i in range(self._num_choices)]
+        self.echoes = bool(body.stream and body.echo) and body.logprobs is not None
+        is_plain = body.stream and self._is_plain and not drops_output
+        self._plain_heads = self._heads(self._num_choices, b'"text":') if is_plain else []
 
     def opening(self) -> bytes:
-        """Return the prompts, where they are to be echoed."""
-        if not self._body.echo:
+        """Return the prompts, where they are to be echoed without log probabilities."""
+        if not self._body.echo or self.echoes:
             return b""
         texts = [self._prompt_text(index // self._n) for index in range(self._num_choices)]
         return b"".join(self._event({"index": index, "text": text}) for index, text in enumerate(texts))
 
+    def prompt_piece(self, index: int, prompt: PromptSide) -> bytes:
+        """Return a prompt and its log probabilities."""
+        logprobs = None
+        if prompt.logprobs is not None:
+            logprobs = self._logprobs(index, list(zip(prompt.token_ids, prompt.logprobs, strict=True)))
+        choice = {"index": index, "text": self._prompt_text(index // self._n), "logprobs": logprobs}
+        return event({**self._fields, "choices": [{**choice, "finish_reason": None}]})
+
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the event of a choice's new text."""
+        if self._drops_output:
+            if output.finish_reason is None:
+                return b""
+            usage.completion_tokens = 0
+            _drop(output)
+            return self._chunk(self._choice(index, output), usage)
         if output.finish_reason is None and self._is_plain:
             if not output.text:
                 return b""
-            return b'%b%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._heads[index], json_bytes(output.text))
-        choice = self._choice(index, output)
-        more = {"usage": usage.openai()} if self._counts_always else {}
-        return event({**self._fields, "choices": [choice], **more})
+            return self._plain_heads[index] + json_bytes(output.text) + _PLAIN_TAIL
+        return self._chunk(self._choice(index, output), usage)
 
-    def closing(self, usage: Usage) -> bytes:
-        """Return the usage, where it was asked for, and the end of the stream."""
-        counts = event({**self._fields, "choices": [], "usage": usage.openai()}) if self._shows_usage else b""
-        return counts + b"data: [DONE]\n\n"
-
-    def failure(self, error: HttpError) -> bytes:
-        """Return the error and the end of the stream."""
-        return error_event(error)
+    def text_frames(self) -> TextFrames | None:
+        """Return the frames of plain events."""
+        return self._frames(self._plain_heads, _PLAIN_TAIL, self._params)
 
     def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
@@ -125,8 +120,7 @@ class CompletionFormat:
 
     def _whole_choice(self, index: int, output: CompletionOutput, prompt: PromptSide) -> dict[str, object]:
         if self._drops_output:
-            output.text, output.token_ids, output.finish_reason = "", [], "length"
-            output.logprobs = None if output.logprobs is None else []
+            _drop(output)
         text, before = output.text, list[Position]()
         if self._body.echo:
             text = self._prompt_text(index // self._n) + text
@@ -143,10 +137,7 @@ class CompletionFormat:
     def _choice(self, index: int, output: CompletionOutput, before: Sequence[Position] = ()) -> dict[str, object]:
         logprobs = None
         if output.logprobs is not None:
-            rows = [*before, *zip(output.token_ids, output.logprobs, strict=True)]
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            logprobs = completion_logprobs(rows, self._tokenizer, self._offsets[index], as_ids=as_ids)
-            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+            logprobs = self._logprobs(index, [*before, *zip(output.token_ids, output.logprobs, strict=True)])
         choice: dict[str, object] = {
             "index": index,
             "text": output.text,
@@ -158,12 +149,24 @@ class CompletionFormat:
             choice["token_ids"] = output.token_ids
         return choice
 
+    def _logprobs(self, index: int, positions: Sequence[Position]) -> CompletionLogprobs:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        logprobs = completion_logprobs(positions, self._tokenizer, self._offsets[index], as_ids=as_ids)
+        self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
     def _event(self, choice: dict[str, object]) -> bytes:
         return event({**self._fields, "choices": [{**choice, "logprobs": None, "finish_reason": None}]})
 
     def _prompt_text(self, index: int) -> str:
         prompt = self._prompts[index]
         return prompt.text if prompt.text is not None else _decode(self._tokenizer, prompt.token_ids)
+
+
+def _drop(output: CompletionOutput) -> None:
+    """Leave out the token that the engine makes at least."""
+    output.text, output.token_ids, output.finish_reason = "", [], "length"
+    output.logprobs = None if output.logprobs is None else []
 
 
 def _decode(tokenizer: Tokenizer | None, ids: list[int]) -> str:

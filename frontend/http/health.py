@@ -18,7 +18,9 @@ async def get_ready(service: Service, request: Request) -> Response:
 
 
 async def get_health(service: Service, request: Request) -> Response:
-    """Answer while the engine lives."""
+    """Answer while the engine lives and shows it, or is being started again."""
     if service.engine.client.error is not None:
         raise HttpError(503, "the engine is not running")
+    if text := service.describe_hang():
+        raise HttpError(503, f"the engine hangs: {text}")
     return Response(b"", content_type=b"text/plain")

@@ -98,12 +98,12 @@ def read_keys(path: str) -> list[Key]:
 
 
 def _read_line(words: list[str], place: str) -> Key:
-    if len(words) < 2 or len(words[0]) > 64 or len(words[1]) != 64:
-        raise ConfigError(f"{place}: expected NAME SHA256 [LIMIT=VALUE ...], a name of at most 64 characters")
+    if len(words) < 2 or len(words[0].encode()) > 64 or len(words[1]) != 64:
+        raise ConfigError(f"{place}: expected NAME SHA256 [LIMIT=VALUE ...], a name of at most 64 bytes")
     try:
         digest = bytes.fromhex(words[1])
     except ValueError:
-        raise ConfigError(f"{place}: the digest is not hex") from None
+        raise ConfigError(f"{place}: the SHA-256 of the key of {words[0]} must be 64 hex digits") from None
     limits: dict[str, object] = {}
     for word in words[2:]:
         name, _, value = word.partition("=")

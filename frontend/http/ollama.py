@@ -9,9 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
+from frontend.calls.delta import Delta, Kind
+from frontend.calls.parsed import ParsedAnswer, WholeCall
+from frontend.calls.scanner import Scanner
 from frontend.http.answer_format import PromptSide, json_bytes
 from frontend.http.bodies import ChatBody, CompletionBody, Json
-from frontend.http.chat import prepare_chat
+from frontend.http.chat_request import PreparedChat, prepare_chat
 from frontend.http.errors import HttpError
 from frontend.http.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, sampling_fields
 from frontend.http.reply import Reply
@@ -44,7 +47,7 @@ async def chat(service: Service, request: Request) -> Reply:
         raise HttpError(400, "this model takes text only, and no images", param="messages")
     body = _chat_body(service, given, given.messages, given.tools)
     prepared = await prepare_chat(service, request, body)
-    return service.submit(request, prepared, OllamaFormat(name, is_chat=True))
+    return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=True))
 
 
 async def generate(service: Service, request: Request) -> Reply:
@@ -58,14 +61,16 @@ async def generate(service: Service, request: Request) -> Reply:
         body = _convert(CompletionBody, {**sampling_fields(given, service.max_model_len), "prompt": given.prompt})
         params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=None)
 
-        prepared = await service.run(
-            request, lambda: service.prepare(request, body, [given.prompt], params, add_special_tokens=True)
+        prepared = PreparedChat(
+            await service.run(
+                request, lambda: service.prepare(request, body, [given.prompt], params, add_special_tokens=True)
+            )
         )
     else:
         system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
         messages = [*system, {"role": "user", "content": given.prompt}]
         prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
-    return service.submit(request, prepared, OllamaFormat(name, is_chat=False))
+    return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=False))
 
 
 async def list_tags(service: Service, request: Request) -> Response:
@@ -109,8 +114,9 @@ class OllamaFormat:
     stream_type = b"application/x-ndjson"
     keep_alive = b""  # a line that all of its clients skip does not exist
 
-    def __init__(self, name: str, *, is_chat: bool) -> None:
+    def __init__(self, name: str, scanners: list[Scanner] | None, *, is_chat: bool) -> None:
         self._name = name
+        self._answer = ParsedAnswer(scanners[0] if scanners else None)
         self._is_chat = is_chat
         self._reason = "stop"
         self._began_ns = time.monotonic_ns()
@@ -121,14 +127,15 @@ class OllamaFormat:
         return b""
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
-        """Return a line for the new text."""
+        """Return a line for each new part of the answer."""
         self._first_ns = self._first_ns or time.monotonic_ns()
         self._reason = output.finish_reason or self._reason
-        return self._line(output.text, {"done": False}) if output.text else b""
+        parts = self._answer.feed(output.text, is_end=output.finish_reason is not None)
+        return b"".join(self._line(_fields([part]), {"done": False}) for part in parts)
 
     def closing(self, usage: Usage) -> bytes:
         """Return the last line, with the counts."""
-        return self._line("", self._end(usage))
+        return self._line(_fields([]), self._end(usage))
 
     def failure(self, error: HttpError) -> bytes:
         """Return the line of an error."""
@@ -137,10 +144,12 @@ class OllamaFormat:
     def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self._reason = choices[0].finish_reason or self._reason
-        return self._line(choices[0].text, self._end(usage))
+        return self._line(_fields(self._answer.feed(choices[0].text, is_end=True)), self._end(usage))
 
-    def _line(self, text: str, more: Json) -> bytes:
-        shown: Json = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"response": text}
+    def _line(self, fields: Json, more: Json) -> bytes:
+        shown: Json = {"message": {"role": "assistant", **fields}}
+        if not self._is_chat:
+            shown = {("response" if name == "content" else name): value for name, value in fields.items()}
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         return json_bytes({"model": self._name, "created_at": now, **shown, **more}) + b"\n"
 
@@ -158,6 +167,19 @@ class OllamaFormat:
             "eval_count": usage.completion_tokens,
             "eval_duration": now - first,
         }
+
+
+def _fields(parts: list[Delta | WholeCall]) -> Json:
+    """Return the fields of a message of these parts."""
+    texts = {Kind.CONTENT: "", Kind.REASONING: ""}
+    calls: list[Json] = []
+    for part in parts:
+        if isinstance(part, WholeCall):
+            calls.append({"function": {"name": part.name, "arguments": part.arguments}})
+        else:
+            texts[part.kind] += part.text
+    thinking = {"thinking": texts[Kind.REASONING]} if texts[Kind.REASONING] else {}
+    return {"content": texts[Kind.CONTENT], **thinking, **({"tool_calls": calls} if calls else {})}
 
 
 def _chat_body(service: Service, given: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from ipc.log_lines import LogFormat
+
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 
 
@@ -13,12 +15,21 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 20_000
     allow_request_templates: bool = False  # a chat template is a program
     include_usage: bool = False  # in every stream, also where it was not asked for
+    tool_call_parser: str | None = (
+        None  # how the model writes calls (frontend/calls/formats.py); None = by its template
+    )
+    reasoning_parser: str | None = None
     key_digests: tuple[str, ...] = ()  # SHA-256, hex, of keys without limits
     api_key_file: str | None = None
     checks_host: bool = True  # the server listens on this machine only, so that it knows its names
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers; "*" = all
+    access_log: bool = False  # a line for each request at its end
+    log_format: LogFormat = "text"
     drain_timeout: float = 60.0  # seconds for running answers when the server ends
+    hang_timeout: float = (
+        5.0  # seconds after which /health may call the engine hung (frontend/engine/signs.py); 0 = never
+    )
 
 
 #: What a worker is told, after its start, to let it take no more requests and end after the last answer.

@@ -1,18 +1,25 @@
-"""BoundedProtocol: uvicorn's HTTP/1.1 protocol with bounds on what a peer may send and how slowly.
+"""HttpProtocol: one HTTP/1.1 connection, with bounds on what a peer may send and how slowly.
 
-uvicorn takes a head of any size, waits for the rest of a request for ever, and takes a body of any size. Here, what is
-beyond a bound gets its error at once, before it is read, and the connection is closed. Time is judged by one sweep each
-second over all connections, so that a connection costs no timer.
+httptools parses. What is beyond a bound gets its error at once, before it is read, and the connection is closed. Time
+is judged by one sweep each second over all connections, so that a connection costs no timer. Requests of one connection
+are answered in their order; while a later one waits, nothing is read.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, Protocol
+from urllib.parse import unquote
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from frontend.http.errors import HttpError
+from frontend.http.exchange import Exchange
+from frontend.http.head import Heads
+from frontend.http.request import JSON, Request
 
 MAX_HEAD_BYTES = 65_536
 MAX_FIELDS = 100
@@ -21,6 +28,8 @@ _HEAD_S = 10.0  # from a head's first byte to its last
 IDLE_S = 75.0  # of a connection without a request: longer than clients keep one in their pools
 _BODY_GRACE_S = 10.0
 _MIN_BODY_RATE = 1024  # bytes/s, after the grace
+_LINGER_S = 2.0  # from the last byte of an answer to the end of a connection that takes no more requests
+_LAST_BYTES_S = 60.0  # for a peer to read that last byte
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -30,164 +39,282 @@ class Bounds(msgspec.Struct, frozen=True):
     max_connections: int
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """One connection; it is its requests' Connection too. `bounds` is set once for the process, before the first."""
+class Answerer(Protocol):
+    """What a connection asks of the application."""
 
-    bounds = Bounds(max_body_bytes=8 << 20, max_connections=20_000)
+    def judge(self, request: Request) -> None:
+        """Judge a request by its head. Errors: HttpError."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.on_writable: Callable[[], None] | None = None
-        self._head_bytes = 0  # of the head that is being read
-        self._answering: RequestResponseCycle | None = None  # self.cycle is the last of a pipeline
-        self._field_bytes = 0  # of target and fields in it
-        self._in_head = True
-        self._body_bytes = 0
-        self._error: HttpError | None = None  # of the refusal that closes the connection
+    def answer(self, request: Request) -> None:
+        """Answer a request that is complete, or was refused by judge()."""
+
+
+class _Phase(Enum):
+    IDLE = 0  # between requests
+    HEAD = 1
+    BODY = 2
+
+
+class HttpProtocol(asyncio.Protocol):
+    """See the module's docstring. connections: all that are open, which this one joins and leaves."""
+
+    def __init__(self, app: Answerer, bounds: Bounds, heads: Heads, connections: "dict[HttpProtocol, None]") -> None:
+        self.is_full = False
+        self.heads = heads
+        self._app, self._bounds, self._connections = app, bounds, connections
+        self._parser = httptools.HttpRequestParser(self)
+        self._requests: deque[Request] = deque()  # the first is being answered
+        self._reading: Request | None = None  # whose body is being read
+        self._phase = _Phase.IDLE
         self._began = time.monotonic()  # of the wait, the head or the body that is being read
+        self._url = b""
+        self._fields: dict[bytes, bytes] = {}
+        self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = 0
+        self._error: HttpError | None = None  # of the refusal that closes the connection
+        self._is_paused = False
+        self._ignores = False  # what comes is not for this server: a refusal was written, or a last request is complete
+        self.transport: asyncio.Transport
 
     # --- the peer sends -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection; refuse it above the bound."""
-        super().connection_made(transport)
-        if len(self.connections) > self.bounds.max_connections:
-            self._refuse(HttpError(503, f"the server has {self.bounds.max_connections} connections, its limit"))
+        self.transport = transport
+        self._connections[self] = None
+        if len(self._connections) > self._bounds.max_connections:
+            self._refuse(HttpError(503, f"the server has {self._bounds.max_connections} connections, its limit"))
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, up to the first bound that it breaks."""
-        if self._error is not None:
+        if self._ignores:
             return
-        if self._in_head:
-            if not self._head_bytes:
-                self._began = time.monotonic()
+        was_in_head = self._phase is _Phase.HEAD
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # the request is answered as if it had not asked; nothing follows it
+            self._end_after_this()
+        except httptools.HttpParserError:
+            if not self._ignores:
+                self._refuse(self._error or HttpError(400, "this is not a valid HTTP/1.1 request"))
+            return
+        if was_in_head and self._phase is _Phase.HEAD:
             self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(HttpError(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes"))
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(HttpError(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
-        """Begin a request; the scope has the connection for the reply."""
-        super().on_message_begin()
-        self.scope["extensions"] = {"engine_core.connection": self}  # type: ignore[dict-item]
-        self._in_head, self._field_bytes = True, 0
+        """Begin a head."""
+        self._phase, self._began = _Phase.HEAD, time.monotonic()
+        self._url, self._fields = b"", {}
+        self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Take a part of the target."""
-        self._count_head(len(url))
-        super().on_url(url)
+        self._url += url
+        if len(self._url) > MAX_HEAD_BYTES:
+            raise self._broken(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a field, up to MAX_FIELDS."""
-        self._count_head(len(name) + len(value))
-        if len(self.headers) >= MAX_FIELDS:
+        """Take a field, up to MAX_FIELDS; those behind a body are counted only."""
+        self._num_fields += 1
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise self._broken(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+        if self._num_fields > MAX_FIELDS:
             raise self._broken(431, f"the request has more than {MAX_FIELDS} header fields")
-        super().on_header(name, value)
+        if self._phase is _Phase.HEAD:
+            name = name.lower()
+            self._num_hosts += name == b"host"
+            self._fields[name] = value
 
     def on_headers_complete(self) -> None:
-        """Judge the declared length of the body; begin the request."""
-        self._in_head, self._head_bytes, self._body_bytes = False, 0, 0
-        self._began = time.monotonic()
-        lengths = [value for name, value in self.headers if name == b"content-length"]
-        if lengths and int(lengths[0]) > self.bounds.max_body_bytes:  # the parser has read it as a number
-            raise self._broken(413, f"the body has {int(lengths[0])} bytes; {self.bounds.max_body_bytes} are allowed")
-        if len(self.pipeline) >= MAX_PIPELINED:
+        """Judge the head; what is wrong is answered without the body."""
+        self._phase, self._began = _Phase.BODY, time.monotonic()
+        length = int(self._fields.get(b"content-length", b"0"))  # the parser has read it as a number
+        if length > self._bounds.max_body_bytes:
+            raise self._broken(413, f"the body has {length} bytes; {self._bounds.max_body_bytes} are allowed")
+        if len(self._requests) > MAX_PIPELINED:
             raise self._broken(400, f"more than {MAX_PIPELINED} requests wait on this connection")
-        super().on_headers_complete()
+        request = self._reading = self._read_head()
+        self._requests.append(request)
+        if len(self._requests) > 1 and not self._is_paused:
+            self._is_paused = True
+            self.transport.pause_reading()
+        try:
+            self._app.judge(request)
+        except HttpError as error:
+            request.refusal = error
+        if request is self._requests[0]:
+            self._begin(request)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a body, up to the bound."""
         self._body_bytes += len(body)
-        if self._body_bytes > self.bounds.max_body_bytes:
-            raise self._broken(413, f"the body is longer than {self.bounds.max_body_bytes} bytes")
-        super().on_body(body)
+        if self._body_bytes > self._bounds.max_body_bytes:
+            raise self._broken(413, f"the body is longer than {self._bounds.max_body_bytes} bytes")
+        assert self._reading is not None, self._phase
+        if self._reading.refusal is None:
+            self._reading.parts.append(body)
 
     def on_message_complete(self) -> None:
         """End a request; the next bytes are another head."""
-        self._in_head, self._began = True, time.monotonic()
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or breaks a bound, in the form of all errors; uvicorn's handler calls this."""
-        self._refuse(self._error or HttpError(400, "this is not a valid HTTP/1.1 request"))
+        request, self._reading = self._reading, None
+        assert request is not None, self._phase
+        self._phase, self._began = _Phase.IDLE, time.monotonic()
+        request.exchange.is_received = True
+        if not self._parser.should_keep_alive():
+            self._ignores = True
+        if request.refusal is None and self._requests and request is self._requests[0]:
+            self._app.answer(request)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that is being answered, which uvicorn does for the last of a pipeline only."""
-        super().connection_lost(exc)
-        self.pipeline.clear()
-        if self._answering is not None:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
-        self._wake()
+        """Tell whoever answers."""
+        self._connections.pop(self, None)
+        self._ignores = True
+        requests, self._requests = self._requests, deque()
+        for request in requests:
+            request.exchange.leave()
 
     # --- the peer reads -----------------------------------------------------------------------------------------
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether uvicorn's send() would wait for the peer."""
-        return self.flow.write_paused
+    def pause_writing(self) -> None:
+        """Take note that the peer reads too slowly."""
+        self.is_full = True
 
     def resume_writing(self) -> None:
         """Tell the reply that waited."""
-        super().resume_writing()
-        self._wake()
+        self.is_full = False
+        if self._requests:
+            exchange = self._requests[0].exchange
+            wake, exchange.on_writable = exchange.on_writable, None
+            if wake is not None:
+                wake()
+
+    def send(self, data: bytes) -> None:
+        """Write bytes."""
+        self.transport.write(data)
+
+    def complete(self, exchange: Exchange) -> None:
+        """Go on behind a complete answer: with the next request, or with the end of the connection."""
+        if self._requests:
+            self._requests.popleft()
+        self._began = time.monotonic()
+        if not exchange.keep_alive:
+            self._ignores = True
+            self._close_softly()
+            return
+        if self._is_paused and len(self._requests) < 2:
+            self._is_paused = False
+            self.transport.resume_reading()
+        if self._requests:
+            self._begin(self._requests[0])
+        elif self._error is not None:
+            self._write_error(self._error)
 
     def abort(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
 
+    def shutdown(self) -> None:
+        """Close the connection, behind the answer that is being written."""
+        if not self._requests:
+            self.transport.close()
+        for request in self._requests:
+            request.exchange.keep_alive = False
+
     # --- time ---------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
         """Close a connection that is idle or slow for too long. now: monotonic seconds."""
-        if self._error is not None or self.transport.is_closing():
-            return
         age = now - self._began
-        if self._answering is not None and not self._answering.response_complete and not self._answering.more_body:
+        if self._ignores:
+            limit = _LAST_BYTES_S if self.transport.get_write_buffer_size() else _LINGER_S
+            if not self._requests and age > limit:
+                self.transport.abort()
+        elif self._is_paused:
             return
-        if not self._in_head:
+        elif self._phase is _Phase.BODY:
             if age > _BODY_GRACE_S and self._body_bytes < (age - _BODY_GRACE_S) * _MIN_BODY_RATE:
                 self._refuse(HttpError(408, f"the body came at less than {_MIN_BODY_RATE} bytes/s"))
-        elif self._head_bytes:
+        elif self._requests:
+            return
+        elif self._phase is _Phase.HEAD:
             if age > _HEAD_S:
                 self._refuse(HttpError(408, f"the request's head was not complete within {_HEAD_S:g} s"))
-        elif self.cycle is None and age > IDLE_S:  # after an answer, uvicorn's own timer does this
+        elif age > IDLE_S:
+            self._ignores = True
             self.transport.close()
 
-    def _count_head(self, size: int) -> None:
-        self._field_bytes += size
-        if self._field_bytes > MAX_HEAD_BYTES:
-            raise self._broken(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+    # --- parts --------------------------------------------------------------------------------------------------
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+    def _read_head(self) -> Request:
+        """Return the request of a complete head. Errors: HttpError 400, and those of the target."""
+        parser = self._parser
+        version = parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise self._broken(400, f"HTTP/{version} is not spoken here: use HTTP/1.1")
+        path, query = self._url, b""
+        if not path.startswith(b"/") or b"#" in path:
+            target = httptools.parse_url(path)
+            path, query = target.path or b"/", target.query or b""
+        elif b"?" in path:
+            path, _, query = path.partition(b"?")
+        method = parser.get_method().decode("ascii")
+        exchange = Exchange(
+            self,
+            is_head=method == "HEAD",
+            is_http_1_0=version == "1.0",
+            keep_alive=parser.should_keep_alive(),
+        )
+        text = path.decode("ascii")
+        text = unquote(text) if "%" in text else text
+        return Request(method, text, path, query, self._fields, exchange, num_hosts=self._num_hosts)
+
+    def _begin(self, request: Request) -> None:
+        """Begin with a request whose turn has come: ask for its body, or answer it."""
+        if request.refusal is not None or request.exchange.is_received:
+            self._app.answer(request)
+        elif request.headers.get(b"expect", b"").lower() == b"100-continue":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _end_after_this(self) -> None:
+        self._ignores = True
+        if self._requests:
+            self._requests[-1].exchange.keep_alive = False
 
     def _broken(self, status: int, message: str) -> HttpError:
         """Return the error of a broken bound, to be raised in a callback of the parser, which raises one of its own."""
         self._error = HttpError(status, message)
         return self._error
 
-    def _wake(self) -> None:
-        wake, self.on_writable = self.on_writable, None
-        if wake is not None:
-            wake()
-
     def _refuse(self, error: HttpError) -> None:
-        """Write an error, unless another answer is being written, and close."""
-        self._error = error
+        """Take nothing more; write an error behind the answers to earlier requests, and close."""
+        self._ignores, self._error = True, error
+        if self._reading is not None and self._reading in self._requests:
+            self._requests.remove(self._reading)
+        if not self._requests:
+            self._write_error(error)
+
+    def _write_error(self, error: HttpError) -> None:
+        self._began = time.monotonic()
+        if not self.transport.is_closing():
+            body = error.body()
+            fields = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+            self.transport.write(self.heads.head(error.status, fields, b"") + body)
+            self._close_softly()
+
+    def _close_softly(self) -> None:
+        """Close the sending side, and the rest soon: a reset would take from the peer what it has not read."""
         if self.transport.is_closing():
             return
-        answering = self._answering
-        if answering is None or not answering.response_started or answering.response_complete:
-            body = error.body()
-            fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-            lines = [b"%b: %b\r\n" % field for field in (*fields, (b"connection", b"close"))]
-            self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
-        self.transport.close()
+        if self._phase is _Phase.IDLE and self._error is None:
+            self.transport.close()
+        else:
+            self.transport.write_eof()
 
 
-def sweep(connections: Iterable[Any]) -> None:
+def sweep(connections: Iterable[HttpProtocol]) -> None:
     """Sweep all connections of a server."""
     now = time.monotonic()
     for connection in list(connections):

@@ -5,7 +5,7 @@ columns and calls into Python once for each choice; there is no task, queue or t
 """
 
 import asyncio
-import threading
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -15,6 +15,7 @@ from frontend.results.request_state import RequestState
 from ipc.sampling_params import SamplingParams
 
 _TICK_S = 1.0
+_EACH_TURN = 128  # replies: a write takes some 10 microseconds
 
 
 class Pump:
@@ -26,7 +27,10 @@ class Pump:
         self.num_events = 0  # choices that had news, since the start
         self._loop = asyncio.get_running_loop()
         self._parts: dict[int, Part] = {}
-        self._scheduled = threading.Event()
+        self._ends: dict[int, asyncio.Future[None]] = {}  # of requests without a reply of tokens
+        self._touched: dict[Reply, None] = {}  # have something to write
+        self._is_flushing = False
+        self._is_scheduled = False  # written by the loop's thread and the client's
         self._timer = self._loop.call_later(_TICK_S, self._tick)
         client.add_listener(self._on_news)
 
@@ -35,13 +39,15 @@ class Pump:
         self._timer.cancel()
 
     def add(self, reply: Reply, states: Sequence[tuple[RequestState, SamplingParams]]) -> None:
-        """Feed this reply with the news of these requests, which were just submitted."""
+        """Feed this reply with the news of these requests.
+
+        They were submitted in the same turn of the loop, so that no run has taken their news already.
+        """
         for part in reply.attach(self, states):
             self._parts[part.state.number] = part
         self.replies[reply] = None
         if reply.is_streamed:
             self._loop.call_later(HEAD_S, reply.start_late)
-        self._on_news()  # for what came before
 
     def remove(self, reply: Reply) -> None:
         """Forget an ended reply, and its requests."""
@@ -51,26 +57,37 @@ class Pump:
             del self._parts[number]
         self.client.discard(numbers)
 
+    def ended(self, number: int) -> "asyncio.Future[None]":
+        """Return what is done when this request has ended, which has no reply.
+
+        It was submitted in the same turn of the loop, as in add().
+        """
+        end = self._ends[number] = self._loop.create_future()
+        return end
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Wait for the ends of these requests no longer."""
+        for number in numbers:
+            self._ends.pop(number, None)
+
     def wake(self) -> None:
         """Look for news of replies that were on hold."""
         self._on_news()
 
     def _on_news(self) -> None:
         """Schedule a run, unless one is scheduled. Called by the client's IO thread too."""
-        if self._scheduled.is_set():
+        if self._is_scheduled:
             return
-        self._scheduled.set()
+        self._is_scheduled = True
         try:
             self._loop.call_soon_threadsafe(self._run)
         except RuntimeError:  # the loop is closed
             return
 
     def _run(self) -> None:
-        self._scheduled.clear()
-        now = time.monotonic()
+        self._is_scheduled = False  # before the news is taken: what comes later schedules another run
         news = self.client.take_news()
         tokens, parts = news.tokens.tolist(), self._parts
-        touched: dict[Reply, None] = {}
         self.num_events += len(news.numbers)
         at = 0
         for number, choice, count, finish in zip(
@@ -81,17 +98,33 @@ class Pump:
             part = parts.get(number)
             if part is not None:
                 part.take(self.client, choice, ids, finish)
-                touched[part.reply] = None
-        for reply in touched:
-            reply.flush(now)
+                self._touched[part.reply] = None
+            elif finish and (end := self._ends.pop(number, None)) is not None and not end.done():
+                end.set_result(None)
+        if self._touched and not self._is_flushing:
+            self._flush()
         if self.client.error is not None:
-            self.fail_all(self.client.error, now)
+            self.fail_all(self.client.error, time.monotonic())
+
+    def _flush(self) -> None:
+        """Write what so many replies have. Between two turns the loop takes requests and health checks."""
+        self._is_flushing = False
+        now = time.monotonic()
+        for reply in list(itertools.islice(self._touched, _EACH_TURN)):
+            del self._touched[reply]
+            reply.flush(now)
+        if self._touched:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
 
     def fail_all(self, error: Exception, now: float) -> None:
         """End all replies with this error. now: monotonic seconds."""
         for reply in list(self.replies):
             reply.fail(error)
             reply.flush(now)
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(error)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_TICK_S, self._tick)

@@ -6,13 +6,14 @@ journal, which is the buffer. end() is the only way in which a reply ends.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from frontend.client.client import EngineClient
 from frontend.client.progress import Progress
-from frontend.http.answer_format import AnswerFormat, PromptSide
+from frontend.http.answer_format import AnswerFormat, EchoingFormat, PromptSide
 from frontend.http.errors import Headers, HttpError, http_error
 from frontend.http.request import JSON, Request
+from frontend.http.text_frames import FramedFormat
 from frontend.http.usage import Usage
 from frontend.results.completion_state import CompletionState
 from frontend.results.outputs import TokenLogprobs
@@ -52,12 +53,20 @@ class Part:
         self._completions = state.completions
         self._num_going = len(state.completions)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._is_prompt_due = reply.echo is not None
 
     def take(self, client: EngineClient, choice: int, ids: list[int], finish: int) -> None:
         """Take news of a choice."""
         completion, reply = self._completions[choice], self.reply
         if completion.finished or reply.is_ended:
             return
+        if not finish and (frames := reply.frames) is not None:
+            text = frames.table.join(ids)
+            if text is not None and completion.take_whole(ids):
+                reply.usage.completion_tokens += len(ids)
+                if text:
+                    reply.pending.append(b"%b%b%b" % (frames.heads[self._first + choice], text, frames.tail))
+                return
         before = len(completion.token_ids)
         progress: Progress | None = None
         if finish or self._has_logprobs:
@@ -75,6 +84,10 @@ class Part:
                 self._take_prompt(progress or client.read(self.state.number, completion.num_tokens))
             if not finish and self._num_going:  # by a stop string, while other choices go on
                 client.abort([self.state.number], [choice])
+        if self._is_prompt_due and reply.echo is not None and progress is not None:
+            self._is_prompt_due = False
+            self._take_prompt_logprobs(progress)  # complete from the first token on
+            reply.pending.append(reply.echo.prompt_piece(self._first, self.prompt_side()))
         if changed and reply.is_streamed:
             reply.add(self._first + choice, completion)
 
@@ -93,6 +106,9 @@ class Part:
     def _take_prompt(self, progress: Progress) -> None:
         """Take what the engine said of the prompt."""
         self.reply.usage.cached_tokens += progress.num_cached_tokens
+        self._take_prompt_logprobs(progress)
+
+    def _take_prompt_logprobs(self, progress: Progress) -> None:
         if progress.logprobs is not None and self._params.prompt_logprobs is not None:
             self._prompt_logprobs = self.state.read_prompt_logprobs(progress.logprobs)
 
@@ -116,19 +132,25 @@ class Reply:
         self.is_streamed = is_streamed
         self.is_ended = False
         self.cause = ""
+        self.status = 200
         self.parts: list[Part] = []
         self.usage = Usage(0)
+        self.pending: list[bytes] = []  # of a stream, for the next write
+        echoes = isinstance(answer_format, EchoingFormat) and answer_format.echoes
+        self.echo = answer_format if isinstance(answer_format, EchoingFormat) and echoes else None
+        self.frames = answer_format.text_frames() if isinstance(answer_format, FramedFormat) else None
         self.num_going = 0  # choices
         self.last_write = request.received_at  # monotonic seconds, as the following
         self.full_since = 0.0  # 0 = the connection takes data
         self.first_token_at = 0.0
         self._format = answer_format
+        self._exchange = request.exchange
         self._max_model_len = max_model_len
         self._is_started = False
         self._failure: HttpError | None = None
-        self._pending: list[bytes] = []
         self._owner: Owner | None = None
         self._on_end = on_end
+        self.on_closed: Callable[[], None] | None = None  # called last, once the reply has ended
 
     def attach(self, owner: Owner, states: Sequence[tuple[RequestState, SamplingParams]]) -> list[Part]:
         """Make the parts of these submitted requests and return them."""
@@ -141,7 +163,7 @@ class Reply:
 
     def add(self, index: int, completion: CompletionState) -> None:
         """Add a choice's news to the next write."""
-        self._pending.append(self._format.piece(index, completion.output(), self.usage))
+        self.pending.append(self._format.piece(index, completion.output(), self.usage))
 
     def fail(self, error: Exception) -> None:
         """Let the next flush() end the reply with this error; the first counts."""
@@ -165,7 +187,8 @@ class Reply:
     def start_late(self) -> None:
         """Write the head of a stream that has no news yet."""
         if not self.is_ended and not self._is_started and not self.full_since and self._failure is None:
-            self._write(self._head() + self._format.opening(), is_last=False)
+            self._begin_stream()
+            self._exchange.write(self._format.opening())
 
     def tick(self, now: float) -> None:
         """Keep a silent stream alive; end one whose peer does not read."""
@@ -173,10 +196,14 @@ class Reply:
             behind = max(self._client().hold(part.state.number, True) for part in self.parts)
             if now - self.full_since > STALL_S or behind > MAX_BEHIND:
                 self.end("stalled")
-                self.request.connection.abort()
+                self.request.exchange.abort()
         elif self._is_started and self._format.keep_alive and now - self.last_write > KEEP_ALIVE_S:
-            self._write(self._format.keep_alive, is_last=False)
+            self._exchange.write(self._format.keep_alive)
             self.last_write = now
+
+    def leave(self) -> None:
+        """End the reply because its peer has left."""
+        self.end("disconnected")
 
     def end(self, cause: str) -> None:
         """End the reply: forget its requests, of which those that run are aborted. Only the first call counts."""
@@ -187,28 +214,35 @@ class Reply:
             self._owner.remove(self)
         if self._on_end is not None:
             self._on_end(self.usage.prompt_tokens + self.usage.completion_tokens)
+        closed, self.on_closed = self.on_closed, None
+        if closed is not None:
+            closed()
+        self._exchange.on_left = self._exchange.on_writable = None  # no cycles: freed here, and not by a collection
+        self.parts.clear()
 
     def _write_events(self, now: float) -> None:
-        body = b"".join(self._pending)
-        self._pending.clear()
+        body = b"".join(self.pending)
+        self.pending.clear()
         is_last = not self.num_going
         if is_last:
             body += self._format.closing(self.usage)
         if not self._is_started:
             self.first_token_at = now
-            body = self._head() + self._format.opening() + body
-        if body or is_last:
-            self.last_write = now
-            self._write(body, is_last=is_last)
+            self._begin_stream()
+            body = self._format.opening() + body
+        self.last_write = now
         if is_last:
+            self._exchange.end(body)
             self.end("finished")
-        elif self.request.connection.is_full:
-            self._hold(now)
+        else:
+            self._exchange.write(body)
+            if self._exchange.is_full:
+                self._hold(now)
 
     def _hold(self, now: float) -> None:
         """Take no more news until the peer has read."""
         self.full_since = now
-        self.request.connection.on_writable = self._resume
+        self._exchange.on_writable = self._resume
         for part in self.parts:
             self._client().hold(part.state.number, True)
 
@@ -225,46 +259,27 @@ class Reply:
 
     def _write_failure(self, error: HttpError) -> None:
         if self._is_started:
-            self._write(b"".join(self._pending) + self._format.failure(error), is_last=True)
+            self._exchange.end(b"".join(self.pending) + self._format.failure(error))
         else:
-            self._write_whole(error.status, error.body(), error.headers)
+            self.status = error.status
+            self._write_whole(error.status, self.request.error_body(error), error.headers)
         self.end(f"error {error.status}")
 
     def _client(self) -> EngineClient:
         assert self._owner is not None, "the reply has no pump"
         return self._owner.client
 
-    # --- ASGI ---------------------------------------------------------------------------------------------------
+    # --- the wire -----------------------------------------------------------------------------------------------
 
-    def _head(self) -> bytes:
-        """Send the head of a stream; return b"", for the body that follows."""
+    def _begin_stream(self) -> None:
         self._is_started = True
-        headers = [
+        fields = [
             (b"content-type", self._format.stream_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             *self.request.answer_headers,
         ]
-        self._drive({"type": "http.response.start", "status": 200, "headers": headers})
-        return b""
-
-    def _write(self, body: bytes, *, is_last: bool) -> None:
-        self._drive({"type": "http.response.body", "body": body, "more_body": not is_last})
+        self._exchange.begin(fields)
 
     def _write_whole(self, status: int, body: bytes, headers: Headers) -> None:
-        fields = [
-            (b"content-type", JSON),
-            (b"content-length", b"%d" % len(body)),
-            *self.request.answer_headers,
-            *headers,
-        ]
-        self._drive({"type": "http.response.start", "status": status, "headers": fields})
-        self._write(body, is_last=True)
-
-    def _drive(self, message: dict[str, Any]) -> None:
-        """Run uvicorn's send() to its end without a task: it waits only while the connection is full."""
-        try:
-            self.request.send(message).send(None)
-        except StopIteration:
-            return
-        raise AssertionError("send() waits although the connection takes data; another version of uvicorn?")
+        self._exchange.write_whole(status, [(b"content-type", JSON), *self.request.answer_headers, *headers], body)

@@ -3,17 +3,20 @@
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from frontend.http.connection import Connection
 from frontend.http.errors import Headers, HttpError
+from frontend.http.exchange import Exchange
 from frontend.http.keys import Key
+from frontend.http.meter import HttpMeter, known_fields
+
+if TYPE_CHECKING:
+    from frontend.http.routes import Route
 
 JSON = b"application/json"
-_T = TypeVar("_T")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _DEADLINE_HEADER = b"x-deadline-ms"
 _MAX_DEADLINE_MS = 2**40
@@ -21,8 +24,7 @@ _MAX_DEADLINE_MS = 2**40
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 _PLACE = re.compile(r" - at `\$\.?([A-Za-z_0-9]+)?.*`$")
 
-Send = Callable[[Any], Coroutine[Any, Any, None]]
-Receive = Callable[[], Awaitable[Any]]
+_T = TypeVar("_T")
 
 
 class Response(NamedTuple):
@@ -35,29 +37,48 @@ class Response(NamedTuple):
 
 
 class Request:
-    """One HTTP request. `key` is that of the caller; `target` is what follows the path of a route that ends in "/"."""
+    """One HTTP request: its head, and its body once it is complete.
 
-    def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.raw_path: bytes = scope["raw_path"]
-        self.query: bytes = scope["query_string"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.num_hosts = sum(name == b"host" for name, _ in scope["headers"])
-        self.connection: Connection = scope["extensions"]["engine_core.connection"]
-        self.receive, self.send = receive, send
+    headers: by lower-case name; of several the last. key: that of the caller. target: what follows the path of a route
+    that ends in "/". refusal: why it is not handled.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        raw_path: bytes,
+        query: bytes,
+        headers: dict[bytes, bytes],
+        exchange: Exchange,
+        *,
+        num_hosts: int,
+    ) -> None:
+        self.method, self.path, self.raw_path, self.query = method, path, raw_path, query
+        self.headers = headers
+        self.num_hosts = num_hosts
+        self.exchange = exchange
         self.received_at = time.monotonic()
-        given = self.headers.get(b"x-request-id", b"")
-        self.id = given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        self.body = b""
-        self.key: Key | None = None
+        given = headers.get(b"x-request-id")
+        self.id = given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         self.answer_headers: Headers = [(b"x-request-id", self.id.encode())]
+        self.parts: list[bytes] = []  # of the body
+        self.body = b""
+        self.row: Route | None = None  # of the routing table
+        self.key: Key | None = None
         self.target = ""
+        self.route = ""  # path of the row of the routing table
+        self.meter: HttpMeter | None = None
+        self.error_body: Callable[[HttpError], bytes] = HttpError.body  # of the route's dialect
+        self.refusal: HttpError | None = None
 
     def decode(self, decoder: "msgspec.json.Decoder[_T]") -> _T:
         """Return the body as the decoder's type. Errors: HttpError 400 that names the field."""
         try:
-            return decoder.decode(self.body)
+            decoded = decoder.decode(self.body)
+            if self.meter is not None:
+                self.meter.count_fields(self.body, known_fields(decoder))
+            return decoded
         except msgspec.ValidationError as error:
             text = str(error)
             place = _PLACE.search(text)

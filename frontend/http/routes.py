@@ -6,11 +6,28 @@ from typing import NamedTuple
 
 import msgspec
 
-from frontend.http import chat, completions, health, load, models, ollama, openapi, page
+from frontend.http import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    load,
+    messages,
+    metrics,
+    models,
+    ollama,
+    openapi,
+    page,
+    responses,
+    scores,
+)
 from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from frontend.http.errors import HttpError
+from frontend.http.messages_bodies import CountBody, MessagesBody
 from frontend.http.ollama_bodies import OllamaChatBody, OllamaGenerateBody
 from frontend.http.reply import Reply
 from frontend.http.request import Request, Response
+from frontend.http.responses_bodies import ResponsesBody
 from frontend.http.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response | Reply]]
@@ -24,18 +41,34 @@ class Access(Enum):
 
 
 class Route(NamedTuple):
-    """One row. A path that ends in "/" takes what follows it as the request's target; access: KEY unless it says so."""
+    """One row. A path that ends in "/" takes what follows it as the request's target; access: KEY unless it says so.
+
+    error_body: the form of errors, where it is not OpenAI's.
+    """
 
     method: str
     path: str
     handler: Handler
     access: Access = Access.KEY
     body: type[msgspec.Struct] | None = None
+    error_body: Callable[[HttpError], bytes] = HttpError.body
 
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat.create_chat_completion, body=ChatBody),
     Route("POST", "/v1/completions", completions.create_completion, body=CompletionBody),
+    Route("POST", "/v1/responses", responses.create_response, body=ResponsesBody),
+    Route("POST", "/v1/messages", messages.create_message, body=MessagesBody, error_body=messages.error_body),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        messages.count_message_tokens,
+        body=CountBody,
+        error_body=messages.error_body,
+    ),
+    Route("POST", "/v1/embeddings", embeddings.create_embeddings, body=embeddings.EmbeddingBody),
+    Route("POST", "/v1/score", scores.create_score, body=scores.ScoreBody),
+    Route("POST", "/v1/rerank", scores.rerank, body=scores.RerankBody),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/", models.get_model),
     Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),
@@ -43,6 +76,7 @@ ROUTES = (
     Route("GET", "/tokenizer_info", models.get_tokenizer_info),
     Route("POST", "/api/chat", ollama.chat, body=OllamaChatBody),
     Route("POST", "/api/generate", ollama.generate, body=OllamaGenerateBody),
+    Route("POST", "/api/embed", embeddings.embed, body=embeddings.OllamaEmbedBody),
     Route("GET", "/api/tags", ollama.list_tags),
     Route("GET", "/api/ps", ollama.list_running),
     Route("POST", "/api/show", ollama.show),
@@ -52,6 +86,7 @@ ROUTES = (
     Route("GET", "/v1/load", load.get_load),
     Route("GET", "/", page.get_page, Access.OPEN),
     Route("GET", "/openapi.json", openapi.get_description),
+    Route("GET", "/metrics", metrics.get_metrics),
     Route("GET", "/version", models.get_version),
     Route("GET", "/health", health.get_health, Access.OPEN),
     Route("GET", "/ping", health.get_health, Access.OPEN),

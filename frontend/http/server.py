@@ -1,7 +1,6 @@
 """The HTTP server of one process: sockets, connections, the tick, and the end.
 
-uvicorn's protocol and request cycle are used, and not its Server: that one cuts streams or waits for them for ever when
-it ends, and installs signal handlers of its own.
+Made for one event loop. frontend/http/protocol.py is a connection, frontend/http/app.py what answers.
 """
 
 import asyncio
@@ -11,15 +10,12 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
-from email.utils import formatdate
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from frontend.http.app import App
 from frontend.http.errors import HttpError
+from frontend.http.head import Heads
 from frontend.http.options import HttpOptions
-from frontend.http.protocol import IDLE_S, BoundedProtocol, Bounds, sweep
+from frontend.http.protocol import Bounds, HttpProtocol, sweep
 from frontend.http.service import Service
 from frontend.session import EngineHandle
 
@@ -34,24 +30,12 @@ class HttpServer:
     def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
         self.service = Service(engine, options)
         self._drain_s = options.drain_timeout
-        self._state = ServerState()
+        self._app = App(self.service)
+        self._bounds = Bounds(options.max_body_bytes, options.max_connections)
+        self._heads = Heads()
+        self._connections: dict[HttpProtocol, None] = {}
         self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
-        BoundedProtocol.bounds = Bounds(options.max_body_bytes, options.max_connections)
-        self._config = uvicorn.Config(
-            App(self.service),
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="critical",  # its warnings repeat what a peer sent, for each bad request
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=int(IDLE_S),
-        )
-        self._config.load()
 
     async def serve(self, sockets: Sequence[socket.socket], on_ready: Callable[[], None]) -> None:
         """Serve until stop(), then end: see _end()."""
@@ -80,36 +64,36 @@ class HttpServer:
         self._drain_s = 0.0
         self.drain()
 
-    def _make_protocol(self) -> BoundedProtocol:
-        return BoundedProtocol(config=self._config, server_state=self._state, app_state={})
+    def _make_protocol(self) -> HttpProtocol:
+        return HttpProtocol(self._app, self._bounds, self._heads, self._connections)
 
     def _tick(self) -> None:
-        self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+        self._heads.tick()
         self.service.keys.refresh()
-        sweep(self._state.connections)
+        sweep(self._connections)
 
     async def _end(self) -> None:
         """Close the listening sockets; wait for running answers; fail those that are left; close the connections."""
         for listener in self._listeners:
             listener.close()
         begin = time.monotonic()
-        while self.service.pump.replies or self._state.tasks:
+        while self.service.pump.replies or not self._app.is_idle:
             if time.monotonic() - begin > self._drain_s:
                 break
             self._tick()
             await asyncio.sleep(0.02)
         self.service.pump.fail_all(HttpError(503, "the server is shutting down"), time.monotonic())
-        for connection in list(self._state.connections):
+        for connection in list(self._connections):
             connection.shutdown()
         begin = time.monotonic()
-        while self._state.connections and time.monotonic() - begin < _LAST_BYTES_S:
+        while self._connections and time.monotonic() - begin < _LAST_BYTES_S:
             await asyncio.sleep(0.01)
-        for connection in list(self._state.connections):
+        for connection in list(self._connections):
             connection.transport.abort()
         await asyncio.sleep(0)
 
 
-def open_engine(address: str) -> EngineHandle:
+def open_engine(address: str, client_name: str = "http") -> EngineHandle:
     """Return a session with the engine at this address. Errors: those of EngineHandle."""
     return EngineHandle(
         None,
@@ -119,7 +103,7 @@ def open_engine(address: str) -> EngineHandle:
         skip_tokenizer=False,
         start_timeout=0.0,
         connect_timeout=10.0,
-        client_name="http",
+        client_name=client_name,
         restart=False,
         options={},
     )

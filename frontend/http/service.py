@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from frontend.calls.choose import choose_form
+from frontend.engine.signs import trouble
+from frontend.http.access_log import AccessLog
 from frontend.http.answer_format import AnswerFormat
 from frontend.http.bodies import SamplingFields
 from frontend.http.errors import HttpError
 from frontend.http.keys import KeyRing
+from frontend.http.meter import HttpMeter
 from frontend.http.options import HttpOptions
 from frontend.http.pump import Pump
 from frontend.http.quotas import Quotas
 from frontend.http.recent_statistics import RecentStatistics
 from frontend.http.reply import Reply
-from frontend.http.request import Request
+from frontend.http.request import Request, Response
+from frontend.http.text_frames import TokenJson
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
 from frontend.text.prompts import PromptInput
 from frontend.text.tokenizer import Tokenizer
+from ipc.black_box import BlackBoxReader, find_black_box
 from ipc.sampling_params import SamplingParams
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
@@ -45,9 +51,27 @@ class Service:
         self._defaults: dict[str, Any] = {
             name: value for name, value in welcome.default_sampling.items() if name in SamplingParams.__struct_fields__
         }
+        self.form = choose_form(engine.tokenizer, options.tool_call_parser, options.reasoning_parser)
+        self.special_tokens = {} if engine.tokenizer is None else engine.tokenizer.special_tokens()
         self.keys = KeyRing(options.key_digests, options.api_key_file)
         self._quotas = Quotas()
+        self._box: BlackBoxReader | None = None  # of the engine, where it is on this machine
+        self._box_epoch = -1  # at which it was looked for
+        self.meter = HttpMeter()
+        self._access_log = AccessLog(options.log_format) if options.access_log else None
+        self.scrape: Callable[[], bytes] | None = None  # makes the page of /metrics; made at the first scrape
+        self._token_json: dict[bool, TokenJson] = {}
+        if engine.tokenizer is not None and engine.tokenizer.is_byte_level:
+            self._token_json = {skip: TokenJson(engine.tokenizer.token_table(skip)) for skip in (True, False)}
         self._threads = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0)) - 1))
+
+    def describe_hang(self) -> str:
+        """Return why the engine counts as hung, "" if it does not; by its black box, so this never waits."""
+        welcome = self.engine.client.welcome
+        if self._box_epoch != welcome.epoch:
+            self._box_epoch = welcome.epoch
+            self._box = find_black_box(welcome.pid, welcome.limits.max_num_seqs)
+        return "" if self._box is None else trouble(self._box.read(), time.monotonic_ns(), self.options.hang_timeout)
 
     @property
     def max_model_len(self) -> int:
@@ -65,6 +89,10 @@ class Service:
         if self.engine.tokenizer is None:
             raise HttpError(400, "this engine has no tokenizer: send token ids to /v1/completions")
         return self.engine.tokenizer
+
+    def token_json(self, *, skip_special_tokens: bool) -> TokenJson | None:
+        """Return the JSON of each token's text; None where a token's text depends on those before it."""
+        return self._token_json[skip_special_tokens] if self._token_json else None
 
     def names_for(self, request: Request) -> tuple[str, ...]:
         """Return the model's names that the caller's key may use."""
@@ -115,7 +143,9 @@ class Service:
             params,
             [body.priority or 0] * len(prompts),
             request.deadline_s(),
+            tenant="" if key is None else key.name,
             add_special_tokens=add_special_tokens,
+            is_shared=False,
         )
 
     def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
@@ -135,6 +165,16 @@ class Service:
             raise
         self.pump.add(reply, states)
         return reply
+
+    def take_quota(self, request: Request, num_tokens: int) -> Callable[[int], None] | None:
+        """Take a request of so many tokens from its key's quotas; see Quotas.take()."""
+        return self._quotas.take(request.key, num_tokens)
+
+    def note(self, request: Request, answer: Response | Reply) -> None:
+        """Count a request that has ended, and log it where that is asked for."""
+        self.meter.count(request.route, request.method, answer.status, time.monotonic() - request.received_at)
+        if self._access_log is not None:
+            self._access_log.write(request, answer.status, answer if isinstance(answer, Reply) else None)
 
     def _most_tokens(self, one: PreparedRequest) -> int:
         """Return the most tokens that a request can take, its prompt's included."""

@@ -20,10 +20,12 @@ class EngineCollector(Collector):
     """The metrics of one engine, for a CollectorRegistry. Scrapes may come from any thread, one after another.
 
     connect: opens a session with the engine; called at the first scrape, and again after the engine was lost.
+    owns_session: whether the session is this collector's to close.
     """
 
-    def __init__(self, connect: Callable[[], EngineClient]) -> None:
+    def __init__(self, connect: Callable[[], EngineClient], *, owns_session: bool = True) -> None:
         self._connect = connect
+        self._owns_session = owns_session
         self._lock = threading.Lock()
         self._client: EngineClient | None = None
         self._model: ModelInformation | None = None
@@ -68,7 +70,7 @@ class EngineCollector(Collector):
         self._last = sighted, time.monotonic()
 
     def _disconnect(self) -> None:
-        if self._client is not None:
+        if self._client is not None and self._owns_session:
             self._client.close()
         self._client = self._model = None
 

@@ -70,6 +70,18 @@ class CompletionState:
         self.finished = finish != FinishReason.NONE or self.stop_string is not None
         return self.finished or bool(new)
 
+    def take_whole(self, new: list[int]) -> bool:
+        """Take new tokens of whole characters whose text the caller shows itself; return False where it may not.
+
+        For DELTA, without log probabilities.
+        """
+        if self._detokenizer is None or not self._detokenizer.skip(len(new)):
+            return False
+        self.num_tokens += len(new)
+        self.token_ids += new
+        self._num_shown += len(new)
+        return True
+
     def output(self) -> CompletionOutput:
         """Return the output to show now: all so far, or with DELTA the part that is new since the last output."""
         first = self._num_shown if self._params.output_kind == RequestOutputKind.DELTA else 0
@@ -82,8 +94,18 @@ class CompletionState:
         if self.stop_string is not None:
             output.finish_reason, output.stop_reason = "stop", self.stop_string
         elif self.finished:
-            output.finish_reason, output.stop_reason = _FINISH_REASONS[self._finish], self._stop_token
+            output.finish_reason, output.stop_reason = _FINISH_REASONS[self._finish], self._stop_reason()
         return output
+
+    def _stop_reason(self) -> int | None:
+        """Return the token that ended the choice; None for the tokenizer's own EOS, as in vLLM, and for another end.
+
+        The engine reports the request's stop tokens only. Further end tokens are those of the model's files.
+        """
+        if self._stop_token is None and self._finish == FinishReason.STOP and self._tokenizer is not None:
+            last = next(reversed(self.token_ids), None)
+            return last if last in self._tokenizer.eos_token_ids[1:] else None
+        return self._stop_token
 
     def _detokenize(self, detokenizer: Detokenizer, new: list[int]) -> None:
         """Feed the detokenizer. A stop string ends the choice and cuts its tokens behind the one that completed it."""

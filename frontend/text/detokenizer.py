@@ -29,6 +29,10 @@ class TokenStream(Protocol):
     The concatenation of all pushes and the flush is the decoding of all the tokens, behind the text of a context.
     """
 
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the text of tokens of whole characters does not depend on what came before them."""
+
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens settle. No later token can change it."""
 
@@ -53,6 +57,11 @@ class ByteStream:
         if context:
             self.push(context)
         self._is_within_context = bool(self._pending)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether no character is unfinished."""
+        return not self._pending and not self._is_within_context
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens settle."""
@@ -94,6 +103,11 @@ class WindowStream:
         self._context_text = self._decode(self._context) if self._context else ""
         self._pending: list[int] = []
         self._next_try = 1  # pending tokens
+
+    @property
+    def is_settled(self) -> bool:
+        """Return False: how these tokens are written depends on those before them."""
+        return False
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens settle."""
@@ -194,6 +208,16 @@ class Detokenizer:
             ids = ids[exempt:]
         if self.stop_string is None and ids:
             self._advance(ids)
+
+    def skip(self, num_tokens: int) -> bool:
+        """Count tokens of whole characters, whose text the caller shows itself, instead of update().
+
+        Return False, and count nothing, where stop strings are looked for or the text depends on earlier tokens.
+        """
+        if self._stop or not self._stream.is_settled:
+            return False
+        self.num_tokens += num_tokens
+        return True
 
     def finish(self) -> None:
         """Show all text that waits, because no more tokens will come. This may still complete a stop string."""

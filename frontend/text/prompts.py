@@ -63,13 +63,15 @@ def read_prompts(
     max_model_len: int,
     add_special_tokens: bool = True,
     truncation: Sequence[int | None] | None = None,
+    num_output_tokens: int = 1,
 ) -> list[Prompt]:
     """Return the prompts, tokenized and checked. All texts are tokenized together, in parallel.
 
     vocab_size: token ids that the model knows. max_model_len: tokens of prompt and output together. truncation: for
-    each prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. Errors: InvalidRequestError that
-    states which prompt is wrong, how, and what would be right.
+    each prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. num_output_tokens: the room that
+    is left for an output. Errors: InvalidRequestError that states which prompt is wrong, how, and what would be right.
     """
+    most = max_model_len - num_output_tokens
     forms = [_read_form(prompt, _name(index, len(prompts))) for index, prompt in enumerate(prompts)]
     texts = [text for text, token_ids, _ in forms if text is not None and token_ids is None]
     if texts and tokenizer is None:
@@ -82,13 +84,14 @@ def read_prompts(
         _check_vocabulary(ids, name, vocab_size)
         keep = truncation[index] if truncation is not None else None
         if keep is not None:
-            ids = ids[-(keep if keep > 0 else max_model_len - 1) :]
+            ids = ids[-(keep if keep > 0 else most) :]
         if not ids:
-            raise InvalidRequestError(f"{name} is empty; a prompt has at least one token")
-        if len(ids) >= max_model_len:
+            which = "" if len(prompts) == 1 else f" ({name})"
+            raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt has at least one token")
+        if len(ids) > most:
             raise PromptTooLongError(
-                f"{name} has {len(ids)} tokens; at most {max_model_len - 1} fit, since prompt and output together are "
-                f"limited to max_model_len={max_model_len}"
+                f"{name} has {len(ids)} tokens; at most {most} fit: the maximum context length is {max_model_len} "
+                f"tokens, prompt and output together (max_model_len={max_model_len})"
             )
         read.append(Prompt(text, ids, cache_salt))
     return read
@@ -152,7 +155,7 @@ def _check_vocabulary(ids: list[int], name: str, vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise InvalidRequestError(
-            f"{name}: token id {ids[index]} at index {index} is out of range; known are 0 to {vocab_size - 1}"
+            f"{name}: token id {ids[index]} at index {index} is out of vocabulary; known are 0 to {vocab_size - 1}"
         )
 
 

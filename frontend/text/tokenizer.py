@@ -10,6 +10,7 @@ import msgspec
 import tokenizers
 from tokenizers import decoders
 
+from frontend.text.tokenizer_calls import TokenizerCalls
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.files.gguf import GgufValue, parse_gguf_metadata
 from ipc.files.gguf_vocabulary import build_gguf_tokenizer, gguf_token_id
@@ -43,8 +44,8 @@ class TokenTable(dict[int, bytes]):
         return text
 
 
-class Tokenizer:
-    """The text side of one model.
+class Tokenizer(TokenizerCalls):
+    """The text side of one model. frontend/text/tokenizer_calls.py has what transformers' users call beside.
 
     `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none.
     `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default" for
@@ -107,6 +108,12 @@ class Tokenizer:
         _check_text(text)
         return self.hf.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts, joined by the tokenizer's post-processor. Errors: InvalidRequestError."""
+        for text in (first, second):
+            _check_text(text)
+        return self.hf.encode(first, second).ids
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError."""
         for text in texts:
@@ -114,24 +121,9 @@ class Tokenizer:
         encodings = self.hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of these ids. Ids that the vocabulary does not have add nothing."""
-        return self.hf.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    @property
-    def chat_template(self) -> str | None:
-        """Return the default chat template, None where the model has none."""
-        return self.chat_templates.get("default")
-
-    def choose_chat_template(self, given: str | None, *, with_tools: bool) -> str | None:
-        """Return the chat template to use.
-
-        `given` is a template or the name of one. None means the model's own: the one for tools where the chat has tools
-        and the model has one, else the default.
-        """
-        if given is not None:
-            return self.chat_templates.get(given, given)
-        return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of these ids, or of one. Ids that the vocabulary does not have add nothing."""
+        return self.hf.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence of ids, special ones included. Bytes that are no whole character become
@@ -147,6 +139,11 @@ class Tokenizer:
         if self._has_byte_names:
             return byte_level_bytes(token)
         return bytes.fromhex(token[3:5]) if self.has_byte_fallback and is_byte_token(token.encode()) else None
+
+    def special_tokens(self) -> dict[str, int]:
+        """Return the ids of all tokens that are no text, by name: the special ones, and those that end a generation."""
+        ids = {*self.special_token_ids, *self.eos_token_ids}
+        return {name: token for token in sorted(ids) if (name := self.hf.id_to_token(token)) is not None}
 
     def token_table(self, skip_special_tokens: bool) -> TokenTable:
         """Return the table of what each token adds to the text."""

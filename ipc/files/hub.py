@@ -1,16 +1,21 @@
-"""Models by their Hugging Face names, `org/name` or `org/name@revision`: find them in the Hub's cache or download them.
+"""Models by their Hugging Face names: find them in the Hub's cache or download them.
 
-Only the process that starts an engine does this. It passes the folder on, so that both processes read one snapshot. A
-snapshot in the cache is used as it is, without network access; `hf download org/name` brings it up to date.
+Only the process that starts an engine does this. It passes the path on, so that both processes read one snapshot. A
+snapshot in the cache is used as it is, without network access; `engine-core pull` brings it up to date.
 """
 
+import glob
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 from ipc.errors import ModelFileError
+from ipc.files.hub_errors import explain
+from ipc.files.hub_gguf import choose_gguf, gguf_files
+from ipc.files.hub_name import HubName, parse_hub_name
 from ipc.files.safetensors import weight_files
 
-_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?", re.ASCII)
 _TEXT_FILES = [
     "config.json",
     "generation_config.json",
@@ -19,70 +24,105 @@ _TEXT_FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
 ]
-_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
-#: Files in folders of their own, and the copy of the weights in Mistral's own format.
-_IGNORED = ["*/*", "consolidated*.safetensors"]
+#: How an embedding model pools (sentence-transformers), in folders such as 1_Pooling.
+_MODULES = re.compile(r"modules\.json|\d+_\w+/config\.json")
+#: Weights: not those in folders of their own, and not the copy in Mistral's own format.
+_WEIGHTS = re.compile(r"(?!consolidated)[^/]*\.safetensors(\.index\.json)?|\d+_\w+/model\.safetensors")
 
 
-def is_hub_name(model: str) -> bool:
-    """Return whether this can be a name on the Hub: one slash, and not a .gguf file's name."""
-    return _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
+def fetch_model(text: str, *, with_weights: bool = True, is_update: bool = False) -> Path:
+    """Return the folder of a snapshot with config.json, the tokenizer's files and, with_weights, the safetensors; or
+    the path of a GGUF file.
 
-
-def hub_name(path: Path) -> str | None:
-    """Return org/name of a snapshot in the Hub's cache (models--org--name/snapshots/commit); None for another path."""
-    owner = path.parent.parent.name
-    is_snapshot = path.parent.name == "snapshots" and owner.startswith("models--")
-    return owner.removeprefix("models--").replace("--", "/") if is_snapshot else None
-
-
-def fetch_model(name: str, *, with_weights: bool = True) -> Path:
-    """Return the folder of a snapshot with config.json, the tokenizer's files and, with_weights, the safetensors.
-
-    What the cache lacks is downloaded, with progress on standard error. Errors: ModelFileError that states what is
-    missing in the cache, why it could not be downloaded, and what to do.
+    What the cache lacks is downloaded, with progress on standard error if that is a terminal. is_update: ask the Hub
+    even if the cache has it. Errors: ModelFileError that states what the cache lacks, why it could not be downloaded,
+    and what to do.
     """
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
+    name = parse_hub_name(text)
+    assert name is not None, text
     try:
-        from huggingface_hub import constants, snapshot_download
+        import huggingface_hub  # noqa: F401
     except ImportError as error:
         raise ModelFileError(
-            f"{name} is no file or folder here, and names on the Hub need the package huggingface_hub ({error}): "
+            f"{text} is no file or folder here, and names on the Hub need the package huggingface_hub ({error}): "
             "pip install huggingface_hub, or give a folder"
         ) from error
-    repo, revision = match["repo"], match["revision"]
-    patterns = [*_TEXT_FILES, *(_WEIGHT_FILES if with_weights else [])]
-    reason = ""
-    for local_only in (True, False):
-        try:
-            found = snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=_IGNORED,
-                local_files_only=local_only,
-            )
-        # The library passes on its HTTP client's errors, and their classes change between its versions.
-        except Exception as error:
-            reason = _reason(error)
-            continue
-        reason = _lacks(Path(found), with_weights)
-        if not reason:
-            return Path(found)
-    raise ModelFileError(
-        f"{name} is no file or folder here, not whole in the Hugging Face cache at {constants.HF_HUB_CACHE}, and could "
-        f"not be downloaded: {reason}. Check the name; with a network, try again (HF_TOKEN for a private or gated "
-        f"model); without one, run `hf download {repo}` on a machine that has one and copy the cache, or give a folder"
+    found, lacks = _cached(name, with_weights)
+    if found is not None and not is_update:
+        return found
+    try:
+        return _download(name, with_weights)
+    except ModelFileError:
+        raise
+    # The library passes on its HTTP client's errors, and their classes change between its versions.
+    except Exception as error:
+        raise ModelFileError(explain(error, name, lacks)) from None
+
+
+def _cached(name: HubName, with_weights: bool) -> tuple[Path | None, str]:
+    """Return the model's path in the cache and ""; or None and what the cache lacks."""
+    from huggingface_hub import constants
+
+    home = Path(constants.HF_HUB_CACHE, "models--" + name.repo.replace("/", "--"))
+    reference = home / "refs" / name.revision
+    commit = reference.read_text().strip() if reference.is_file() else name.revision
+    folder = home / "snapshots" / commit
+    if not folder.is_dir():
+        return None, f"{constants.HF_HUB_CACHE} has no {name.repo}"
+    lacks = ""
+    if name.quantization is None:
+        lacks = _lacks(folder, with_weights)
+        if not lacks:
+            return folder, ""
+    files = gguf_files(str(path.relative_to(folder)) for path in folder.rglob("*.gguf") if path.is_file())
+    try:
+        return folder / choose_gguf(files, name.quantization, name.repo), ""
+    except ModelFileError:
+        return None, lacks or f"{folder} has no {name.quantization}"
+
+
+def _download(name: HubName, with_weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    # Not list_repo_files(), which tries for half a minute where there is no network.
+    files = [one.rfilename for one in HfApi().model_info(name.repo, revision=name.revision).siblings or ()]
+    has_safetensors = any(file.endswith(".safetensors") and "/" not in file for file in files)
+    if name.quantization is None and "config.json" in files and (has_safetensors or not with_weights):
+        wanted = [file for file in files if file in _TEXT_FILES or _MODULES.fullmatch(file)]
+        wanted += [file for file in files if with_weights and _WEIGHTS.fullmatch(file)]
+        found = snapshot_download(
+            name.repo,
+            revision=name.revision,
+            allow_patterns=[glob.escape(file) for file in wanted],
+            tqdm_class=_progress_bar(),
+        )
+        if lacks := _lacks(Path(found), with_weights):
+            raise ModelFileError(f"{name} on the Hub is not whole: {lacks}")
+        return Path(found)
+    if not gguf_files(files) and name.quantization is None:
+        others = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".onnx", ".h5"))]
+        raise ModelFileError(
+            f"{name} is no model that runs here: it needs config.json with *.safetensors, or a .gguf file"
+            + (f", and it has {', '.join(others[:3])}" if others else "")
+        )
+    file = choose_gguf(files, name.quantization, name.repo)
+    found = snapshot_download(
+        name.repo, revision=name.revision, allow_patterns=[glob.escape(file)], tqdm_class=_progress_bar()
     )
+    return Path(found, file)
 
 
-def _reason(error: Exception) -> str:
-    """Return the first line of the original error. The library wraps a lost connection in an error of its own."""
-    first: BaseException = error
-    while first.__cause__ is not None:
-        first = first.__cause__
-    return f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]:.300}".rstrip(".")
+def _progress_bar() -> Any:
+    """Return the library's class of progress bars, silent where standard error is no terminal."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc,no-any-unimported,unused-ignore]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            is_shown = sys.stderr is not None and sys.stderr.isatty()
+            options |= {} if is_shown else {"disable": True}
+            super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
+
+    return Bar
 
 
 def _lacks(folder: Path, with_weights: bool) -> str:

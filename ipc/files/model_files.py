@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ipc.errors import ModelFileError
 from ipc.files.gguf import cut_gguf_metadata, read_gguf
-from ipc.files.hub import fetch_model, is_hub_name
+from ipc.files.hub import fetch_model
+from ipc.files.hub_name import is_hub_name
 from ipc.files.mapped_file import map_file
 from ipc.files.safetensors import read_safetensors_header_bytes, weight_files
 
@@ -49,14 +50,14 @@ def resolve_model(model: str | None) -> Path:
         raise ModelFileError(f"{path}: a model is {accepted}")
     raise ModelFileError(
         f"model {model!r:.200} is no file or folder here; accepted are {accepted}, or a Hugging Face name: "
-        "org/name or org/name@revision"
+        "org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file"
     )
 
 
 def locate_model(model: str | None, *, with_weights: bool = True) -> str | None:
-    """Return `model`, with a Hugging Face name replaced by the path of its snapshot.
+    """Return `model`, with a Hugging Face name replaced by the path of its snapshot or of a GGUF file in it.
 
-    The snapshot is downloaded if need be. A local path of the same name takes precedence. All other values are left to
+    It is downloaded if need be. A local path of the same name takes precedence. All other values are left to
     resolve_model. Errors: ModelFileError.
     """
     if model is None or not is_hub_name(model) or os.path.exists(os.path.expanduser(model)):

@@ -11,12 +11,14 @@ from kernels.dequantize import BLOCK_SIZES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers
 
 #: Type numbers; enum in dequantize.h.
-_TYPES = {name: index for index, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))}
+TYPE_NUMBERS = {
+    name: index for index, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
+}
 
 
 def has_cpu_kernel(type_name: str, dtype: Dtype) -> bool:
     """Whether cpu_dequantize() converts this type to this dtype. Plain floats are converted by kernels/elements.py."""
-    return type_name in _TYPES and dtype in (FLOAT32, BFLOAT16)
+    return type_name in TYPE_NUMBERS and dtype in (FLOAT32, BFLOAT16)
 
 
 def cpu_dequantize(
@@ -35,6 +37,8 @@ def cpu_dequantize(
     assert (out.size, out.dtype, out.flags.c_contiguous) == (len(blocks) * weights, dtype, True), out.shape
     run = library.function("dequantize", ctypes.POINTER(DequantizeArguments))
     run(
-        DequantizeArguments(blocks.ctypes.data, out.ctypes.data, len(blocks), _TYPES[type_name], ELEMENT_NUMBERS[dtype])
+        DequantizeArguments(
+            blocks.ctypes.data, out.ctypes.data, len(blocks), TYPE_NUMBERS[type_name], ELEMENT_NUMBERS[dtype]
+        )
     )
     return out

@@ -1,7 +1,9 @@
 #include "embedding.h"
 
+#include "block_readers.h"
 #include "compact.h"
 #include "pool.h"
+#include "quantized.h"
 #include "vector_math.h"
 
 INLINE void embed_row(const Embedding *args, int64_t row, const int dtype) {
@@ -55,10 +57,32 @@ static void embed_compact_row(const Embedding *args, int64_t row) {
     }
 }
 
+/* Like embed_row(), for a table of quantized panels. */
+static void embed_quantized_row(const Embedding *args, int64_t row) {
+    float *out = args->out + row * args->width;
+    quantized_column(args->table, args->width, args->ids[row], out);
+    for (int64_t i = 0; i < args->width; i++) out[i] *= args->scale;
+}
+
+/* Like embed_row(), for a table of rows of blocks. Their weights are rounded to bfloat16. */
+static void embed_row_of_blocks(const Embedding *args, int64_t row, int32_t type) {
+    const int weights = block_weights(type), bytes = block_bytes(type);
+    const uint8_t *block = (const uint8_t *)args->table + args->ids[row] * (args->width / weights * bytes);
+    float *out = args->out + row * args->width;
+    for (int64_t i = 0; i < args->width; i += weights, block += bytes) {
+        read_block(block, type, out + i);
+        for (int j = 0; j < weights; j++) out[i + j] = float_of_bfloat16(bfloat16_of_float(out[i + j])) * args->scale;
+    }
+}
+
 void embedding_part(const Embedding *args, int thread, int num_threads) {
     const int64_t begin = args->num_rows * thread / num_threads, end = args->num_rows * (thread + 1) / num_threads;
     for (int64_t row = begin; row < end; row++) {
-        if (args->packing == COMPACT_TABLE)
+        if (args->packing >= BLOCK_TABLE)
+            embed_row_of_blocks(args, row, args->packing - BLOCK_TABLE);
+        else if (args->packing == PACKED + QUANTIZED_WEIGHTS)
+            embed_quantized_row(args, row);
+        else if (args->packing == PACKED + COMPACT_WEIGHTS)
             embed_compact_row(args, row);
         else if (args->packing == PACKED)
             embed_packed_row(args, row);

@@ -2,25 +2,34 @@
 
 import ctypes
 
+import numpy as np
+
 from kernels.arrays import Floats, Ints
+from kernels.cpu.dequantize import TYPE_NUMBERS
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.quantized import BlockRows
 from kernels.cpu.structs import EmbeddingArguments
-from kernels.elements import FLOAT32, Numbers
+from kernels.elements import BFLOAT16, FLOAT32, Numbers
 from kernels.memory.aligned import aligned_empty
 
-NOT_PACKED, PACKED, COMPACT = range(3)  # enum in embedding.h
+NOT_PACKED, PACKED = range(2)  # enum in embedding.h; tables packed for a product are PACKED + that packing
+_BLOCKS = 16  # the same: rows of blocks are _BLOCKS + their type
 
 
 class CpuEmbedding:
     """Looks up rows of an embedding table and multiplies them by scale.
 
-    The table is [V, d] float32 or bfloat16, contiguous, or the packed weights of a product."""
+    The table is [V, d] float32 or bfloat16, contiguous, or the packed weights of a product, or rows of quantized
+    blocks, which stand for bfloat16 numbers."""
 
-    def __init__(self, library: CpuLibrary, table: Numbers | PackedMatrix, scale: float = 1.0) -> None:
+    def __init__(self, library: CpuLibrary, table: Numbers | PackedMatrix | BlockRows, scale: float = 1.0) -> None:
         if isinstance(table, PackedMatrix):
             self.width, self.dtype, self.table = table.in_features, table.dtype, table.packed
-            self.packing = COMPACT if table.is_compact else PACKED
+            self.packing = PACKED + table.packing
+        elif isinstance(table, BlockRows):
+            self.width, self.dtype, self.table = table.depth, BFLOAT16, np.ascontiguousarray(table.data)
+            self.packing = _BLOCKS + TYPE_NUMBERS[table.type_name]
         else:
             assert table.flags.c_contiguous, table.strides
             self.width, self.dtype, self.table = table.shape[1], table.dtype, table

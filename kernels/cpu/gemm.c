@@ -1,7 +1,7 @@
 #include "gemm.h"
 
 #include "gate.h"
-#include "gemm_block.h"
+#include "gemm_slices.h"
 #include "pool.h"
 
 /* Rows of x are multiplied in chunks, each with all panels. A chunk has at most so many bytes, so that a second level
@@ -20,11 +20,59 @@ enum { ROWS_TO_SPLIT = 64 };
 
 static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 static int64_t bytes_of_panel(const Gemm *args) {
-    if (args->is_compact) return compact_panel_bytes(args->depth);
+    if (args->packing == COMPACT_WEIGHTS) return compact_panel_bytes(args->depth);
     return packed_bytes(PANEL_COLUMNS, args->depth, args->dtype);
 }
+static const char *weights_of_panel(const Gemm *args, int64_t panel) {
+    const char *weights = args->weights;
+    if (args->packing != QUANTIZED_WEIGHTS) return weights + panel * bytes_of_panel(args);
+    return weights + quantized_panel(weights, panel)->offset;
+}
 /* Return the bytes of weights that a block reads at a time. */
-static int64_t bytes_of_step(const Gemm *args) { return args->is_compact ? PAIR_BYTES : STEP_BYTES; }
+static int64_t bytes_of_step(const Gemm *args) { return args->packing == COMPACT_WEIGHTS ? PAIR_BYTES : STEP_BYTES; }
+
+typedef void (*Block)(const Work *work);
+
+#define DEFINE(name, rows, vectors, dtype) \
+    static void name(const Work *work) { block(*work, rows, vectors, dtype); }
+#if defined(__AVX512BW__)
+#define DEFINE_COMPACT(rows) \
+    static void compact_##rows(const Work *work) { compact_block(*work, rows); }
+#define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, compact_##rows}
+#else
+#define DEFINE_COMPACT(rows)
+#define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, NULL}
+#endif
+#define DEFINE_KINDS(rows)                                  \
+    DEFINE(float32_##rows, rows, VECTORS_OF(rows), FLOAT32)   \
+    DEFINE(bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16) \
+    DEFINE_COMPACT(rows)
+
+enum { COMPACT = 2 }; /* a kind of weights, next to FLOAT32 and BFLOAT16 */
+
+/* BLOCKS[rows - 1][kind of weights] */
+DEFINE_KINDS(1)
+DEFINE_KINDS(2)
+DEFINE_KINDS(3)
+DEFINE_KINDS(4)
+#if MAX_ROWS == 14
+DEFINE_KINDS(5)
+DEFINE_KINDS(6)
+DEFINE_KINDS(7)
+DEFINE_KINDS(8)
+DEFINE_KINDS(9)
+DEFINE_KINDS(10)
+DEFINE_KINDS(11)
+DEFINE_KINDS(12)
+DEFINE_KINDS(13)
+DEFINE_KINDS(14)
+static const Block BLOCKS[MAX_ROWS][3] = {
+    KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),  KINDS_OF(4),  KINDS_OF(5),  KINDS_OF(6),  KINDS_OF(7),
+    KINDS_OF(8), KINDS_OF(9), KINDS_OF(10), KINDS_OF(11), KINDS_OF(12), KINDS_OF(13), KINDS_OF(14),
+};
+#else
+static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3), KINDS_OF(4)};
+#endif
 
 /* Write num_columns elements of y from [row, column] on: sums plus the bias, as y_dtype. */
 static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t column, int64_t num_columns) {
@@ -61,8 +109,7 @@ INLINE void store_gated(const Gemm *args, const float *sums, int64_t row, int ro
         }
 }
 
-/* Write the rows of y from `row` on, from the sums [rows][PANEL_COLUMNS] of a panel. */
-static void store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel) {
+void gemm_store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel) {
     const int64_t parts = args->gate ? 2 : 1, in_panel = PANEL_COLUMNS / parts, column = panel * in_panel;
     const int64_t left = args->num_columns / parts - column, columns = left < in_panel ? left : in_panel;
     if (!args->gate)
@@ -92,7 +139,7 @@ static int reads_past_caches(void) {
 static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last, const char *ahead,
                            int64_t ahead_step) {
     const int64_t panel_bytes = bytes_of_panel(args);
-    const int vectors = VECTORS_OF(rows), kind = args->is_compact ? COMPACT : args->dtype;
+    const int vectors = VECTORS_OF(rows), kind = args->packing == COMPACT_WEIGHTS ? COMPACT : args->dtype;
     _Alignas(64) float sums[MAX_ROWS * PANEL_COLUMNS];
     Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype)};
     work.x = (const char *)args->x + row * work.x_bytes;
@@ -105,7 +152,7 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
             work.out = sums + v * LANES;
             BLOCKS[rows - 1][kind](&work);
         }
-        store_panel(args, sums, row, rows, panel);
+        gemm_store_panel(args, sums, row, rows, panel);
     }
 }
 
@@ -141,7 +188,15 @@ static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first
     int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
     if (chunk_rows < CHUNK_ROWS) chunk_rows = CHUNK_ROWS;
     const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-    const char *again = (const char *)args->weights + first * bytes_of_panel(args);
+    const char *again = weights_of_panel(args, first);
+    if (gemm_has_slices(args, num_rows)) {
+        gemm_multiply_slices(args, begin, end, first, last);
+        return;
+    }
+    if (args->packing == QUANTIZED_WEIGHTS) {
+        quantized_multiply(args, begin, end, first, last);
+        return;
+    }
     for (int64_t i = 1; i <= num_chunks; i++)
         multiply_chunk(args, begin + num_rows * (i - 1) / num_chunks, begin + num_rows * i / num_chunks, first, last,
                        i < num_chunks ? again : next);
@@ -152,8 +207,7 @@ static void multiply_pieces(const Gemm *args, int owner, int num_threads, const 
     const int64_t first = first_panel(args, owner, num_threads), last = first_panel(args, owner + 1, num_threads);
     for (int64_t panel; (panel = first + pool_take(owner) * PIECE) < last;) {
         const int64_t end = last - panel > PIECE ? panel + PIECE : last;
-        const char *after = (const char *)args->weights + end * bytes_of_panel(args);
-        multiply(args, 0, args->num_rows, panel, end, end < last ? after : next);
+        multiply(args, 0, args->num_rows, panel, end, end < last ? weights_of_panel(args, end) : next);
     }
 }
 
@@ -170,7 +224,7 @@ void gemm_part(const Gemm *args, int thread, int num_threads) {
         return;
     }
     const int64_t panel = first_panel(next, thread, num_threads);
-    const char *weights = (const char *)next->weights + panel * bytes_of_panel(next);
+    const char *weights = weights_of_panel(next, panel);
     for (int i = 0; i < num_threads; i++) /* first the thread's own panels, then those left of the others */
         multiply_pieces(args, (thread + i) % num_threads, num_threads, weights);
 }

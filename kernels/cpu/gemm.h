@@ -22,6 +22,9 @@
 
 enum { PANEL_COLUMNS = 32 };
 
+/* How weights are packed: as above; or, if they are bfloat16, compact (compact.h) or quantized (quantized.h). */
+enum { WHOLE_WEIGHTS = 0, COMPACT_WEIGHTS = 1, QUANTIZED_WEIGHTS = 2 };
+
 typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
@@ -32,7 +35,7 @@ typedef struct Gemm {
     int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
     int32_t gate;    /* NO_GATE or a function of gate.h */
     int32_t streams; /* whether the caches cannot keep the weights until the next product with them */
-    int32_t is_compact; /* whether the weights are compact: see compact.h */
+    int32_t packing; /* of the weights: see below */
     int32_t reserved;
     const struct Gemm *next; /* the product that follows, whose weights are prefetched; or NULL */
 } Gemm;
@@ -55,6 +58,9 @@ void gemm_part(const Gemm *args, int thread, int num_threads);
 int gemm_splits_rows(int64_t num_rows, int num_threads);
 
 void gemm(const Gemm *args);
+
+/* Write the rows of y from `row` on, from the sums [rows][PANEL_COLUMNS] of a panel. */
+void gemm_store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel);
 
 int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype);
 void gemm_pack_part(const GemmPack *args, int thread, int num_threads);

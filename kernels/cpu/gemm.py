@@ -6,10 +6,12 @@ import numpy as np
 
 from kernels.arrays import Floats, UInt8s
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.quantized import QuantizedMatrix
 from kernels.cpu.structs import GemmArguments, PackArguments
-from kernels.elements import Dtype, Numbers
+from kernels.elements import BFLOAT16, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
+WHOLE, COMPACT, QUANTIZED = range(3)  # enum in gemm.h
 #: Gated activations by their names in transformers; enum in gate.h.
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 
@@ -17,14 +19,15 @@ GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 class PackedMatrix:
     """A packed weight matrix that computes y = x @ weight.T + bias.
 
-    `weight` [out, in] is float32, bfloat16 or float16. It is packed as `dtype`, and the original is not kept.
+    `weight` [out, in] is float32, bfloat16 or float16. It is packed as `dtype`, and the original is not kept. Or it is
+    a quantized matrix, which gives the bits of a product with its dequantized numbers in bfloat16.
 
     An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype. Its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
-    bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (is_compact; see
-    kernels/cpu/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept` says that the
-    CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
+    bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (`packing` is COMPACT;
+    see kernels/cpu/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept` says that
+    the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
     With `gate`, weight is [2 * out, in]: the gates, then the values they scale (up). y = f(gate) * up; gate and up are
     rounded to out_dtype first.
@@ -33,7 +36,7 @@ class PackedMatrix:
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Numbers,
+        weight: Numbers | QuantizedMatrix,
         bias: Floats | None = None,
         *,
         dtype: Dtype | None = None,  # float32 or bfloat16; None = the weight's dtype
@@ -42,13 +45,21 @@ class PackedMatrix:
         is_kept: bool = False,
     ) -> None:
         assert gate is None or bias is None, gate
-        num_columns, self.in_features = weight.shape
+        if isinstance(weight, QuantizedMatrix):
+            assert dtype in (None, BFLOAT16), dtype
+            assert weight.is_gated == (gate is not None), gate
+            num_columns, self.in_features = weight.num_columns, weight.depth
+        else:
+            num_columns, self.in_features = weight.shape
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
         self.variant = f"c-{library.variant}"  # identifies the arithmetic: it determines the bits of a product
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        self.packed, self.is_compact = _pack(library, weight, self.dtype, gate is not None, is_kept)
+        if isinstance(weight, QuantizedMatrix):
+            self.packed, self.packing = weight.packed, QUANTIZED
+        else:
+            self.packed, self.packing = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: The C struct. Still unset: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
@@ -59,7 +70,7 @@ class PackedMatrix:
             dtype=ELEMENT_NUMBERS[self.dtype],
             y_dtype=ELEMENT_NUMBERS[self.out_dtype],
             gate=0 if gate is None else GATES[gate],
-            is_compact=self.is_compact,
+            packing=self.packing,
         )
 
     def __call__(self, x: Numbers) -> Numbers:
@@ -76,8 +87,8 @@ class PackedMatrix:
         return y
 
 
-def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is_kept: bool) -> tuple[UInt8s, bool]:
-    """Pack a weight [out, in] of any strides. Return its bytes, and whether they are compact."""
+def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is_kept: bool) -> tuple[UInt8s, int]:
+    """Pack a weight [out, in] of any strides. Return its bytes, and how they are packed."""
     if weight.strides[1] != weight.itemsize:
         weight = np.ascontiguousarray(weight)
     pointer = ctypes.POINTER(PackArguments)
@@ -102,4 +113,4 @@ def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is
     packed = library.allocate(num_bytes)
     arguments.packed = packed.ctypes.data
     library.function("compact_pack" if is_compact else "gemm_pack", pointer)(arguments)
-    return packed, is_compact
+    return packed, COMPACT if is_compact else WHOLE

@@ -1,5 +1,5 @@
-/* A block: some rows of x times a panel of weights, with all sums in registers. gemm.c cuts a product into blocks; only
- * it includes this file.
+/* A block: some rows of x times a panel of weights, with all sums in registers. gemm.c and quantized.c cut products into
+ * blocks; only they include this file.
  */
 #ifndef GEMM_BLOCK_H
 #define GEMM_BLOCK_H
@@ -139,6 +139,24 @@ INLINE void block(Work work, const int rows, const int vectors, const int dtype)
     store(&work, sums, rows, vectors);
 }
 
+/* Like block(), for weights that lie in the first level cache: they are not prefetched. The products are added to the
+ * sums that `out` has. */
+INLINE void block_of_slice(Work work, const int rows, const int vectors, const int dtype) {
+    Floats sums[MAX_ROWS][PANEL_VECTORS];
+    Rows x = rows_of(&work);
+#pragma GCC unroll 14
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sums[row][v] = load_floats(work.out + row * PANEL_COLUMNS + v * LANES);
+    for (int64_t step = dtype == FLOAT32 ? work.depth : work.depth / 2; step > 0; step--, work.w += STEP_BYTES) {
+        Words weights[PANEL_VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) weights[v] = load_words(work.w + v * VECTOR_BYTES);
+        multiply_step(sums, &x, weights, 4, rows, vectors, dtype);
+    }
+    store(&work, sums, rows, vectors);
+}
+
 #if defined(__AVX512BW__)
 /* Unpack one step of a pair, whose lower bytes begin at `offset` (0 or 64), to the weights as they were packed. */
 INLINE void unpack_step(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, __m512i table) {
@@ -188,49 +206,6 @@ INLINE void compact_block(Work work, const int rows) {
     }
     store(&work, sums, rows, PANEL_VECTORS);
 }
-#endif
-
-typedef void (*Block)(const Work *work);
-
-#define DEFINE(name, rows, vectors, dtype) \
-    static void name(const Work *work) { block(*work, rows, vectors, dtype); }
-#if defined(__AVX512BW__)
-#define DEFINE_COMPACT(rows) \
-    static void compact_##rows(const Work *work) { compact_block(*work, rows); }
-#define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, compact_##rows}
-#else
-#define DEFINE_COMPACT(rows)
-#define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, NULL}
-#endif
-#define DEFINE_KINDS(rows)                                  \
-    DEFINE(float32_##rows, rows, VECTORS_OF(rows), FLOAT32)   \
-    DEFINE(bfloat16_##rows, rows, VECTORS_OF(rows), BFLOAT16) \
-    DEFINE_COMPACT(rows)
-
-enum { COMPACT = 2 }; /* a kind of weights, next to FLOAT32 and BFLOAT16 */
-
-/* BLOCKS[rows - 1][kind of weights] */
-DEFINE_KINDS(1)
-DEFINE_KINDS(2)
-DEFINE_KINDS(3)
-DEFINE_KINDS(4)
-#if MAX_ROWS == 14
-DEFINE_KINDS(5)
-DEFINE_KINDS(6)
-DEFINE_KINDS(7)
-DEFINE_KINDS(8)
-DEFINE_KINDS(9)
-DEFINE_KINDS(10)
-DEFINE_KINDS(11)
-DEFINE_KINDS(12)
-DEFINE_KINDS(13)
-DEFINE_KINDS(14)
-static const Block BLOCKS[MAX_ROWS][3] = {
-    KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),  KINDS_OF(4),  KINDS_OF(5),  KINDS_OF(6),  KINDS_OF(7),
-    KINDS_OF(8), KINDS_OF(9), KINDS_OF(10), KINDS_OF(11), KINDS_OF(12), KINDS_OF(13), KINDS_OF(14),
-};
-#else
-static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3), KINDS_OF(4)};
 #endif
 
 #endif

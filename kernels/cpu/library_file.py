@@ -12,7 +12,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,11 +42,14 @@ class LibraryFile(NamedTuple):
     is_prebuilt: bool  # it came with a wheel
 
 
-def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> LibraryFile:
+def find_library(
+    variant: str | None = None, *, use_prebuilt: bool = True, on_build: Callable[[], None] | None = None
+) -> LibraryFile:
     """Return the file of this variant; None = the best that this CPU runs. Build it if it is missing.
 
-    One process builds at a time. Waiting for another process and building take BUILD_S at most, together. Errors:
-    CpuLibraryError."""
+    on_build: called before it is built. One process builds at a time. Waiting for another process and building take
+    BUILD_S at most, together. Errors: CpuLibraryError.
+    """
     end = time.monotonic() + BUILD_S
     usable = usable_variants()
     name = variant or usable[0]
@@ -63,18 +66,20 @@ def find_library(variant: str | None = None, *, use_prebuilt: bool = True) -> Li
             with _locked(folder / "lock", end):
                 if not _is_intact_file(path):  # another process may have built it meanwhile
                     _remove_leftovers(folder)
+                    if on_build is not None:
+                        on_build()
                     _write(path, with_digest(build(name, compiler, folder, max(0.0, end - time.monotonic()))))
     except OSError as error:
         raise CpuLibraryError(f"cannot write {path}: {error}") from error
     return LibraryFile(name, path, False)
 
 
-def find_library_soon() -> threading.Thread:
+def find_library_soon(on_build: Callable[[], None] | None = None) -> threading.Thread:
     """Start find_library() on a thread and return the thread. Its errors are dropped: loading raises them again."""
 
     def find() -> None:
         with contextlib.suppress(CpuLibraryError):
-            find_library()
+            find_library(on_build=on_build)
 
     thread = threading.Thread(target=find, name="kernels", daemon=True)
     thread.start()

@@ -3,8 +3,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "gumbel.h"
 #include "pool.h"
-#include "vector_math.h"
 
 /* Logits in a group. A search for candidates reads each group's largest logit first. */
 #define GROUP 64
@@ -27,27 +27,10 @@ typedef struct {
     float temperature, largest; /* the largest logit / temperature */
     float min_p;
     int64_t size;
-    double uniform;
+    Stream stream;
     float *group_maxima;  /* [number of groups] of logits */
     Candidate *candidates; /* [size] */
 } Row;
-
-/* Return a number in (0, 1) from the first two words of this stream: 52 bits plus half a step. */
-static double philox_uniform(uint64_t seed, uint32_t position, uint32_t choice) {
-    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    uint32_t counter[4] = {position, choice, 0, 0}; /* purpose 0: to draw a token; lane 0 */
-    for (int round = 0; round < 10; round++) {
-        uint64_t first = (uint64_t)counter[0] * 0xD2511F53u, third = (uint64_t)counter[2] * 0xCD9E8D57u;
-        uint32_t second = counter[1], fourth = counter[3];
-        counter[0] = (uint32_t)(third >> 32) ^ second ^ key[0];
-        counter[1] = (uint32_t)third;
-        counter[2] = (uint32_t)(first >> 32) ^ fourth ^ key[1];
-        counter[3] = (uint32_t)first;
-        key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u;
-    }
-    uint64_t bits = ((uint64_t)counter[0] << 32 | counter[1]) >> 12;
-    return ((double)bits + 0.5) * 0x1p-52;
-}
 
 /* Load a vector of logits from index on; minus infinity past the end. */
 INLINE Floats load_logits(const float *logits, int64_t index, int64_t size) {
@@ -122,27 +105,47 @@ static double total_weight(const Row *row) {
     return total;
 }
 
-/* Return uniform * total, limited to less than total even if the product is rounded up. */
-static double target_of(double uniform, double total) { return fmin(uniform * total, nextafter(total, 0.0)); }
+/* The winner of a race so far: the token with the largest logit / temperature + noise, the first of equals. */
+typedef struct {
+    double sum;
+    int64_t id;
+} Winner;
 
-static int64_t draw_in_vocabulary_order(const Row *row) {
-    const double target = target_of(row->uniform, total_weight(row));
-    double sum = 0.0;
-    int64_t last = 0; /* last token with a weight: the result if rounding keeps every sum below the target */
-    for (int64_t begin = 0; begin < row->size; begin += GROUP) {
-        double after = add_group(row, begin, sum);
-        if (after > target) {
-            for (int64_t i = begin; i < begin + GROUP && i < row->size; i++) {
-                float weight = weights_of(row, all_floats(row->logits[i]))[0];
-                sum += weight;
-                if (weight > 0.0f) last = i;
-                if (sum > target) return i;
-            }
-            return last;
-        }
-        sum = after;
+/* Let a token take part in the race. high: its high bits. A token that cannot win with these is left out soon, and so is
+ * one that min_p excludes. */
+INLINE void enter(const Row *row, int64_t id, uint32_t high, Winner *winner) {
+    const float x = row->logits[id] / row->temperature;
+    if (x == -INFINITY || high >= limit_of_high_bits(winner->sum - x)) return;
+    const double sum = x + gumbel_noise(&row->stream, id, high);
+    if (sum < winner->sum || (sum == winner->sum && id > winner->id)) return;
+    if (weights_of(row, all_floats(row->logits[id]))[0] >= row->min_p) *winner = (Winner){sum, id};
+}
+
+/* Enter the tokens from `begin` on that one call of high_bits_from() serves. limit: of the high bits of a token that has
+ * the largest logit among them. */
+static void enter_some(const Row *row, int64_t begin, const Words halves[4], uint32_t limit, Winner *winner) {
+    for (int64_t i = 0; i < LANES * TOKENS_PER_BLOCK && begin + i < row->size; i++) {
+        const uint32_t high = halves[i % 8 / 2][i / 8] >> 16 * (i % 2) & 0xffff;
+        if (high < limit) enter(row, begin + i, high, winner);
     }
-    return last;
+}
+
+/* Draw from all tokens that min_p leaves. best: the index of the largest logit. Most tokens cannot win with their high
+ * bits, so their noise is not computed. */
+static int64_t draw_from_all(const Row *row, int64_t best) {
+    const float lowest = row->min_p > 0.0f ? row->largest + logf(row->min_p) - 1.0f : -INFINITY; /* min_p leaves more */
+    Winner winner = {-INFINITY, row->size};
+    enter(row, best, high_bits_of(&row->stream, best), &winner);
+    Signed is_nan = {0}; /* unused: index_of_largest() has excluded NaN */
+    for (int64_t begin = 0; begin < row->size; begin += LANES * TOKENS_PER_BLOCK) {
+        const float x = largest_between(row, begin, begin + LANES * TOKENS_PER_BLOCK, &is_nan) / row->temperature;
+        if (x < lowest || x + MOST_NOISE < winner.sum) continue;
+        const uint32_t limit = limit_of_high_bits(winner.sum - x);
+        Words halves[4];
+        high_bits_from(&row->stream, begin, halves);
+        if (has_half_below(halves, limit)) enter_some(row, begin, halves, limit, &winner);
+    }
+    return winner.id;
 }
 
 /* Map floats to integers of the same order. */
@@ -226,7 +229,7 @@ static float candidate_weight(const Row *row, int64_t i) {
     return x < -87.0f ? 0.0f : exponential(all_floats(x))[0];
 }
 
-static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top_p) {
+static int64_t draw_from_largest(const Row *row, int64_t top_k, float top_p) {
     Signed is_nan = {0}; /* unused: index_of_largest() has excluded NaN */
     for (int64_t begin = 0; begin < row->size; begin += GROUP)
         row->group_maxima[begin / GROUP] = largest_between(row, begin, begin + GROUP, &is_nan);
@@ -251,13 +254,12 @@ static int64_t draw_in_descending_order(const Row *row, int64_t top_k, float top
             for (sum = 0.0; by_p < kept && (by_p == 0 || sum < bound); by_p++) sum += candidate_weight(row, by_p);
             kept = by_p;
         }
-        const double target = target_of(row->uniform, sum);
-        double cumulative = 0.0;
-        for (int64_t i = 0; i < kept; i++) {
-            cumulative += candidate_weight(row, i);
-            if (cumulative > target) return row->candidates[i].id;
+        Winner winner = {-INFINITY, row->size};
+        for (int64_t i = 0; i < kept && row->candidates[i].value + MOST_NOISE >= winner.sum; i++) {
+            const int64_t id = row->candidates[i].id;
+            enter(row, id, high_bits_of(&row->stream, id), &winner);
         }
-        return row->candidates[kept - 1].id;
+        return winner.id;
     }
 }
 
@@ -274,12 +276,12 @@ static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
     row.candidates = (Candidate *)scratch;
     row.group_maxima = (float *)(scratch + size * sizeof(Candidate));
     row.min_p = args->min_p[index];
-    row.uniform = philox_uniform(args->seed[index], (uint32_t)args->position[index], (uint32_t)args->choice[index]);
+    row.stream = (Stream){args->seed[index], (uint32_t)args->position[index], (uint32_t)args->choice[index]};
     const int64_t top_k = args->top_k[index];
     const float top_p = args->top_p[index];
     const int has_top_k = top_k > 0 && top_k < size;
-    if (has_top_k || top_p < 1.0f) return (int32_t)draw_in_descending_order(&row, has_top_k ? top_k : 0, top_p);
-    return (int32_t)draw_in_vocabulary_order(&row);
+    if (has_top_k || top_p < 1.0f) return (int32_t)draw_from_largest(&row, has_top_k ? top_k : 0, top_p);
+    return (int32_t)draw_from_all(&row, best);
 }
 
 EXPORT int64_t sampling_scratch_bytes(int64_t vocab_size) {

@@ -1,10 +1,9 @@
 /* Samples one token per row of logits. The token depends on that row, its parameters, seed, position and choice alone.
  *
- * The order is: temperature, min_p, top_k (ties of the last one are kept), top_p, then a draw. A draw applies the
- * inverse cumulative distribution of the remaining tokens to one Philox4x32-10 uniform (Salmon et al. 2011). Rows with
- * top_p < 1 or top_k < vocab_size order the tokens by descending logit, ties by lower id; other rows use vocabulary
- * order. Weights are exp(logit / temperature - the largest one) in float32. Their sums are float64, in the order of the
- * draw.
+ * The order is: temperature, min_p, top_k (ties of the last one are kept), top_p, then a draw. A draw takes the remaining
+ * token with the largest logit / temperature (float32) + Gumbel noise (float64, gumbel.h), the lowest id of equals.
+ * min_p and top_p see weights exp(logit / temperature - the largest one) in float32, whose sums are float64: of all
+ * tokens in vocabulary order, of the largest ones in descending order, ties by lower id.
  */
 #ifndef SAMPLING_H
 #define SAMPLING_H

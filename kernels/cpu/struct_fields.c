@@ -5,6 +5,7 @@
 #include "dequantize.h"
 #include "embedding.h"
 #include "norm.h"
+#include "quantized.h"
 #include "rope.h"
 #include "sampling.h"
 
@@ -55,11 +56,18 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
-    FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(is_compact) FIELD(reserved) FIELD(next)
+    FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(reserved) FIELD(next)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
     FIELD(dtype) FIELD(is_gated) FIELD(reserved) FIELD(plan)
+#undef STRUCT
+#define STRUCT QuantizedPart
+    WHOLE FIELD(rows) FIELD(num_rows) FIELD(row_bytes) FIELD(type) FIELD(reserved)
+#undef STRUCT
+#define STRUCT Quantize
+    WHOLE FIELD(parts) FIELD(packed) FIELD(must_be_whole) FIELD(num_parts) FIELD(num_columns) FIELD(depth)
+    FIELD(is_gated) FIELD(reserved)
 #undef STRUCT
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)

@@ -104,7 +104,7 @@ class GemmArguments(CStruct):
     _fields_ = (
         *_fields("x weights bias y", _POINTER),
         *_fields("num_rows num_columns depth x_stride y_stride", _INT64),
-        *_fields("dtype y_dtype gate streams is_compact reserved", _INT32),
+        *_fields("dtype y_dtype gate streams packing reserved", _INT32),
         ("next", _POINTER),
     )
 
@@ -118,6 +118,24 @@ class PackArguments(CStruct):
         *_fields("num_columns depth source_stride", _INT64),
         *_fields("source_dtype dtype is_gated reserved", _INT32),
         ("plan", _POINTER),
+    )
+
+
+class QuantizedPartArguments(CStruct):
+    """Rows of a matrix that are stored alike (quantized.h)."""
+
+    c_name = "QuantizedPart"
+    _fields_ = (("rows", _POINTER), *_fields("num_rows row_bytes", _INT64), *_fields("type reserved", _INT32))
+
+
+class QuantizeArguments(CStruct):
+    """Arguments of gemm_quantize() (quantized.h)."""
+
+    c_name = "Quantize"
+    _fields_ = (
+        *_fields("parts packed must_be_whole", _POINTER),
+        *_fields("num_parts num_columns depth", _INT64),
+        *_fields("is_gated reserved", _INT32),
     )
 
 

@@ -62,7 +62,10 @@ class KVCache:
         return self.memory
 
     def copy_blocks(self, sources: Int32s, target: "KVCache", targets: Int32s) -> None:
-        """Copy whole blocks of all layers to another cache of the same layout, sources[i] to targets[i]."""
+        """Copy whole blocks of all layers to a cache of the same layout, sources[i] to targets[i].
+
+        Within one cache, all sources are read before any target is written.
+        """
         if len(sources):
             for layer, other in zip(self.memory, target.memory, strict=True):
                 other[targets] = layer[sources]

@@ -48,8 +48,13 @@ class TritonKVCache(KVCache):
         """Copy this cache's blocks sources [n] to target's blocks targets [n], in all layers.
 
         The copies are in the order of the device's stream. The host does not wait for them, so it must not read a
-        pinned cache.
+        pinned cache. Within one cache, all sources are read before any target is written.
         """
+        if target is self:
+            places = [torch.from_numpy(ids.astype(np.int64)).to(self.layers[0].device) for ids in (sources, targets)]
+            for layer in self.layers:
+                layer[places[1]] = layer[places[0]]
+            return
         mine, theirs = self.layers[0].device, target.layers[0].device
         if mine == theirs:
             on_device = [torch.from_numpy(np.ascontiguousarray(ids)).to(mine) for ids in (sources, targets)]

@@ -1,8 +1,8 @@
 """Sampling by Triton: draw one token from each row of logits, as core/sampling/sampler.py does, without sorting.
 
-A draw pushes one Philox number through the inverse cumulative distribution of the tokens left. Rows with top_k or top_p
-take the tokens in order of descending logit, ties by lower id; other rows in vocabulary order. One program computes a
-row, so a token depends on its row alone. Sums are float64.
+A draw takes the token left with the largest logit / temperature + Gumbel noise, the lowest id of equals. top_k and
+top_p leave the largest logits, ties by lower id. One program computes a row, so a token depends on its row alone. Sums
+are float64.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.arrays import Int32s
 from kernels.triton.device import power_of_2
-from kernels.triton.philox import uniform
+from kernels.triton.gumbel import TOKENS_PER_BLOCK, noise_from
 from kernels.triton.threshold_search import LOWEST_KEY, find_key, load_scaled, measure, ordered_key
 
 _MAX_BLOCK = 4096
@@ -44,28 +44,26 @@ def _largest(row, vocab_size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _target(u, total):
-    """Return u * total, below total also after rounding."""
-    return tl.minimum(u * total, total * (1.0 - 2.0**-52))
+def _race(row, vocab_size, temperature, maximum, min_p, low, cut, last_cut, stream, BLOCK: tl.constexpr):
+    """Return the winner among the tokens with a key >= low that min_p leaves.
 
-
-@triton.jit
-def _in_vocabulary_order(row, vocab_size, temperature, maximum, min_p, u, BLOCK: tl.constexpr):
-    _, total = measure(row, vocab_size, temperature, maximum, min_p, LOWEST_KEY, BLOCK)
-    target = _target(u, total)
-    before = tl.zeros((), tl.float64)
-    found = vocab_size + tl.zeros((), tl.int32)
-    last = tl.zeros((), tl.int32)
+    Of the tokens with the key `cut`, those up to the id last_cut take part. stream: seed, position and choice.
+    """
+    best = tl.full((), -float("inf"), tl.float64)
+    winner = tl.zeros((), tl.int32)
     for start in range(0, vocab_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         values = load_scaled(row, at, vocab_size, temperature)
-        weights = tl.exp(values - maximum)
-        weights = tl.where((weights >= min_p) & (values > -float("inf")), weights, 0.0).to(tl.float64)
-        passed = (before + tl.cumsum(weights, 0) > target) & (weights > 0)
-        found = tl.minimum(found, tl.min(tl.where(passed, at, vocab_size), 0).to(tl.int32))
-        last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0).to(tl.int32))
-        before += tl.sum(weights, 0)
-    return tl.where(found < vocab_size, found, last)
+        key = ordered_key(values)
+        left = (tl.exp(values - maximum) >= min_p) & (values > -float("inf")) & (key >= low)
+        left = left & ((key != cut) | (at <= last_cut))
+        sums = values.to(tl.float64) + noise_from(*stream, start, BLOCK)
+        sums = tl.where(left, sums, -float("inf"))
+        block_best = tl.max(sums, 0)
+        first = tl.min(tl.where(sums == block_best, at, vocab_size), 0).to(tl.int32)
+        winner = tl.where(block_best > best, first, winner)
+        best = tl.maximum(best, block_best)
+    return winner
 
 
 @triton.jit
@@ -84,15 +82,16 @@ def _nth_of_key(row, vocab_size, temperature, key, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, top_p, u, BLOCK: tl.constexpr):
+def _largest_left(row, vocab_size, temperature, maximum, min_p, top_k, top_p, BLOCK: tl.constexpr):
+    """Return (low, cut, last_cut) as _race() takes them: what top_k and top_p leave."""
     low = tl.zeros((), tl.int64) + LOWEST_KEY
     if (top_k > 0) & (top_k < vocab_size):
         low = find_key(row, vocab_size, temperature, maximum, min_p, low, top_k.to(tl.float64), True, BLOCK)
-    _, total = measure(row, vocab_size, temperature, maximum, min_p, low, BLOCK)
     cut = low - 1  # the key that keeps only some of its tokens
-    num_cut = tl.zeros((), tl.int64)
+    last_cut = tl.zeros((), tl.int32)
     if top_p < 1:
         # A token stays if those before it weigh less than goal.
+        _, total = measure(row, vocab_size, temperature, maximum, min_p, low, BLOCK)
         goal = top_p.to(tl.float64) * total
         cut = find_key(row, vocab_size, temperature, maximum, min_p, low, goal * (1.0 - 2.0**-52), False, BLOCK)
         above_count, above = measure(row, vocab_size, temperature, maximum, min_p, cut + 1, BLOCK)
@@ -100,18 +99,9 @@ def _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, to
         each = (weight - above) / tl.maximum(count - above_count, 1).to(tl.float64)
         wanted = tl.ceil((goal - above) / tl.maximum(each, 1e-300))
         num_cut = tl.minimum(tl.maximum(wanted, 1.0), (count - above_count).to(tl.float64)).to(tl.int64)
-        total = above + num_cut.to(tl.float64) * each
+        last_cut = _nth_of_key(row, vocab_size, temperature, cut, num_cut - 1, BLOCK)
         low = cut
-    target = _target(u, total)
-    key = find_key(row, vocab_size, temperature, maximum, min_p, low, target, False, BLOCK)
-    above_count, above = measure(row, vocab_size, temperature, maximum, min_p, key + 1, BLOCK)
-    count, weight = measure(row, vocab_size, temperature, maximum, min_p, key, BLOCK)
-    same = count - above_count
-    each = (weight - above) / tl.maximum(same, 1).to(tl.float64)
-    same = tl.where(key == cut, num_cut, same)
-    n = tl.floor((target - above) / tl.maximum(each, 1e-300))
-    n = tl.minimum(tl.maximum(n, 0.0), tl.maximum(same - 1, 0).to(tl.float64)).to(tl.int64)
-    return _nth_of_key(row, vocab_size, temperature, key, n, BLOCK)
+    return low, cut, last_cut
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -125,20 +115,17 @@ def _sample(logits, words, tokens, vocab_size, num_rows, BLOCK: tl.constexpr):
     maximum, token = _largest(row, vocab_size, BLOCK)
     drawn = temperature > 0
     if drawn:
-        maximum = maximum / temperature
+        maximum = tl.div_rn(maximum, temperature)
     finite = tl.abs(maximum) < float("inf")
     if drawn & finite:
-        one = tl.arange(0, 1)
-        position = tl.load(words + 4 * num_rows + index + one)
-        choice = tl.load(words + 5 * num_rows + index + one)
-        low = tl.load(words + 6 * num_rows + index + one).to(tl.uint32, bitcast=True).to(tl.uint64)
-        high = tl.load(words + 7 * num_rows + index + one).to(tl.uint32, bitcast=True).to(tl.uint64)
-        seed = ((high << 32) | low).to(tl.int64, bitcast=True)
-        u = tl.sum(uniform(seed, position, choice), 0)
-        if ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1):
-            token = _in_descending_order(row, vocab_size, temperature, maximum, min_p, top_k, top_p, u, BLOCK)
-        else:
-            token = _in_vocabulary_order(row, vocab_size, temperature, maximum, min_p, u, BLOCK)
+        position = tl.load(words + 4 * num_rows + index)
+        choice = tl.load(words + 5 * num_rows + index)
+        seed_low = tl.load(words + 6 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
+        seed_high = tl.load(words + 7 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
+        seed = ((seed_high << 32) | seed_low).to(tl.int64, bitcast=True)
+        low, cut, last = _largest_left(row, vocab_size, temperature, maximum, min_p, top_k, top_p, BLOCK)
+        stream = seed, position, choice
+        token = _race(row, vocab_size, temperature, maximum, min_p, low, cut, last, stream, BLOCK)
     tl.store(tokens + index, tl.where(finite, token, -1))
 
 
@@ -171,6 +158,6 @@ def sample_tokens(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
-        block = min(_MAX_BLOCK, power_of_2(vocab_size))
+        block = max(TOKENS_PER_BLOCK, min(_MAX_BLOCK, power_of_2(vocab_size)))
         _sample[(num_rows,)](logits, words, tokens, vocab_size, num_rows, BLOCK=block)
     return tokens

@@ -1,4 +1,4 @@
-"""Threshold search: top-k, top-p and the draw in descending order without sorting.
+"""Threshold search: top-k and top-p without sorting.
 
 It finds the value where a count, or a sum of weights, over all larger logits passes a goal, by bisection over the 32
 bits of a float.
@@ -22,7 +22,7 @@ def ordered_key(x):
 def load_scaled(row, at, vocab_size, temperature):
     """Load logits divided by the temperature, -inf past the end."""
     values = tl.load(row + at, mask=at < vocab_size, other=-float("inf"))
-    return tl.where(values == -float("inf"), values, values / temperature)
+    return tl.where(values == -float("inf"), values, tl.div_rn(values, temperature))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from core.batch.request import request_from_message
 from core.engine import EngineCore
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.execution.runner_table import RunnerTable
+from core.executors.fake import choice_seed
 from core.inputs import EngineInput, EngineReply
 from core.scheduling.outputs import ClientOutput
 from core.scheduling.scheduler import Scheduler
@@ -88,12 +89,12 @@ def _oracle(prompt: tuple[int, ...], count: int, seed: int) -> list[int]:
     return fake_tokens(list(prompt), count, VOCAB_SIZE, seed)
 
 
-def expected_tokens(message: AddRequest, max_model_len: int) -> list[int]:
-    """All that a request nobody aborts must give, by the one-request-at-a-time oracle."""
+def expected_tokens(message: AddRequest, max_model_len: int, choice: int = 0) -> list[int]:
+    """All that a choice of a request nobody aborts must give, by the one-request-at-a-time oracle."""
     prompt = np.frombuffer(message.prompt_token_ids, "<i4").tolist()
     params = message.params
     count = min(params.max_tokens or max_model_len, max_model_len - len(prompt))
-    tokens = _oracle(tuple(prompt), count, message.seed if params.temperature > 0 else 0)
+    tokens = _oracle(tuple(prompt), count, choice_seed(message.seed, choice) if params.temperature > 0 else 0)
     stops = {*(params.stop_token_ids or []), *([] if params.ignore_eos else [EOS])}
     for end, token in enumerate(tokens, 1):
         if token in stops and end >= params.min_tokens:
@@ -126,6 +127,7 @@ class Received:
     failed: RequestFailed | None = None
     stop_token: int | None = None
     cached: int | None = None  # prompt tokens found in the prefix cache
+    has_others: bool = False  # it is the first of several choices, which may fail after it has ended
 
     @property
     def is_over(self) -> bool:
@@ -133,27 +135,36 @@ class Received:
 
 
 class Inbox:
-    """The clients' side: takes replies, and objects to a gap, a repetition or a second end."""
+    """The clients' side: takes replies, and objects to a gap, a repetition or a second end.
+
+    Choice c of request number n is booked as n + c.
+    """
 
     def __init__(self) -> None:
         self.received: dict[tuple[int, int], Received] = {}
 
     def expect(self, client: int, message: AddRequest) -> Received:
         delivered = np.frombuffer(message.delivered[0], "<i4").tolist() if message.delivered else []
-        return self.received.setdefault((client, message.number), Received(list(delivered)))
+        for choice in range(1, message.params.n):
+            self.received.setdefault((client, message.number + choice), Received())
+        has_others = message.params.n > 1
+        return self.received.setdefault((client, message.number), Received(list(delivered), has_others=has_others))
 
     def take(self, replies: Iterable[tuple[int, EngineReply]]) -> None:
         for client, reply in replies:
             if isinstance(reply, RequestFailed):
                 entry = self.received[client, reply.number]
-                assert not entry.is_over, f"{client}/{reply.number} ends twice"
+                is_first = not entry.is_over or (entry.has_others and entry.failed is None)
+                assert is_first, f"{client}/{reply.number} ends twice"
                 entry.failed = reply
             elif isinstance(reply, Outputs):
                 self._take_outputs(client, reply)
 
     def _take_outputs(self, client: int, reply: Outputs) -> None:
         stop_tokens = dict(reply.stop_tokens)
+        choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * (len(reply.numbers) // 4)
         for row, (number, position, tokens, finish) in enumerate(unpack(reply)):
+            number += choices[row]
             entry = self.received[client, number]
             assert not entry.is_over, f"{client}/{number} goes on after its end"
             assert position == len(entry.tokens), f"{client}/{number}: position {position}, have {len(entry.tokens)}"
@@ -220,9 +231,10 @@ class ByHand:
 
     def add(self, message: AddRequest, client: int = 0, deadline_ns: int = 0, now_ns: int = 0) -> Received:
         entry = self.inbox.expect(client, message)
-        request = request_from_message(message, client, self._serial, self._max_model_len)
-        self._serial += 1
-        self.scheduler.add_request([request], now_ns, deadline_ns)
+        serial, length = self._serial, self._max_model_len
+        requests = [request_from_message(message, client, serial + n, length, n) for n in range(message.params.n)]
+        self._serial += message.params.n
+        self.scheduler.add_request(requests, now_ns, deadline_ns)
         return entry
 
     def schedule(self, now_ns: int = 0) -> SchedulerOutput:

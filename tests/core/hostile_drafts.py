@@ -9,7 +9,7 @@ from core.batch.table import BatchTable
 from core.executors.fake import choice_seed
 from core.proposers.proposer import NUM_KINDS, Proposals
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import Ints
+from ipc.arrays import Ints, Rows
 from ipc.speculation import SpeculativeConfig
 from tests.fake_tokens import fake_tokens
 
@@ -50,6 +50,9 @@ class Hostile:
         self.num_asked = 0
         self._kind, self._oracle, self._vocab_size = kind, oracle, vocab_size
         self._rng = np.random.default_rng(7)
+
+    def end(self, rows: Rows) -> None:
+        pass
 
     def propose(self, rows: Ints, most: int) -> Proposals:
         self.num_asked += len(rows)

@@ -7,10 +7,19 @@ blocks.
 import numpy as np
 import numpy.typing as npt
 
-from core.execution.plan import FAILED_TOKEN, NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.plan import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    concat_logprobs,
+    encode_plan,
+)
 from core.execution.runner_table import RunnerTable
-from core.executors.fake import FakeExecutor, choice_seed, mix, next_token
+from core.executors.fake import FakeExecutor, checksum, choice_seed, fake_candidates, mix, next_token
 from ipc.arrays import UInt64s
+from ipc.beam_search import num_candidates
 from ipc.config import EngineConfig
 
 
@@ -31,6 +40,7 @@ class PagedExecutor:
         self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
         self.table = RunnerTable(config.max_num_seqs, config.block_size)
         self.seed = np.zeros(config.max_num_seqs, np.uint64)
+        self.num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         raise AssertionError("the config of these tests is resolved")
@@ -51,6 +61,7 @@ class PagedExecutor:
         table = self.table
         table.apply(plan)
         for new in plan.added:
+            self.num_candidates[new.row] = num_candidates(new.params, 1) if new.params.use_beam_search else 0
             self.seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
         self._copy_blocks(plan)
         starts = table.num_computed_tokens[plan.rows]
@@ -71,11 +82,30 @@ class PagedExecutor:
         """The step's result; its tokens are in the table then."""
         if len(plan.num_draft_tokens):
             return self._verified(plan, samples)
+        candidates = self._candidates(plan, samples)
+        searching = samples & (self.num_candidates[plan.rows] > 0)
+        if candidates is not None:
+            searching[candidates.rows] = False  # those that are left have failed
+        samples = samples & (self.num_candidates[plan.rows] == 0)
         pairs = zip(plan.rows.tolist(), samples, strict=True)
         token_ids = np.array([self.token(row) if sampled else NO_TOKEN for row, sampled in pairs], np.int32)
+        token_ids[searching] = FAILED_TOKEN
         # A failed row gets an id too: the next step may be planned already.
         self.table.append_tokens(plan.rows[samples], np.maximum(token_ids[samples], 0))
-        return ModelRunnerOutput(plan.step, token_ids)
+        return ModelRunnerOutput(plan.step, token_ids, candidates=candidates)
+
+    def _candidates(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> LogprobColumns | None:
+        parts = []
+        for index in np.flatnonzero(samples & (self.num_candidates[plan.rows] > 0)).tolist():
+            row = int(plan.rows[index])
+            if self.token(row) == FAILED_TOKEN:  # it reads the context back
+                continue
+            end, count = int(self.table.num_tokens[row]), int(self.num_candidates[row])
+            sums, position = np.array([checksum(self.table.tokens.read(row, 0, end))]), np.array([end], np.uint64)
+            ids, values = fake_candidates(sums, position, count, self.info.vocab_size)
+            one = np.array([index, end, len(ids[0]), 1], np.int32)[:, None]
+            parts.append(LogprobColumns(*one, ids[0], values[0]))
+        return concat_logprobs(parts)
 
     def _verified(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
         """A token after the known ones of each row, and after each draft that is the token in its place."""
@@ -103,11 +133,12 @@ class PagedExecutor:
         return run
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
-        """Out of the cache, then back into it; token() sees what was copied wrongly or too late."""
+        """Out of the cache, within it, then back into it; token() sees what was copied wrongly or too late."""
         blocks = self._kv.reshape(-1, self._block_size)
-        for targets in (plan.swapped_out_slots, plan.swapped_in_blocks):
+        for targets in (plan.swapped_out_slots, plan.swapped_in_blocks, plan.copied_to):
             assert len(set(targets.tolist())) == len(targets), f"plan {plan.step} copies twice to one of {targets}"
         self._host[plan.swapped_out_slots] = blocks[plan.swapped_out_blocks]
+        blocks[plan.copied_to] = blocks[plan.copied_blocks]
         blocks[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]
 
     def _check_new_blocks(self, plan: SchedulerOutput) -> None:

@@ -9,6 +9,7 @@ import pytest
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.inputs import EngineInput
 from ipc.messages import Abort, FinishReason
+from ipc.speculation import SpeculativeConfig
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
 from tests.core.hostile_drafts import KINDS, Hostile, fake_oracle, speculative, use
@@ -85,6 +86,22 @@ def test_aborts_and_options(depth: int, options: dict[str, Any]) -> None:
         num_aborted += got.finish == FinishReason.ABORT
         assert got.tokens == (wanted[: len(got.tokens)] if got.finish == FinishReason.ABORT else wanted)
     assert 0 < num_aborted <= len(aborts)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_suffix_finds_the_outputs_of_earlier_requests(depth: int) -> None:
+    """The fake executor's outputs are functions of the prompt, so an equal request has the output of the first."""
+    settings = SpeculativeConfig(method="suffix", step_ns=(10**6,) * 8)
+    config = small_config(max_model_len=MAX_LEN, fake_eos_token_id=EOS, speculative_config=settings, depth=depth)
+    driver, accepted = Driver(config), list[int]()
+    for again in range(2):
+        added = [add_message(n + 100 * again, range(n, n + 9), 40) for n in range(6)]
+        driver.step([(0, message) for message in added])
+        driver.drain()
+        for message in added:
+            assert driver.inbox.received[0, message.number].tokens == expected_tokens(message, MAX_LEN)
+        accepted.append(driver.scheduler.stats.num_accepted_tokens)
+    assert accepted[1] > accepted[0] + 50
 
 
 def test_a_run_replays_to_the_same_plans() -> None:

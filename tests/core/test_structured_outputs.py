@@ -18,9 +18,11 @@ from core.executors.fake import create
 from core.inputs import EngineInput, HoldClient, ReleaseClient
 from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs
 from ipc.sampling_params import SamplingParams
+from ipc.speculation import SpeculativeConfig
 from ipc.structured_outputs import StructuredOutputsParams
 from tests.columns import pack_numbers
 from tests.core.driving import Inbox, Received, small_config
+from tests.core.hostile_drafts import use
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, text_of, tokenizer_files
 
 MAX_LEN = 120
@@ -135,6 +137,8 @@ def test_every_output_is_what_its_grammar_says_and_there_are_several(alone: dict
         {"num_blocks": 40},  # preempted, and computed again
         {"num_blocks": 40, "preemption_mode": "swap", "num_swap_blocks": 60},
         {"num_blocks": 40, "depth": 2},
+        {"speculative_config": SpeculativeConfig(method="ngram", prompt_lookup_min=1)},
+        {"speculative_config": SpeculativeConfig(method="suffix"), "num_blocks": 40, "depth": 2},
         {"fake_tokens_per_step": 5},
         {"fake_tokens_per_step": 5, "depth": 2, "num_blocks": 40},
         {"enable_chunked_prefill": False},
@@ -144,6 +148,18 @@ def test_every_output_is_what_its_grammar_says_and_there_are_several(alone: dict
 def test_a_request_gets_the_same_whatever_happens(alone: dict[int, list[int]], options: dict[str, Any]) -> None:
     received = run(ADDED, **options)
     assert {number: one.tokens for number, one in received.items()} == alone
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["wrong", "random", "long"])
+def test_drafts_that_no_grammar_allows_change_nothing(alone: dict[int, list[int]], kind: str, depth: int) -> None:
+    """Most drafts are refused by the grammar; forced tokens are drafts beside them."""
+    runs = Runs(depth=depth, speculative_config=SpeculativeConfig(method="ngram"))
+    use(runs.engine.scheduler, kind, lambda table: lambda row, count: alone[int(table.number[row])][:count], VOCAB_SIZE)
+    for at in range(0, len(ADDED), 2):
+        runs.step(ADDED[at : at + 2])
+    assert {number: received.tokens for number, received in runs.drain().items()} == alone
+    assert runs.engine.scheduler.stats.num_draft_tokens > 100
 
 
 def test_preemption_happens_in_these_runs() -> None:

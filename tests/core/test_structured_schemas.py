@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import jsonschema
@@ -37,7 +38,7 @@ def check(seeds: range, compact: bool) -> None:
         text = text_of(one.tokens)
         jsonschema.validate(json.loads(text), SCHEMAS[name], format_checker=FORMATS)
         if compact:
-            assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) or "\\" in text
+            assert not re.search(r"\s", re.sub(r'"(\\.|[^"\\])*"', "", text)), text
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -53,7 +54,20 @@ def test_many_outputs_validate(compact: bool) -> None:
         check(range(seed, seed + 1), compact)
 
 
-FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+class Formats(jsonschema.FormatChecker):
+    """Those of jsonschema, but for the year 0, which RFC 3339 has and Python's dates do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkers = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
+
+    def check(self, instance: object, format: str) -> None:  # noqa: A002
+        if format in ("date", "date-time") and isinstance(instance, str) and instance.startswith("0000-"):
+            instance = f"2000{instance[4:]}"  # a leap year, as the year 0 is
+        super().check(instance, format)
+
+
+FORMATS = Formats()
 _PIECES = (
     *(
         "start: ",

@@ -104,7 +104,7 @@ def test_seeds(llm):
 
 def test_a_wrong_prompt_among_many_is_known_before_anything_is_submitted(llm):
     before = llm.statistics()
-    with pytest.raises(InvalidRequestError, match="prompt 2 of 3 is empty"):
+    with pytest.raises(InvalidRequestError, match=r"the prompt cannot be empty \(prompt 2 of 3\)"):
         llm.generate([[1], [2], []], greedy(), use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="3 prompts need as many sampling_params, or one; got 2"):
         llm.generate([[1], [2], [3]], [greedy(), greedy()], use_tqdm=False)

@@ -79,7 +79,7 @@ def test_several_choices(llm):
         for choice, one in enumerate(output.outputs):
             assert one.token_ids == fake_tokens(prompt, 20, VOCAB_SIZE, choice_seed(9, choice))
             assert [next(iter(place)) for place in one.logprobs] == one.token_ids
-            assert one.text == llm.get_tokenizer().decode(one.token_ids)
+            assert one.text == llm.get_tokenizer().decode(one.token_ids, skip_special_tokens=True)
         assert len(output.prompt_logprobs) == len(prompt)
     assert_idle(llm)
 
@@ -123,7 +123,7 @@ def test_streams_of_choices(text_side):
                     texts[one.index] += one.text
                     ids[one.index] += one.token_ids
             assert ids == [fake_tokens([1, 2], 50, VOCAB_SIZE, choice_seed(3, choice)) for choice in range(4)]
-            assert texts == [llm.get_tokenizer().decode(one) for one in ids]
+            assert texts == [llm.get_tokenizer().decode(one, skip_special_tokens=True) for one in ids]
             outputs = llm.generate({"prompt_token_ids": [1]}, SamplingParams(n=4, max_tokens=10**5, ignore_eos=True))
             await anext(outputs)
             await outputs.aclose()

@@ -105,9 +105,9 @@ def test_text_in_text_out(quantized: Path) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         chat = llm.chat([{"role": "user", "content": "the fox"}], params, use_tqdm=False)[0]
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert tokenizer.decode(output.prompt_token_ids) == prompt
+        assert tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True) == prompt
         assert output.prompt_token_ids[0] == 1
-        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
         assert len(output.outputs[0].token_ids) == 12
     assert chat.prompt_token_ids == tokenizer.encode("the fox")
 

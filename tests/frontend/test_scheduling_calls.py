@@ -16,7 +16,7 @@ from tests.frontend.conftest import WELCOME, PlayedEngine
 def test_metrics_of_requests_that_waited_and_were_preempted() -> None:
     with LLM(executor="fake", num_blocks_override=12, max_num_seqs=3, watermark=0.0, fake_max_model_len=100) as llm:
         params = SamplingParams(max_tokens=80, ignore_eos=True, n=2)
-        prompts = [{"prompt_token_ids": [number] * 5} for number in range(3)]
+        prompts = [{"prompt_token_ids": [number] * 5} for number in range(4)]  # one waits for a row
         outputs = llm.generate(prompts, params, use_tqdm=False)
         all_metrics = [output.metrics for output in outputs]
         assert sum(metrics.num_preemptions for metrics in all_metrics) == llm.client.statistics().num_preemptions > 0

@@ -9,7 +9,7 @@ import pytest
 
 from ipc.config import OPTIONS, EngineConfig, config_from_options
 from ipc.errors import ConfigError, EngineCoreError
-from ipc.neutral_options import NEUTRAL
+from ipc.neutral_options import NEUTRAL, WITHOUT_EFFECT
 from ipc.option import Option, declared_options
 
 FIELDS = EngineConfig.__struct_fields__
@@ -25,6 +25,7 @@ OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
 
 def test_every_option_is_checked_by_some_rule() -> None:
     others = {"model", "capture", "client_weights", "generation_config", "speculative_config", "fake_poison"}
+    others |= {"classifier_from_token"}
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)
 
@@ -46,7 +47,7 @@ def test_a_field_without_a_declaration_is_a_mistake() -> None:
         declared_options(Config)
 
 
-@pytest.mark.parametrize("weights", [None, [], {"": 1.0}, {1: 1.0}])
+@pytest.mark.parametrize("weights", [[], {"": 1.0}, {1: 1.0}])
 def test_client_weights_are_by_name(weights: object) -> None:
     with pytest.raises(ConfigError, match="client_weights must be a dict of client names and weights; got "):
         config_from_options(client_weights=weights)
@@ -67,7 +68,7 @@ def test_defaults_are_valid_and_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHOICES))
-@pytest.mark.parametrize("value", ["nonsense", "", None, 3, ["auto"]])
+@pytest.mark.parametrize("value", ["nonsense", "", 3, ["auto"]])
 def test_choices(name: str, value: object) -> None:
     allowed = ", ".join(CHOICES[name])
     with pytest.raises(ConfigError, match=re.escape(f"{name} must be one of {allowed}; got {value!r}")):
@@ -87,7 +88,6 @@ def test_ranges(name: str) -> None:
         assert getattr(config_from_options(**{name: value}), name) == value
     text = re.escape(f"{name} must be an integer from {low} to {high}; got ")
     bad: list[Any] = [low - 1, high + 1, -(10**9), 10**30, True, "8", 8.5, float("nan"), float("inf"), [8], b"8"]
-    bad += [] if name in OPTIONAL else [None]
     for value in bad:
         with pytest.raises(ConfigError, match=text + re.escape(repr(value))):
             config_from_options(**{name: value})
@@ -107,7 +107,7 @@ def test_numbers(name: str) -> None:
     option = OPTIONS[name].option
     for value in (option.low, option.high):
         assert getattr(config_from_options(**{name: value}), name) == value
-    for bad in (-0.1, option.high * 1.01, float("nan"), True, "0.1", None):
+    for bad in (-0.1, option.high * 1.01, float("nan"), True, "0.1"):
         text = f"{name} must be a number from 0 to {option.high:g}; got {bad!r}"
         with pytest.raises(ConfigError, match=re.escape(text)):
             config_from_options(**{name: bad})
@@ -125,11 +125,8 @@ def test_block_size_is_a_power_of_two(value: int) -> None:
 
 
 @pytest.mark.parametrize("name", names_of(bool))
-@pytest.mark.parametrize("value", [1, 0, "true", None])
+@pytest.mark.parametrize("value", [1, 0, "true"])
 def test_switches(name: str, value: object) -> None:
-    if name == "enable_chunked_prefill" and value is None:  # vLLM's "decide yourself"
-        assert config_from_options(**{name: value}) == EngineConfig()
-        return
     with pytest.raises(ConfigError, match=f"{name} must be true or false; got {value!r}"):
         config_from_options(**{name: value})
 
@@ -188,21 +185,43 @@ def test_an_option_like_no_other_gets_the_list() -> None:
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_options_of_vllm_are_accepted_where_they_change_nothing(name: str) -> None:
-    for value in NEUTRAL[name]:
+    for value in (*NEUTRAL[name], None):
         assert config_from_options(**{name: value}) == EngineConfig()
     with pytest.raises(ConfigError, match=f"{name}=7 is not supported by this version; only .* is"):
         config_from_options(**{name: 7})
 
 
-def test_numbers_of_vllm_that_change_nothing() -> None:
-    assert config_from_options(max_seq_len_to_capture=8192) == EngineConfig()
-    with pytest.raises(ConfigError, match="max_seq_len_to_capture must be a number above 0 and up to 16777216; got 0"):
-        config_from_options(max_seq_len_to_capture=0)
+def test_options_of_vllm_that_never_have_an_effect() -> None:
+    assert config_from_options(**dict.fromkeys(WITHOUT_EFFECT, 7)) == EngineConfig()
+    assert not (WITHOUT_EFFECT | set(NEUTRAL)) & set(OPTIONS)
+    assert not WITHOUT_EFFECT & set(NEUTRAL)
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIONS, "swap_space", "revision", "num_gpu_blocks_override"}))
+def test_none_is_an_option_that_was_not_given(name: str) -> None:
+    assert config_from_options(**{name: None}) == EngineConfig()
+
+
+def test_a_revision_is_a_part_of_the_models_name() -> None:
+    assert config_from_options(model="org/name", revision="v1").model == "org/name@v1"
+    for model in (None, "/models/x", "org/name@v2"):
+        with pytest.raises(ConfigError, match="revision='v1' needs a model of the Hugging Face Hub"):
+            config_from_options(model=model, revision="v1")
+
+
+def test_dtypes_of_torch() -> None:
+    class TorchDtype:
+        def __repr__(self) -> str:
+            return "torch.bfloat16"
+
+    assert config_from_options(dtype=TorchDtype()).dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half'"):
+        config_from_options(dtype="half")
 
 
 def test_share_of_a_gpu() -> None:
     assert config_from_options(gpu_memory_utilization=1).gpu_memory_utilization == 1
-    for value in (0, 1.5, float("nan"), True, "0.9", None):
+    for value in (0, 1.5, float("nan"), True, "0.9"):
         with pytest.raises(ConfigError, match="gpu_memory_utilization must be a number above 0 and up to 1; got"):
             config_from_options(gpu_memory_utilization=value)
 

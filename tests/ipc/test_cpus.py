@@ -1,11 +1,12 @@
-"""The CPUs that a process may use: its affinity, and the quotas of its control groups of both versions."""
+"""The CPUs and the memory that a process may use: its affinity, and its control groups of both versions."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from ipc import cpus
+from ipc import control_groups, cpus
+from ipc.memory import usable_memory_bytes
 
 
 def group(folder: Path, **files: str) -> None:
@@ -17,8 +18,8 @@ def group(folder: Path, **files: str) -> None:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of eight CPUs whose control groups are files."""
-    monkeypatch.setattr(cpus, "_CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(cpus, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     return tmp_path
 
@@ -52,3 +53,26 @@ def test_version_1(machine: Path) -> None:
     assert cpus.usable_cpus() == 5
     group(machine / "groups/cpu/docker/a", cpu__cfs_quota_us="-1")
     assert cpus.usable_cpus() == 8
+
+
+def test_memory_is_the_least_limit_of_all_groups_above(machine: Path) -> None:
+    total = usable_memory_bytes()
+    (machine / "own").write_text("0::/system.slice/engine.service\n")
+    group(machine / "groups/system.slice/engine.service", memory__max="max")
+    assert usable_memory_bytes() == total
+    group(machine / "groups/system.slice", memory__max="800000000")
+    assert usable_memory_bytes() == 800_000_000
+    group(machine / "groups/system.slice/engine.service", memory__max="700000000")
+    assert usable_memory_bytes() == 700_000_000
+    (machine / "own").write_text("0::/not/mounted/here\n")
+    group(machine / "groups", memory__max="600000000")  # a container without a namespace of its own
+    assert usable_memory_bytes() == 600_000_000
+
+
+def test_memory_of_version_1(machine: Path) -> None:
+    total = usable_memory_bytes()
+    (machine / "own").write_text("5:memory:/docker/a\n4:cpu,cpuacct:/x\n0::/\n")
+    group(machine / "groups/memory", memory__limit_in_bytes="9223372036854771712")
+    assert usable_memory_bytes() == total
+    group(machine / "groups/memory/docker/a", memory__limit_in_bytes="838860800")
+    assert usable_memory_bytes() == 800 << 20

@@ -46,6 +46,8 @@ from ipc.messages import (
     unpack_numbers,
 )
 from ipc.metrics_messages import GetMetrics, Histogram, Metrics
+from ipc.pooling_messages import AddPooling, Pooled
+from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 from ipc.scheduling_messages import (
     Explain,
@@ -87,6 +89,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     AddRequest(2**32 - 1, b"\1\0\0\0", PARAMS, 2**64 - 1, -5, 1000, "salt", [b"", b"\2\0\0\0"], "tenant"),
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
     AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=CONSTRAINT), 0),
+    AddPooling(7, b"\1\0\0\0", PoolingParams(task="embed", dimensions=8), -5, 1000, "salt", "tenant"),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
     Abort(pack_numbers([7]), b"\1\0"),
     Goodbye(),
@@ -114,6 +117,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),
     Welcome(1, 3, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), {"temperature": 0.5, "top_k": 3}),
     Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9, 0, 0, 0, 0, 0, -1, 60_000)),
+    Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), tasks={"embed": 384}),
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),
@@ -129,6 +133,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     EngineStopping("", True),
     Statistics(1, *range(32), [1, 2], 33, 34, 35, [3, 2]),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", finish=b"\1", drafts=bytes(16)),
+    Outputs(0, 1, b"\1\0\0\0", bytes(4), bytes(2), b"", finish=b"\1", pooled=Pooled(b"n", b"c", b"w", b"v")),
     Outputs(0, 1, b"", b"", b"", b"", events=RequestEvents(b"n", b"c", b"k", b"u", b"a", b"t")),
     KVEvents(0, 5, 3, [KVBlocksCleared(), KVBlocksStored(b"c", b"p", b"t", 16), KVBlocksRemoved(b"c")], True),
     Explanation(1, 2, 3, 4, "fcfs", *range(16), [EXPLAINED], 9),

@@ -36,7 +36,13 @@ INTEGERS = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
 }
-SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+SWITCHES = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "spaces_between_special_tokens",
+)
 
 
 def make(**options: Any) -> SamplingParams:
@@ -61,6 +67,7 @@ def test_every_parameter_is_checked_by_some_rule() -> None:
         "stop_token_ids",
         "structured_outputs",
         "output_kind",
+        *("use_beam_search", "best_of", "length_penalty", "early_stopping"),  # tests/ipc/test_beam_search.py
     }
     assert checked == set(SamplingParams.__struct_fields__)
 
@@ -189,10 +196,6 @@ def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("best_of", 3, "sample n choices"),
-        ("use_beam_search", True, "sample n choices"),
-        ("length_penalty", 0.9, "sample n choices"),
-        ("early_stopping", True, "sample n choices"),
         ("logits_processors", [print], "use logit_bias, allowed_token_ids or bad_words"),
         ("guided_decoding", {"json": {}}, r"use structured_outputs=StructuredOutputsParams\(...\)"),
         ("skip_clone", True, "copied for every request"),
@@ -212,7 +215,7 @@ def test_from_optional() -> None:
     assert given == SamplingParams(n=2, top_p=0.5, stop="x", logprobs=0)
     with pytest.raises(InvalidRequestError, match="top_p must be"):
         SamplingParams.from_optional(top_p=2)
-    with pytest.raises(UnsupportedParameterError, match="best_of=2"):
+    with pytest.raises(InvalidRequestError, match="best_of=2"):
         SamplingParams.from_optional(best_of=2)
 
 
@@ -305,7 +308,8 @@ def test_bad_words() -> None:
 def test_numbers_of_logprobs(name: str) -> None:
     for value in (None, -1, 0, 20, 2**31 - 1):  # how many is the engine's to say
         assert getattr(make(**{name: value}), name) == value
-    for wrong in (-2, True, 1.0, "1", []):
+    assert (getattr(make(**{name: True}), name), getattr(make(**{name: False}), name)) == (1, None)
+    for wrong in (-2, 1.0, "1", []):
         with pytest.raises(InvalidRequestError, match=f"{name} must be "):
             make(**{name: wrong})
 
@@ -342,3 +346,12 @@ def test_a_clone_shares_nothing() -> None:
 def test_parameters_of_vllm_that_are_not_here_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedParameterError, match=f"{name}=1 is not supported"):
         make(**{name: 1})
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    params = make(spaces_between_special_tokens=False, routed_experts_prompt_start=0)
+    assert (params.spaces_between_special_tokens, params.routed_experts_prompt_start) == (True, None)
+    with pytest.raises(InvalidRequestError, match="routed_experts_prompt_start=1 is not supported"):
+        make(routed_experts_prompt_start=1)
+    with pytest.raises(InvalidRequestError, match="min_tokens must be greater than or equal to 0"):
+        make(min_tokens=-1)

@@ -12,6 +12,7 @@ import zmq
 from ipc.errors import AddressError, EngineDeadError
 from ipc.messages import MAX_CLIENT_MESSAGE_BYTES
 from ipc.sockets import (
+    ROUTER_RECEIVE_MARK,
     Context,
     bind_router,
     check_address,
@@ -48,8 +49,8 @@ def address() -> Iterator[str]:
         ("tcp://0.0.0.0:5000", "leaves this machine"),
         ("tcp://*:5000", "leaves this machine"),
         ("tcp://[::]:5000", "leaves this machine"),
-        ("tcp://192.168.0.4:5000", "no authentication"),
-        ("tcp://example.org:5000", "no authentication"),
+        ("tcp://192.168.0.4:5000", "so it needs keys"),
+        ("tcp://example.org:5000", "so it needs keys"),
         ("ipc://engine.sock", "needs an absolute path"),
         ("ipc://@abstract", "needs an absolute path"),
         ("ipc://*", "needs an absolute path"),
@@ -198,7 +199,7 @@ def test_a_users_directory_stays_whatever_its_name(context: Context) -> None:
 
 def test_bounds_of_the_router(context: Context, address: str) -> None:
     router = bind_router(context, address)
-    assert (router.socket.getsockopt(zmq.SNDHWM), router.socket.getsockopt(zmq.RCVHWM)) == (256, 1000)
+    assert (router.socket.getsockopt(zmq.SNDHWM), router.socket.getsockopt(zmq.RCVHWM)) == (256, 16)
     assert router.socket.getsockopt(zmq.HANDSHAKE_IVL) == 2000
     with pytest.raises(zmq.ZMQError) as caught:
         router.socket.send_multipart([b"nobody", b"x"])  # an error, not silence
@@ -216,3 +217,22 @@ def test_nobody_listening_is_known_at_once(tmp_path: Path) -> None:
         check_listening(f"ipc://{tmp_path}/nobody.sock")
     with pytest.raises(EngineDeadError, match=r"no engine listens at tcp://127\.0\.0\.1:1: Connection refused"):
         check_listening("tcp://127.0.0.1:1")
+
+
+def test_unread_messages_of_a_peer_are_few(context: Context, address: str) -> None:
+    """libzmq keeps received messages in memory until the engine reads them, and counts messages, not bytes."""
+    router = bind_router(context, address)
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.SNDHWM, 1)
+    peer.connect(address)
+    sent = 0
+    while peer.poll(200, zmq.POLLOUT):
+        peer.send(bytes(1 << 20), copy=False)
+        sent += 1
+        assert sent < 1000
+    assert sent <= ROUTER_RECEIVE_MARK + 8, "the peer's own, and those in the kernel's buffers"
+    for _ in range(sent):
+        router.socket.recv_multipart()
+    peer.close(0)
+    router.socket.close(0)
+    router.remove_files()

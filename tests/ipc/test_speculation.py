@@ -49,6 +49,14 @@ def test_defaults() -> None:
         ({"method": "ngram", "draft": 8}, "unknown key 'draft'"),
         ({"method": "ngram", "step_ns": [0]}, "step_ns must be"),
         ({"method": "ngram", "step_ns": 5}, "step_ns must be a list"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 25}, "must be an integer from 1 to 24; got 25"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "must be an integer from 0 to"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "must be a number above 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "2"}, "must be a number above 0"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 0.1}, "the cost rule decides; leave it out"),
+        ({"method": "draft_model"}, "model is for method 'draft_model', which needs it"),
+        ({"method": "ngram", "model": "m"}, "model is for method 'draft_model'"),
+        ({"method": "draft_model", "model": 5}, "model must be a name or a path; got 5"),
         ("{", "must be a dict or a JSON object"),
         ("[]", "must be a dict or a JSON object"),
         (7, "must be a dict or a JSON object"),
@@ -61,8 +69,17 @@ def test_what_is_wrong_is_named(given: Any, text: str) -> None:
     assert text in str(raised.value)
 
 
+def test_suffix_proposes_as_much_as_it_matches() -> None:
+    got = parse_speculative_config({"method": "suffix"})
+    assert got is not None
+    assert got.num_speculative_tokens == 24
+    shallow = parse_speculative_config({"method": "suffix", "suffix_decoding_max_tree_depth": 8})
+    assert shallow is not None
+    assert shallow.num_speculative_tokens == 8
+
+
 def test_not_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="speculative_config is not supported with device=cuda"):
+    with pytest.raises(ConfigError, match="speculative_config runs on device=cpu only"):
         config_from_options(speculative_config={"method": "ngram"}, device="cuda")
 
 

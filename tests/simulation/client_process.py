@@ -9,6 +9,8 @@ from frontend.client.client import EngineClient
 from ipc.errors import CallFailedError, EngineDeadError, HandshakeError
 from ipc.messages import PauseMode
 from tests.simulation.engine_parts import OWNER_TOKEN
+from tests.simulation.engine_process import EngineProcess
+from tests.simulation.follower import Follower
 from tests.simulation.network import Connection
 from tests.simulation.oracle import Excuse, Rules, Stream, check_error, undisturbed
 from tests.simulation.plan import Abort, Action, Call, Connect, Discard, Leave, Plan, Submit
@@ -46,6 +48,7 @@ class ClientProcess:
         self._stopped_until_ns = 0
         self._transport: PlayedTransport | None = None
         self._reader = Reader(world)  # of the present client
+        self._follower: Follower | None = None
         self._numbers: dict[int, int] = {}  # of the present client's requests, by index of their ask
         self._num_left = len(plan.actions)
         self._num_retries = 0
@@ -104,6 +107,13 @@ class ClientProcess:
         """Say what is unfinished, for the message of a failure."""
         unfinished = [stream.name for stream in self._reader.streams if not stream.is_over]
         return f"{self._num_left} actions left, unfinished: {unfinished}"
+
+    def has_copy_of(self, engine: EngineProcess) -> bool:
+        """Whether its copy of the idle engine's prefix cache, if it keeps one, is complete. Errors: Failure where it is
+        complete and wrong."""
+        if not self.has_session or self._follower is None:
+            return True
+        return self.is_connected and not self._connection.num_waiting and self._follower.check_against(engine)
 
     # --- the program ---
 
@@ -171,6 +181,8 @@ class ClientProcess:
         self.client, self._transport = client, transport
         self._world.note("{}: connected", self.plan.name)
         client.add_listener(partial(self._hear, client))
+        if self.plan.follows:
+            self._follower = Follower(self._world, self, client, self.plan.name)
         return True
 
     def _submit(self, index: int) -> None:
@@ -257,3 +269,4 @@ class ClientProcess:
             raise Failure(f"{client.num_live} requests are left in the journal of {self.plan.name}")
         self._reader = Reader(self._world)
         self._numbers.clear()
+        self._follower = None

@@ -57,7 +57,7 @@ Action: TypeAlias = Connect | Submit | Abort | Discard | Leave | Call
 
 class Plan(NamedTuple):
     """All that a program does. actions: (ns after the beginning, action). is_tcp: a cut connection is made again within
-    grace_ns."""
+    grace_ns. follows: each of its clients keeps a copy of the prefix cache."""
 
     name: str
     is_tcp: bool
@@ -65,3 +65,4 @@ class Plan(NamedTuple):
     grace_ns: int
     asks: list[Ask]
     actions: list[tuple[int, Action]]
+    follows: bool = False

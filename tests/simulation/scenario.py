@@ -108,6 +108,8 @@ def draw(seed: int) -> Scenario:
         plans.append(_plan(rng, index, asks, horizon_ns))
     if rng.random() < 0.25:
         plans.append(_owner(rng, horizon_ns))
+    if config.enable_prefix_caching and (follower := random.Random(f"follower {seed}").randrange(12)) < num_clients:
+        plans[follower] = plans[follower]._replace(follows=True)
     is_tight = rng.random() < 0.4
     return Scenario(
         config=config,

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from core.border import backlog, inbox, sessions, socket_rounds
+from frontend.client import kv_event_stream
 from tests.simulation.client_process import ClientProcess
 from tests.simulation.engine_process import EngineProcess
 from tests.simulation.leftovers import check_nothing_is_held
@@ -65,6 +66,7 @@ class Simulation:
             patch.multiple(sessions, **bounds),
             patch.object(backlog, "MAX_MERGED_BYTES", scenario.max_merged_bytes),
             patch.object(inbox, "MAX_MESSAGES", scenario.max_inbox),
+            patch.object(kv_event_stream, "MAX_UNREAD", 2 if scenario.is_tight else kv_event_stream.MAX_UNREAD),
             patch.object(socket_rounds, "_FRAMES_PER_ROUND", scenario.messages_per_round),
         ):
             self._start_engine()
@@ -158,7 +160,7 @@ class Simulation:
         if engine is None or not engine.is_idle or len(engine.border.sessions) != num_live:
             return False
         check_nothing_is_held(engine)
-        return True
+        return all(client.has_copy_of(engine) for client in self._clients)
 
     def _take_census(self) -> None:
         engine, census = self.world.engine, self.world.census

@@ -7,14 +7,16 @@ import msgspec
 import numpy as np
 import pytest
 
+import core.batch.request
 import core.border.backlog
-import core.engine
 from core.batch.request import request_from_message
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import RequestLedger
 from core.border.restorable import Restorable
 from core.border.sessions import Session, Sessions
 from core.border.socket_rounds import Border
+from core.kv.event_feed import KVFeed
+from core.kv.event_log import KVEventLog
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.waiting_queue import WaitingQueue
 from frontend.client.journal import Journal
@@ -45,7 +47,7 @@ def the_engine_ignores_delivered_tokens(patch: Patch) -> None:
     def forget(message: AddRequest, *arguments: Any) -> Any:
         return request_from_message(msgspec.structs.replace(message, delivered=[]), *arguments)
 
-    patch.setattr(core.engine, "request_from_message", forget)
+    patch.setattr(core.batch.request, "request_from_message", forget)
 
 
 def a_block_is_leaked_at_an_abort(patch: Patch) -> None:
@@ -129,6 +131,14 @@ def a_new_engine_asks_its_bounds_of_what_was_accepted(patch: Patch) -> None:
     patch.setattr(Restorable, "grant", lambda restorable, num_resumed: 0)
 
 
+def a_removed_block_is_not_told(patch: Patch) -> None:
+    patch.setattr(KVEventLog, "removed", lambda log, contents: None)
+
+
+def a_follower_that_missed_events_gets_no_snapshot(patch: Patch) -> None:
+    patch.setattr(KVFeed, "renew", lambda feed, client: None)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -144,6 +154,8 @@ def a_new_engine_asks_its_bounds_of_what_was_accepted(patch: Patch) -> None:
         merging_forgets_stop_tokens,
         a_slow_client_loses_a_message,
         the_ledger_never_learns_of_an_end,
+        a_removed_block_is_not_told,
+        a_follower_that_missed_events_gets_no_snapshot,
     ],
 )
 def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:

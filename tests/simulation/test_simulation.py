@@ -22,7 +22,8 @@ SEEDS_PER_ITEM = 200
 KINDS = (
     *("Cut", "Slow", "StopClient", "KillClient", "StopEngine", "KillEngine", "FailStep"),
     *("HoldClient", "ReleaseClient", "abort", "frame delivered twice", "resumed request"),
-    *("preemption", "swapped block", "prefix cache hit", "log probabilities", "accepted draft"),
+    *("preemption", "prefix cache hit", "log probabilities", "accepted draft"),
+    *("cache copied", "gap in the events"),
     *(f"error: {text}" for text in ("deadline has passed", "send again later", "are not finite")),
     *(f"error: {text}" for text in ("did not answer again", "the engine closed the connection")),
     *(f"error: {text}" for text in ("the engine stopped", "the engine process has ended")),
@@ -44,6 +45,11 @@ def test_two_thousand_seeds(part: int) -> None:
 @pytest.mark.parametrize("seed", [30, 59])  # rare: one seed in sixty
 def test_a_silent_engine_is_noticed(seed: int) -> None:
     assert simulate(seed).census["error: nothing was heard"]
+
+
+@pytest.mark.parametrize("seed", [8, 53])  # rare: one seed in thirty
+def test_blocks_are_swapped(seed: int) -> None:
+    assert simulate(seed).census["swapped block"]
 
 
 @pytest.mark.soak

@@ -31,6 +31,8 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     for name in ("deep", "real"):
         configs[f"{name}-drafts"] = msgspec.structs.replace(configs[name], speculative_config=drafts)
+    model = SpeculativeConfig(method="draft_model", model=str(folder / "model"), step_ns=(10**6,) * 8)
+    configs["real-draft-model"] = msgspec.structs.replace(configs["real"], speculative_config=model)
     for name, config in configs.items():
         capture_in_process(folder / name, config)
     return {"model": folder / "model", **{name: folder / name for name in configs}}

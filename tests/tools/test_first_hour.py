@@ -9,7 +9,7 @@ import pytest
 from ipc.errors import AddressError, ConfigError
 from tests.tools.test_cli import command, environment
 from tools import address
-from tools.cli import COMMANDS
+from tools.cli import COMMANDS, GROUPS
 from tools.cli import main as cli
 from tools.hints import COMMANDS as OTHER_COMMANDS
 from tools.hints import FLAGS
@@ -97,6 +97,14 @@ def test_a_flag_of_another_engine_gets_its_hint(flag: str, capsys: pytest.Captur
     assert FLAGS[flag] in refused(capsys, "serve", flag, "8")
 
 
+@pytest.mark.parametrize(
+    ("flag", "what"),
+    [("--no-enable-log-requests", "has no effect here"), ("--enable-sleep-mode", "asks for what")],
+)
+def test_a_flag_of_vllm_is_known(flag: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"unknown argument {flag}: it is vLLM's and {what}" in refused(capsys, "serve", flag)
+
+
 @pytest.mark.parametrize("word", ["ps", "llama-server"])
 def test_a_command_of_another_engine_gets_its_hint(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert OTHER_COMMANDS[word] in refused(capsys, word)
@@ -111,7 +119,9 @@ def test_hints_are_for_what_does_not_exist() -> None:
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["help"]) == 0
-    assert "commands:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(f"{heading}:\n" in shown for heading in GROUPS)
+    assert all(shown.count(f"\n  {name} ") == 1 for name in [*COMMANDS, "help", "version"])
     with pytest.raises(SystemExit) as ended:
         cli(["help", "top"])
     assert ended.value.code == 0
@@ -166,3 +176,15 @@ def test_a_bad_file_is_named(text: str, message: str, home: Path) -> None:
         options("--config", str(file))
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         options("--config", str(home / "none.toml"))
+
+
+def test_a_shorter_context_for_want_of_memory_is_said() -> None:
+    def shown(*words: str) -> str:
+        given = command("generate", "--executor", "fake", "--quiet", "--max-tokens", "2", *words, "5 6")
+        done = subprocess.run(given, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    small = ("--kv-cache-memory-bytes", "320K", "--block-size", "16")  # of the fake executor: 4 KiB a token
+    assert "max_model_len is 64, and not the model's 131072: the KV cache has room for no more" in shown(*small)
+    assert shown(*small, "--max-model-len", "64") == shown() == ""

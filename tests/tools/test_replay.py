@@ -37,7 +37,9 @@ from tools.replay.differences import unpack
 
 
 @pytest.mark.parametrize("mode", ["resched", "full"])
-@pytest.mark.parametrize("name", ["fake", "deep", "several", "deep-several", "real", "deep-drafts", "real-drafts"])
+@pytest.mark.parametrize(
+    "name", ["fake", "deep", "several", "deep-several", "real", "deep-drafts", "real-drafts", "real-draft-model"]
+)
 def test_zero_differences(captures: dict[str, Path], name: str, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     status, report = replay(capfd, captures[name], "--mode", mode)
     run = report["run"]
@@ -48,7 +50,7 @@ def test_zero_differences(captures: dict[str, Path], name: str, mode: str, capfd
 
 def test_plans_with_drafts_are_in_the_captures(captures: dict[str, Path]) -> None:
     """And of the real model's drafts some were right: a row had more than one token in a step."""
-    for name, least in (("deep-drafts", 1), ("real-drafts", 2)):
+    for name, least in (("deep-drafts", 1), ("real-drafts", 2), ("real-draft-model", 4)):
         steps = [turn.step for turn in CaptureFile(captures[name]).turns()]
         counts = [np.frombuffer(step.token_counts, "<i4") for step in steps if step.token_counts]
         assert max(int(one.max()) for one in counts) >= least
@@ -171,12 +173,14 @@ def test_token_counts_that_do_not_fit_are_an_error_of_the_replay(
 def test_a_step_of_a_capture_without_token_counts_is_read(captures: dict[str, Path]) -> None:
     """Format 1.0 had no such field: its steps have one token a row."""
     frame = frames_of(captures["fake"])[find(captures["fake"], Step, lambda step: bool(step.tokens))]
-    *fields, token_counts = msgspec.msgpack.decode(frame.payload)
-    assert token_counts == b""
-    step = decode_record(frame.tag, msgspec.msgpack.encode(fields))
+    fields = msgspec.msgpack.decode(frame.payload)
+    num_old = Step.__struct_fields__.index("token_counts")
+    assert [one for one in fields[num_old:] if one] == [fields[Step.__struct_fields__.index("times")]]
+    step, whole = decode_record(frame.tag, msgspec.msgpack.encode(fields[:num_old])), decode_record(*frame[2:4])
     assert isinstance(step, Step)
-    assert step.token_counts == b""
-    assert step == decode_record(frame.tag, frame.payload)
+    assert isinstance(whole, Step)
+    assert len(whole.times) == 12  # format 1.3
+    assert step == msgspec.structs.replace(whole, times=b"")
 
 
 def flip_first(column: bytes) -> bytes:

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from tools.terminal import LineStreams, LiveStreams, printable, streams_for
+from tools.terminal import LiveStreams, PlainStreams, printable, streams_for
 
 
 def console(*, terminal: bool) -> Console:
@@ -20,20 +20,31 @@ def test_control_characters_are_not_passed_on() -> None:
     assert printable("a\x1b[2Jb\tc\nd\x00\x9b") == "a�[2Jb\tc\nd��"
 
 
-def test_lines_are_printed_when_they_are_whole() -> None:
+def test_a_single_answer_is_written_once_as_it_grows() -> None:
     target = console(terminal=False)
-    streams = streams_for(target, ["first", "second"])
-    assert isinstance(streams, LineStreams)
+    streams = streams_for(target, ["first"])
+    assert isinstance(streams, PlainStreams)
     with streams:
         streams.update(0, "one\ntw")
+        assert shown(target) == "one\ntw"
+        streams.update(0, "one\ntwo\n\nthree\x1b")
+        streams.finish(0, "done")
+    assert shown(target) == "one\ntwo\n\nthree\ufffd\n"
+
+
+def test_several_answers_are_written_once_and_in_order() -> None:
+    target = console(terminal=True)
+    streams = streams_for(target, ["first", "second", "third"], is_plain=True)
+    assert isinstance(streams, PlainStreams)
+    with streams:
         streams.update(1, "eins")
-        assert shown(target) == "[1] one\n"
-        streams.update(0, "one\ntwo\n\nthree")
         streams.finish(1, "done")
-        assert shown(target) == "[1] one\n[1] two\n[1] \n[2] eins\n"
+        streams.update(0, "one\ntwo")
+        assert shown(target) == ""
         streams.finish(0, "done too")
-    end = "[1] three\n\n=== 1 first (done too)\none\ntwo\n\nthree\n\n=== 2 second (done)\neins\n"
-    assert shown(target).endswith(end)
+        assert shown(target) == "=== 1 first (done too)\none\ntwo\n\n=== 2 second (done)\neins\n"
+        streams.update(2, "un")
+    assert shown(target).endswith("\neins\n\n=== 3 third\nun\n")
 
 
 def test_panels_show_the_last_lines_and_in_the_end_all() -> None:

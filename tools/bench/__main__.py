@@ -12,17 +12,21 @@ import msgspec
 from ipc.config import EngineConfig, config_from_options
 from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
+from tools.bench.black_box_cost import measure_black_box
 from tools.bench.capture_cost import measure_capture
+from tools.bench.hostile import measure_hostile
 from tools.bench.http import measure_http
 from tools.bench.ipc import measure_ipc
 from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
 from tools.bench.report import print_record, run_record, startup_record
+from tools.bench.restart import measure_restart
 from tools.bench.runs import Bench
 from tools.bench.scheduler_cost import measure_scheduler
 from tools.bench.speculation import measure_speculation
 from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
+from tools.bench.tenants import measure_tenants
 from tools.bench.tiny_model import write_tiny_model
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
 from tools.options import ArgumentParser, add_engine_options, engine_options
@@ -36,6 +40,10 @@ DEFAULTS = {
     "http": [],
     "capture": [],
     "metrics": [],
+    "black-box": [],
+    "restart": [],
+    "hostile": [],
+    "tenants": [],
     "gemm": [],
     "kernels": [],
     "scheduler": [],
@@ -50,6 +58,10 @@ _OWN_ENGINE = {
     "http": measure_http,
     "capture": measure_capture,
     "metrics": measure_metrics,
+    "black-box": measure_black_box,
+    "restart": measure_restart,
+    "hostile": measure_hostile,
+    "tenants": measure_tenants,
     "scheduler": measure_scheduler,
 }
 HOST = "host256"  # runs on a separate engine, with the tiny model

@@ -44,6 +44,8 @@ def measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
     check_installed()
     changes = {"model": str(resolve_model(config.model)), "fake_vocab_size": _VOCABULARY}
     config = msgspec.structs.replace(config, **changes, max_num_seqs=max(1024, config.max_num_seqs))
+    if config.max_num_batched_tokens is None:  # so that a step has a token for each of 1,000 streams
+        config = msgspec.structs.replace(config, max_num_batched_tokens=4096)
     for connections, step_us, num_tokens in PACED:
         with _Served(msgspec.structs.replace(config, fake_step_us=step_us)) as served:
             record = uvloop.run(_stream(served, connections, num_tokens))

@@ -1,8 +1,8 @@
 """The gain of speculation: the same requests with and without it, turn about, on two engines of one machine.
 
-Prompts are chats made here. "edit": rewrite a file with one name changed; most of the answer stands in the prompt.
-"chat": short questions; nearly nothing does. One request runs at a time. "batch32" is the workload of that name, all at
-once.
+Prompts are made here. "edit": a file, and the beginning of the same file with one name changed, as an editor completes
+it; most of the answer stands in the prompt. It ends where the model ends it. "chat": short questions; nearly nothing of
+their answers stands there. One request runs at a time. "batch32" is the workload of that name, all at once.
 Ratios are of medians: without / with, above 1 = faster with speculation. The tokens of both are compared.
 """
 
@@ -17,7 +17,7 @@ from ipc.sampling_params import RequestOutputKind, SamplingParams
 from ipc.version import NAME, VERSION
 from tools.bench.workloads import make_workload
 
-_MAX_TOKENS = {"edit": 160, "chat": 96}
+_MAX_TOKENS = {"edit": 400, "chat": 96}
 _NUM_FILES = 6
 _QUESTIONS = (
     "Why is the sky blue?",
@@ -122,10 +122,14 @@ def _run(llm: LLM, case: _Case, round_: int, limit: int | None = None) -> _Round
         params = [_params(case.temperature, one.max_tokens, seed) for seed, one in enumerate(requests)]
         prompts: Any = [{"prompt_token_ids": one.prompt} for one in requests]
         outputs = llm.generate(prompts, params, use_tqdm=False)
+    elif case.name == "edit":
+        for seed in range(_NUM_FILES)[:limit]:
+            params = [_params(case.temperature, _MAX_TOKENS["edit"], seed, stop="```")]
+            outputs += llm.generate([_edit(seed, round_)], params, use_tqdm=False)
     else:
-        for seed, text in enumerate(_texts(case.name)[:limit]):
+        for seed, text in enumerate(_QUESTIONS[:limit]):
             chat: Any = [{"role": "user", "content": f"({round_ + 2}) {text}"}]  # no round finds another's blocks
-            outputs += llm.chat(chat, _params(case.temperature, _MAX_TOKENS[case.name], seed), use_tqdm=False)
+            outputs += llm.chat(chat, _params(case.temperature, _MAX_TOKENS["chat"], seed), use_tqdm=False)
     seconds, after = time.monotonic() - begin, llm.statistics()
     return _Round(
         seconds,
@@ -136,38 +140,36 @@ def _run(llm: LLM, case: _Case, round_: int, limit: int | None = None) -> _Round
     )
 
 
-def _texts(name: str) -> list[str]:
-    return [_edit(number) for number in range(_NUM_FILES)] if name == "edit" else list(_QUESTIONS)
-
-
-def _params(temperature: float, max_tokens: int, seed: int) -> SamplingParams:
+def _params(temperature: float, max_tokens: int, seed: int, stop: str | None = None) -> SamplingParams:
+    """Return parameters of a request that ends at `stop`, or never before max_tokens."""
     return SamplingParams(
         temperature=temperature,
         seed=seed,
         max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
+        ignore_eos=stop is None,
+        stop=stop,
+        detokenize=stop is not None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _edit(number: int) -> str:
-    """Return a request to change a name in a file of three functions."""
+def _edit(number: int, round_: int) -> str:
+    """Return a file of a class and a function, and the beginning of the same file with another name of the class."""
     noun, other = _NOUNS[number], _NOUNS[number - 1]
-    first, second = _FIELDS[number % len(_FIELDS)], _FIELDS[(number + 3) % len(_FIELDS)]
-    code = f"""class {noun.title()}:
-    def __init__(self, {first}, {second}):
-        self.{first} = {first}
-        self.{second} = {second}
-
-    def get_{first}(self):
-        return self.{first}
-
-    def set_{second}(self, {second}):
-        self.{second} = {second}
-
-
-def sort_{noun}s({noun}s):
-    return sorted({noun}s, key=lambda {noun}: {noun}.{first})
-"""
-    return f"Rename the class {noun.title()} to {other.title()}. Answer with the whole file.\n\n```python\n{code}```"
+    fields = [_FIELDS[(number + step) % len(_FIELDS)] for step in (0, 3, 5)]
+    given = ", ".join(fields)
+    code = "\n".join(
+        (
+            f"class {noun.title()}:",
+            f"    def __init__(self, {given}):",
+            *(f"        self.{field} = {field}" for field in fields),
+            *(f"\n    def get_{field}(self):\n        return self.{field}" for field in fields),
+            *(f"\n    def set_{field}(self, {field}):\n        self.{field} = {field}" for field in fields),
+            f"\n\ndef sort_{noun}s({noun}s):",
+            f"    return sorted({noun}s, key=lambda {noun}: {noun}.{fields[0]})",
+        )
+    )
+    return (
+        f"File {round_ + 2} has the class {noun.title()}:\n\n```python\n{code}\n```\n\n"
+        f"The same file, with the class renamed from {noun.title()} to {other.title()}:\n\n```python\n"
+    )

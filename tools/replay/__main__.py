@@ -12,7 +12,9 @@ from ipc.errors import CaptureFileError, ModelFileError
 from tools.options import ArgumentParser, print_error
 from tools.replay.differences import Difference
 from tools.replay.live import LiveReport, print_live, run_live
+from tools.replay.perfetto import MAX_EVENTS, write_perfetto
 from tools.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
+from tools.replay.what_if.command import run_what_if
 
 EXIT_SAME = 0
 EXIT_DIFFERS = 3
@@ -43,6 +45,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         file = CaptureFile(parsed.file)
         _check_complete(file)
+        if parsed.what_if:
+            run_what_if(file, parsed.what_if, is_open=parsed.arrivals == "recorded", as_json=parsed.json)
+            return EXIT_SAME
+        if parsed.perfetto:
+            count = write_perfetto(file, parsed.perfetto)
+            cut = f", of which the file has the first {MAX_EVENTS}" if count > MAX_EVENTS else ""
+            print(f"{parsed.perfetto}: {count} events{cut}; open it at ui.perfetto.dev or chrome://tracing")
+            return EXIT_SAME
         return _play(file, parsed) if parsed.mode == "live" else _run(file, parsed)
     except CaptureFileError as error:
         print_error(str(error))
@@ -55,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core replay",
-        usage="engine-core replay FILE [--mode resched|full|live] [OPTION ...]",
+        usage="engine-core replay FILE [--mode resched|full|live] [--what-if NAME=VALUE ...] [OPTION ...]",
         description="Run a capture (of an engine started with --capture) again and say where it first differs.",
         epilog="exit status: 0 same, 1 internal error, 2 usage, 3 differs, 4 damaged or incomplete, 5 other model",
     )
@@ -72,6 +82,24 @@ def _parser() -> argparse.ArgumentParser:
     timing = parser.add_mutually_exclusive_group()
     timing.add_argument("--asap", action="store_true", help="live: all requests at once, instead of at recorded times")
     timing.add_argument("--speed", type=float, metavar="X", help="live: X times as fast as recorded")
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        metavar="NAME=VALUE",
+        help="simulate the capture's requests with another option of the scheduler, its tokens and a step time fitted "
+        "to its steps; several values with commas; may be given again",
+    )
+    parser.add_argument(
+        "--perfetto",
+        metavar="OUT",
+        help="write the capture as a trace for Perfetto or Chrome: steps, requests, counters (OUT.json or OUT.json.gz)",
+    )
+    parser.add_argument(
+        "--arrivals",
+        choices=("waiting", "recorded"),
+        default="waiting",
+        help="what-if: clients with one request at a time wait for its answer, or all keep their recorded times",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     return parser
 
@@ -84,6 +112,12 @@ def _check_options(parsed: argparse.Namespace) -> None:
         parser.error("--mode live needs --connect ADDR")
     if not is_live and (parsed.connect is not None or parsed.asap or parsed.speed is not None):
         parser.error("--connect, --asap and --speed belong to --mode live")
+    if parsed.what_if and (parsed.mode != "resched" or parsed.model is not None):
+        parser.error("--what-if simulates without a model: leave out --mode and --model")
+    if parsed.perfetto and (parsed.mode != "resched" or parsed.model is not None or parsed.what_if):
+        parser.error("--perfetto writes what was recorded: leave out --mode, --model and --what-if")
+    if parsed.arrivals != "waiting" and not parsed.what_if:
+        parser.error("--arrivals belongs to --what-if")
     if parsed.model is not None and parsed.mode != "full":
         parser.error("--model belongs to --mode full")
     if parsed.speed is not None and not 0 < parsed.speed < float("inf"):

@@ -119,7 +119,7 @@ def _plan_of(step: Step) -> tuple[object, ...]:
 
 
 def _result_of(step: Step) -> tuple[object, ...]:
-    return step.result_step, step.tokens, step.token_counts, step.draft_counts, step.draft_tokens
+    return step.result_step, step.tokens, step.token_counts, step.draft_counts, step.draft_tokens, step.pooled
 
 
 def _plan_details(expected: Step, got: Step, batch: Batch) -> list[str]:
@@ -164,6 +164,9 @@ def _token_difference(turn: Turn, got: Step, batch: Batch, replies: Iterable[tup
         ]
         return Difference("token", turn.step_index, turn.offset, details=details)
     ours, theirs = unpack(expected.tokens), unpack(got.tokens)
+    if ours == theirs:
+        text = "the vectors of pooling requests, or the drafts, of this step differ"
+        return Difference("token", turn.step_index, turn.offset, details=[text])
     places = [place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
     row, offset = _row_of(places[0], unpack(got.token_counts))
     requests = batch.requests_of(got.result_step)

@@ -2,20 +2,23 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
+from core.batch.table import BatchTable
 from core.border.validation import validate_request
 from core.capture.engine import CapturedEngine
 from core.capture.file import CaptureFile, Turn
 from core.capture.recorded_executor import RecordedExecutor
 from core.capture.records import Header, Input, Step, decode_config
 from core.execution.executor import Executor
+from core.execution.pipeline import StepWatcher
 from core.executors.by_name import load_executor
 from core.inputs import EngineReply
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
-from ipc.messages import DECODE_ERRORS, Abort, AddRequest, unpack_numbers
+from ipc.messages import DECODE_ERRORS, Abort, Submission, unpack_numbers
 from tools.replay.differences import Batch, Difference, find_difference
 
 OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
@@ -84,17 +87,32 @@ def replay_config(header: Header) -> EngineConfig:
         ) from None
 
 
-def rerun(file: CaptureFile, config: EngineConfig, executor: Executor, *, on_turn: OnTurn | None = None) -> Rerun:
+class TableWatcher(StepWatcher, Protocol):
+    """A watcher that looks at the rows of the batch table. table: set before the first step."""
+
+    table: BatchTable
+
+
+def rerun(
+    file: CaptureFile,
+    config: EngineConfig,
+    executor: Executor,
+    *,
+    on_turn: OnTurn | None = None,
+    watcher: TableWatcher | None = None,
+) -> Rerun:
     """Run every step, up to the first difference.
 
-    on_turn: called with each turn that was equal, and the engine's replies.
+    on_turn: called with each turn that was equal, and the engine's replies. watcher: told of every plan.
     Errors: CaptureFileError for records that no engine can have written.
     """
     log = _Comparison()
     try:
-        engine = CapturedEngine(config, executor, log, file.header.epoch)
+        engine = CapturedEngine(config, executor, log, file.header.epoch, [watcher] if watcher else [])
     except Exception as error:  # any kind: the options come from the file
         raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
+    if watcher is not None:
+        watcher.table = engine.engine.scheduler.table
     batch, difference, num_steps, engine_error = Batch(), None, 0, ""
     num_requests = num_aborted = 0
     for turn in file.turns():
@@ -132,7 +150,7 @@ def _check_inputs(file: CaptureFile, turn: Turn) -> tuple[int, int]:
     num_requests = num_aborted = 0
     model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:
-        if isinstance(message, AddRequest):
+        if isinstance(message, Submission):
             num_requests += 1
             try:
                 validate_request(
@@ -140,6 +158,7 @@ def _check_inputs(file: CaptureFile, turn: Turn) -> tuple[int, int]:
                     vocab_size=model.vocab_size,
                     max_model_len=model.max_model_len,
                     max_logprobs=max_logprobs,
+                    tasks=model.tasks,
                 )
             except InvalidRequestError as error:
                 where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"

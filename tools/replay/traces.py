@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
-import numpy as np
 
 from core.capture.file import CaptureFile, Turn
 from core.inputs import EngineReply
 from ipc.errors import CaptureFileError
 from ipc.messages import AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
 from tools.replay.differences import unpack
+from tools.replay.output_rows import output_rows
 from tools.replay.rerun import recorded_executor, replay_config, rerun
 
 NS = 1e-9
@@ -86,21 +86,16 @@ class _Collector:
             self._end(key, End.OPEN, self._now)
 
     def _add_outputs(self, client: int, outputs: Outputs, now: float) -> None:
-        numbers = np.frombuffer(outputs.numbers, "<u4").tolist()
-        counts = np.frombuffer(outputs.counts, "<u2").tolist()
-        tokens = iter(np.frombuffer(outputs.tokens, "<i4").tolist())
-        finish = outputs.finish or bytes(len(numbers))
-        for number, count, code in zip(numbers, counts, finish, strict=True):
-            new = [next(tokens) for _ in range(count)]
-            trace = self._live.get((client, number))
+        for row in output_rows(outputs):
+            trace = self._live.get((client, row.number))
             if trace is None:
                 continue
-            if new:
-                trace.tokens += new
+            if row.tokens:
+                trace.tokens += row.tokens
                 trace.first_token = now if trace.first_token is None else trace.first_token
                 trace.last_token = now
-            if code:
-                self._end((client, number), End.ABORTED if code == FinishReason.ABORT else End.FINISHED, now)
+            if row.finish:
+                self._end((client, row.number), End.ABORTED if row.finish == FinishReason.ABORT else End.FINISHED, now)
 
     def _end(self, key: tuple[int, int], end: End, now: float) -> None:
         trace = self._live.pop(key, None)

@@ -8,12 +8,15 @@ from typing import NamedTuple
 import msgspec
 
 from frontend.client.client import EngineClient
+from frontend.engine.signs import step_age_s
+from ipc.black_box import NO_READING, BlackBoxReader, find_black_box
 from ipc.errors import CallFailedError, EngineCoreError
 from ipc.messages import ModelInformation, Statistics
 from ipc.metrics_messages import Histogram, Metrics
 from ipc.scheduling_messages import Explanation
 
 _WINDOW_S = 60.0  # of the quantiles
+_LONG_STEP_S = 1.0
 _ANSWER_S = 5.0  # then the engine counts as hanging, and the last look stays on the screen
 
 
@@ -56,6 +59,7 @@ class Watch:
         self.model: ModelInformation | None = None
         self.error = ""
         self.num_lost = 0
+        self._box: BlackBoxReader | None = None  # of the engine, where it is on this machine
 
     @property
     def last(self) -> Look | None:
@@ -63,11 +67,18 @@ class Watch:
         return self._looks[-1] if self._looks else None
 
     def look(self) -> None:
-        """Ask the engine; a failure is kept in `error`, and the next look connects again."""
+        """Ask the engine; a failure is kept in `error`, and the next look connects again.
+
+        An engine in a long step is not asked, because it would not answer: its black box says how long.
+        """
+        if self.client is not None and (text := self._describe_long_step()):
+            self.error = text
+            return
         try:
             if self.client is None:
                 self.client = self._connect()
                 self.model = self.client.model_information()
+                self._box = find_black_box(self.client.welcome.pid, self.model.max_num_seqs)
             self._ask(self.client)
             self.error = ""
         except CallFailedError as error:
@@ -83,6 +94,11 @@ class Watch:
         if self.client is not None:
             self.client.close()
             self.client = None
+
+    def _describe_long_step(self) -> str:
+        reading = NO_READING if self._box is None else self._box.read()
+        age = step_age_s(reading, time.monotonic_ns())
+        return f"step {reading.num_begun} has run for {age:.1f} s" if age > _LONG_STEP_S else ""
 
     def _ask(self, client: EngineClient) -> None:
         client.raise_if_ended()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.engine import EngineCore
-from core.execution.executor import Costs, StepHandle
+from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import create
 from core.inputs import EngineReply
@@ -72,7 +72,7 @@ class _TimedExecutor:
     def initialize_cache(self, config: EngineConfig) -> None:
         """Do nothing: the constructor has done it."""
 
-    def measure_steps(self) -> tuple[int, ...]:
+    def measure_steps(self) -> StepCosts:
         return self._inner.measure_steps()
 
     def measure_costs(self) -> Costs:

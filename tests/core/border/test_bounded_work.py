@@ -16,7 +16,7 @@ from core.border.socket_rounds import Border
 from core.engine import EngineCore
 from core.executors.fake import create
 from core.inputs import EngineInput
-from core.scheduling.scheduler import MAX_OVERDUE
+from core.scheduling.ends import MAX_OVERDUE
 from ipc.errors import MalformedMessageError
 from ipc.messages import (
     PROTOCOL_MAJOR,

@@ -311,7 +311,12 @@ def test_an_engine_thread_that_fails_at_the_socket_ends_the_process(
         raise _EndOfProcess(code)
 
     monkeypatch.setattr(f"{PREFIX}core.border.io_thread.os._exit", leave)
-    monkeypatch.setattr(harness.io._border, "receive", lambda _: 1 // 0)
+    engine_thread, receive = threading.current_thread(), harness.io._border.receive
+
+    def fail_here(now: float) -> bool:
+        return 1 // 0 > 0 if threading.current_thread() is engine_thread else receive(now)
+
+    monkeypatch.setattr(harness.io._border, "receive", fail_here)
     with pytest.raises(_EndOfProcess, match="1"):
         harness.io.take(PATIENCE_S)
     monkeypatch.undo()

@@ -117,14 +117,17 @@ def runner(kind: str, num_blocks: int, logprobs_mode: LogprobsMode = "raw_logpro
 class Answers:
     def __init__(self, count: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.others: dict[tuple[int, int], list[int]] = {}  # by number and choice, from 1 on
         self.logprobs: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self.num_preemptions = self.num_swapped_in_blocks = 0
 
     def take(self, message: Outputs) -> None:
         numbers, counts = (np.frombuffer(message.numbers, "<u4"), np.frombuffer(message.counts, "<u2"))
         values = iter(np.frombuffer(message.tokens, "<i4").tolist())
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            self.tokens[number] += [next(values) for _ in range(count)]
+        choices = np.frombuffer(message.choices, "<u2").tolist() if message.choices else [0] * len(numbers)
+        for number, choice, count in zip(numbers.tolist(), choices, counts.tolist(), strict=True):
+            tokens = self.others.setdefault((number, choice), []) if choice else self.tokens[number]
+            tokens += [next(values) for _ in range(count)]
         if message.logprobs is not None:
             self._take_logprobs(message.logprobs)
 
@@ -217,6 +220,21 @@ def test_options_that_look_back_and_log_probabilities(logprobs_mode: LogprobsMod
         for key, entries in expected.logprobs.items():
             assert [token for token, _ in got.logprobs[key]] == [token for token, _ in entries]
             np.testing.assert_allclose([x for _, x in got.logprobs[key]], [x for _, x in entries], atol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_choices_and_beams_that_fork(depth: int) -> None:
+    """Blocks are copied within the cache, and rows of a search become copies of others."""
+    options: list[dict[str, Any]] = [
+        {"n": 3, "temperature": 1.5},
+        {"use_beam_search": True, "n": 2, "best_of": 3, "temperature": 0, "repetition_penalty": 1.4},
+    ]
+    requests = [(ids(6, n), SamplingParams(max_tokens=6, ignore_eos=True, **each)) for n, each in enumerate(options)]
+    expected = run("torch", requests)
+    got = run("triton", requests, depth)
+    assert (got.tokens, got.others) == (expected.tokens, expected.others)
+    assert set(got.others) == {(0, 1), (0, 2), (1, 1)}
+    assert len({tuple(tokens) for tokens in (*got.tokens, *got.others.values())}) == 5
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

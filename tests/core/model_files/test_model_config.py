@@ -125,7 +125,7 @@ def test_eos_ids_of_both_files_are_merged(in_config: Any, in_generation: Any, ex
     "edit",
     [
         {"architectures": ["Qwen2MoeForCausalLM"]},
-        {"architectures": ["LlamaModel"]},
+        {"architectures": ["LlamaForTokenClassification"]},
         {"architectures": "LlamaForCausalLM"},
         {"architectures": []},
         {"mlp_bias": True},

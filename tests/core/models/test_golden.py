@@ -96,9 +96,10 @@ def generate(model: Path, prompts: list[list[int]], count: int, cpu_kernels: Cpu
 @pytest.mark.parametrize(("source", "cpu_kernels"), [("gguf", "c"), ("safetensors", "torch")])
 def test_greedy_tokens_equal_transformers(source: str, cpu_kernels: CpuKernels, request: pytest.FixtureRequest) -> None:
     model = resolve_model(None) if source == "gguf" else request.getfixturevalue("safetensors_folder")
-    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], 64, cpu_kernels)
+    count = 64 if cpu_kernels == "c" else 24  # torch's path takes three times as long
+    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], count, cpu_kernels)
     for row, got in zip(GOLDEN, tokens, strict=True):
-        assert got == row["token_ids"], f"{row['name']}: {got} instead of {row['token_ids']}"
+        assert got == row["token_ids"][:count], f"{row['name']}: {got} instead of {row['token_ids'][:count]}"
 
 
 def load_generator() -> ModuleType:
@@ -110,6 +111,7 @@ def load_generator() -> ModuleType:
     return module
 
 
+@pytest.mark.soak  # 20 s; the suite reads the same weights as transformers in model_files/test_weights.py
 @pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 def test_the_stored_golden_is_what_transformers_says_now() -> None:
     make_golden = load_generator()

@@ -1,11 +1,13 @@
 """The black box: what the engine notes is what a reader finds, while it runs and after it died."""
 
 import os
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from core.execution.plan import NewRow, SchedulerOutput
+from core.execution.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from core.process.black_box import BlackBox
 from frontend.engine.process import EngineProcess
 from ipc.arrays import NO_INT32S
@@ -15,6 +17,23 @@ from ipc.sampling_params import SamplingParams
 from tests.raw_client import PATIENCE_S, RawClient
 
 PARAMS = SamplingParams(temperature=0.0)
+DONE = ModelRunnerOutput(0, NO_INT32S)
+
+
+class Steps:
+    """A scheduler, as far as a black box reads it."""
+
+    def __init__(self, box: BlackBox) -> None:
+        self.computed = np.zeros(8, np.int64)
+        self.table = SimpleNamespace(num_computed_tokens=self.computed)
+        self.stats = SimpleNamespace(num_scheduled_tokens=0)
+        self.box = box
+        box.watch(self)  # type: ignore[arg-type]
+
+    def begin(self, rows: list[int], counts: list[int], *added: NewRow) -> None:
+        """Plan a step, and begin it."""
+        self.stats.num_scheduled_tokens += sum(counts)
+        self.box.begin(plan(rows, counts, *added))
 
 
 def new_row(row: int, prompt: list[int], output: list[int], params: SamplingParams = PARAMS) -> NewRow:
@@ -35,10 +54,9 @@ def test_a_reader_finds_the_steps_in_flight() -> None:
     assert page.reader.read() == NO_READING
     assert page.reader.suspects() == []
     box = BlackBox(page.fd, 8, epoch=3)
-    computed = np.zeros(8, np.int64)
-    box.watch(computed)
-    computed[[5, 2]] = 4, 3
-    box.begin(plan([5, 2], [4, 1], new_row(5, [1, 2, 3], [9]), new_row(2, [4], [8, 8])))
+    steps = Steps(box)
+    steps.computed[[5, 2]] = 4, 3
+    steps.begin([5, 2], [4, 1], new_row(5, [1, 2, 3], [9]), new_row(2, [4], [8, 8]))
     box.turn(7)
     reading = page.reader.read()
     assert (reading.epoch, reading.pid, reading.num_begun, reading.num_ended) == (3, os.getpid(), 1, 0)
@@ -46,12 +64,14 @@ def test_a_reader_finds_the_steps_in_flight() -> None:
     assert reading.is_in_step
     assert reading.turned_ns >= reading.begun_ns > 0
     assert page.reader.suspects() == [(digest([1, 2, 3]), 0, 4), (digest([4]), 2, 3)]
-    computed[5] = 5
-    box.begin(plan([5], [1]))  # the second step in flight
+    steps.computed[5] = 5
+    steps.begin([5], [1])  # the second step in flight
     assert page.reader.suspects() == [(digest([1, 2, 3]), 0, 5), (digest([4]), 2, 3)]
-    box.end()
+    box.end(DONE)
+    box.turn(7)
     assert page.reader.suspects() == [(digest([1, 2, 3]), 4, 5)]
-    box.end()
+    box.end(DONE)
+    box.turn(7)
     assert page.reader.suspects() == []
     assert not page.reader.read().is_in_step
 
@@ -68,24 +88,25 @@ def test_what_a_step_may_take_survives_the_engine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("core.process.black_box.time.monotonic_ns", lambda: now[0])
     page = BlackBoxFile(8)
 
-    def step(box: BlackBox, count: int, took_ns: int) -> int:
+    def step(steps: Steps, count: int, took_ns: int) -> int:
         """Return what was expected of it."""
-        box.begin(plan([0], [count]))
+        steps.begin([0], [count])
         now[0] += took_ns
-        box.end()
+        steps.box.end(DONE)
+        steps.box.turn(0)
         return page.reader.read().expected_ns
 
-    box = BlackBox(page.fd, 8, 0)
-    assert step(box, 1, 100) == 0, "nothing is known"
-    assert step(box, 1, 50) == 100
-    assert step(box, 8, 700) == 800, "eight times as many tokens"
-    assert step(box, 9, 10) == 700
-    box = BlackBox(page.fd, 8, 1)
-    assert step(box, 1, 1) == 100
+    steps = Steps(BlackBox(page.fd, 8, 0))
+    assert step(steps, 1, 100) == 0, "nothing is known"
+    assert step(steps, 1, 50) == 100
+    assert step(steps, 8, 700) == 800, "eight times as many tokens"
+    assert step(steps, 9, 10) == 700
+    steps = Steps(BlackBox(page.fd, 8, 1))
+    assert step(steps, 1, 1) == 100
     for _ in range(1200):
-        step(box, 1, 7)
-    assert step(box, 1, 7) == 7, "slow steps are forgotten ..."
-    assert step(box, 12, 7) == 700, "... but not those of other sizes"
+        step(steps, 1, 7)
+    assert step(steps, 1, 7) == 7, "slow steps are forgotten ..."
+    assert step(steps, 12, 7) == 700, "... but not those of other sizes"
 
 
 def test_the_box_of_a_running_engine() -> None:
@@ -96,6 +117,10 @@ def test_the_box_of_a_running_engine() -> None:
         reading = engine.black_box.read()
         assert (reading.epoch, reading.pid) == (0, engine.pid)
         assert reading.num_begun >= 8
+        deadline = time.monotonic() + PATIENCE_S
+        while engine.black_box.read().num_ended < reading.num_begun:  # said once the outputs are on their way
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         engine.stop()
         engine.wait(PATIENCE_S)
-        assert engine.black_box.read().num_ended == reading.num_begun
+        assert engine.black_box.read().num_begun == reading.num_begun

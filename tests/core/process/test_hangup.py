@@ -16,6 +16,8 @@ from tests.placed import placed
 from tests.raw_client import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
+#: nohup's children inherit that SIGHUP is ignored, and this suite may be one.
+HEARS_HANGUPS = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 OWNER = """
 import time
 from frontend.llm import LLM
@@ -33,14 +35,18 @@ sys.exit(main(["serve", "--executor", "fake", "--listen", f"ipc://{sys.argv[1]}/
 def hang_up(code: str, folder: Path) -> int:
     """Start a program as leader of its group; SIGHUP to the group once it is up. Return its exit status."""
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": ""}
-    command = [sys.executable, "-c", placed(code), str(folder)]
+    command = [sys.executable, "-c", HEARS_HANGUPS + placed(code), str(folder)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
     ) as child:
         assert child.stdout is not None
-        assert child.stdout.readline()
-        os.killpg(child.pid, signal.SIGHUP)
-        child.stdout.read()  # ends with the last process that has it
+        try:
+            assert child.stdout.readline()
+            os.killpg(child.pid, signal.SIGHUP)
+            child.stdout.read()  # ends with the last process that has it
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
     return child.returncode
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from core.execution.executor import Costs, ModelInfo
+from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.process.resolve import default_cache_bytes, resolve, resolve_costs
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -26,15 +26,16 @@ def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> Engine
 def test_the_durations_of_steps_are_frozen() -> None:
     """Measured once; durations that are given, as in a capture's config, are taken."""
     config = msgspec.structs.replace(resolved(), speculative_config=SpeculativeConfig(method="ngram"))
-    once = resolve_costs(config, not_asked, lambda: (7, 8, 9))
-    assert once.speculative_config == SpeculativeConfig(method="ngram", step_ns=(7, 8, 9))
-    assert resolve_costs(once, not_asked, lambda: (1, 1, 1)).speculative_config == once.speculative_config
+    once = resolve_costs(config, not_asked, lambda: StepCosts((7, 8, 9), 5))
+    assert once.speculative_config == SpeculativeConfig(method="ngram", step_ns=(7, 8, 9), draft_ns=5)
+    assert resolve_costs(once, not_asked, lambda: StepCosts((1, 1, 1))).speculative_config == once.speculative_config
 
 
 def test_nothing_is_left_open() -> None:
     config = resolve_costs(resolved(), not_asked)
     assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == [
         "model",
+        "classifier_from_token",
         "capture",
         "speculative_config",
     ]

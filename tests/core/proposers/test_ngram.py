@@ -1,6 +1,5 @@
 """NgramProposer against a search through each row's tokens."""
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -9,9 +8,9 @@ from core.batch.table import BatchTable, RequestStart
 from core.proposers.ngram import NgramProposer
 from ipc.arrays import NO_INT32S, Ints
 from tests.core.driving import add_message
-from tests.core.hostile_drafts import speculative
 
 MOST = 6
+LENGTHS = (5, 4, 3, 2)
 
 
 def table_with(prompts: list[list[int]]) -> tuple[BatchTable, Ints]:
@@ -36,9 +35,8 @@ def searched(tokens: list[int], low: int, high: int) -> list[int]:
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (2, 5), (1, 3), (3, 8)])
 def test_it_finds_what_a_search_finds(low: int, high: int) -> None:
     rng = np.random.default_rng(low)
-    settings = msgspec.structs.replace(speculative(), prompt_lookup_min=low, prompt_lookup_max=high)
     table, rows = table_with([rng.integers(3, size=rng.integers(high, 40)).tolist() for _ in range(5)])
-    proposer, num_found = NgramProposer(table, settings, 100_000), 0
+    proposer, num_found = NgramProposer(table, tuple(range(high, low - 1, -1)), 100_000), 0
     for step in range(60):
         asked = rows[rng.random(5) < 0.7] if step % 3 else rows
         if len(asked):
@@ -56,7 +54,7 @@ def test_it_finds_what_a_search_finds(low: int, high: int) -> None:
 
 def test_a_row_of_another_request_begins_anew() -> None:
     table, rows = table_with([[1, 2, 3, 1, 2]])
-    proposer = NgramProposer(table, speculative(), 1000)
+    proposer = NgramProposer(table, LENGTHS, 1000)
     assert proposer.propose(rows, 3).token_ids[0, :3].tolist() == [3, 1, 2]
     table.remove(rows)
     (row,) = rows = start(table, [[7, 8, 9, 1, 2]])
@@ -67,7 +65,7 @@ def test_a_row_of_another_request_begins_anew() -> None:
 def test_a_small_index_forgets_and_is_never_wrong_about_a_match() -> None:
     rng = np.random.default_rng(1)
     table, rows = table_with([rng.integers(60, size=900).tolist() for _ in range(8)])
-    proposer = NgramProposer(table, speculative(), 1)
+    proposer = NgramProposer(table, LENGTHS, 1)
     counts, token_ids, kinds = proposer.propose(rows, 1)
     for row, count, (draft,), kind in zip(rows.tolist(), counts, token_ids.tolist(), kinds.tolist(), strict=True):
         tokens = table.token_ids(row).tolist()

@@ -144,6 +144,7 @@ class Recorder(ModelRunner):
         for place in np.flatnonzero(is_target).tolist():
             self.places.append((int(plan.rows[place]), place, len(plan.rows)))
         self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
+        self._is_poisoned[plan.copied_to] = self._is_poisoned[plan.copied_blocks]
         is_readable = self._readable()
         inputs = super().prepare(plan)
         written = inputs.slots
@@ -318,7 +319,7 @@ def run(
     cached = engine.scheduler.stats.prefix_cache_hits
     inbox = [*neighbours, request(TARGET, prompt, max_tokens, temperature, **(params or {}))]
     heard = drive(engine, recorder, list(inbox), between)
-    tokens = {choice: ids for (number, choice), ids in heard.tokens.items() if number == TARGET}
+    tokens = {choice: ids for (number, choice), ids in heard.tokens.items() if number == TARGET and ids}
 
     def stacked(kept: dict[tuple[int, int, int], Floats]) -> dict[int, Floats]:
         return {c: np.stack([kept[TARGET, c, position] for position in range(len(tokens[c]))]) for c in tokens}

@@ -99,10 +99,10 @@ def test_nan_logits_fail_one_request_alone() -> None:
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
 
     class Poisoned(Recorder):
-        def sample(self, rows: Ints, result: Any) -> Int32s:
+        def sample(self, rows: Ints, result: Any, offsets: Ints | None = None) -> Int32s:
             poisoned = result.logits.copy()
             poisoned[self.sampling.seed[rows] == 2] = np.nan
-            return super().sample(rows, SimpleNamespace(logits=poisoned, largest=None))
+            return super().sample(rows, SimpleNamespace(logits=poisoned, largest=None), offsets)
 
     engine, recorder = recorded_engine(tiny_model(FLOAT32), config, Poisoned)
     messages = engine.step([request(1, [5, 6, 7], 4, 0.0), request(2, [8, 9], 4, 0.0)], 0)

@@ -20,9 +20,9 @@ SCENARIOS = ("among 32", "chunks of 37", "preempted", "from the prefix cache")
 
 def watched(model: Llama, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
     """(arguments of run(), the run alone) of a target that is stopped by its choice 0's first new token after six."""
-    free = run(model, PROMPT, params={**options, "min_tokens": 0}, max_tokens=20).tokens[0]
+    free = run(model, PROMPT, params={**options, "min_tokens": 0}, max_tokens=20, temperature=2.0).tokens[0]
     stop = next(token for token in free[6:] if token not in free[:6])
-    target = {"params": {**options, "stop_token_ids": [stop]}, "max_tokens": 20}
+    target = {"params": {**options, "stop_token_ids": [stop]}, "max_tokens": 20, "temperature": 2.0}
     return target, run(model, PROMPT, **target)
 
 

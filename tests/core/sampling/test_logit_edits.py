@@ -15,7 +15,7 @@ from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import NOT_A_TOKEN, sample
 from core.sampling.token_counts import TokenCounts
 from ipc.sampling_params import SamplingParams
-from kernels.philox import uniform
+from kernels.gumbel import noise
 
 VOCAB_SIZE = 60
 EOS = 7
@@ -78,13 +78,12 @@ def edited(logits: np.ndarray, params: SamplingParams, prompt: list[int], output
 
 
 def draw(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
-    """Temperature, then the inverse cumulative distribution at the same uniform number."""
+    """Temperature, then the largest sum with the same noise."""
     if params.temperature == 0:
         return int(np.argmax(logits))
-    scaled = logits / np.float32(params.temperature)
-    cumulative = np.cumsum(np.exp((scaled - scaled.max()).astype(np.float64)))
-    target = uniform(np.array([seed], np.uint64), np.array([position]))[0] * cumulative[-1]
-    return int(np.searchsorted(cumulative, target, side="right"))
+    tokens = np.arange(len(logits))[None]
+    numbers = noise(np.array([seed], np.uint64), np.array([position]), np.array([0]), tokens)[0]
+    return int(np.argmax(logits / np.float32(params.temperature) + numbers))
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from core.sampling.edit_group import Forbidden
 from core.sampling.sampler import NOT_A_TOKEN, SamplingInputs
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.sampling import CpuSampler
-from kernels.philox import uniform
+from kernels.gumbel import noise
 
 
 @pytest.fixture(params=["c", "numpy"], autouse=True)
@@ -52,10 +52,10 @@ def reference(logits, columns, row):
     """One row, plainly."""
     if columns.temperature[row] == 0:
         return int(np.argmax(edited(logits, columns, row)))
-    order, weights, _ = left_by_filters(edited(logits, columns, row), columns, row)
-    cumulative = np.cumsum(weights[order])
-    u = uniform(columns.seed[row : row + 1], columns.position[row : row + 1], columns.choice[row : row + 1])[0]
-    return int(order[np.searchsorted(cumulative, u * cumulative[-1], side="right")])
+    order, _, scaled = left_by_filters(edited(logits, columns, row), columns, row)
+    columns_of_row = (columns.seed, columns.position, columns.choice)
+    sums = scaled[order] + noise(*(column[row : row + 1] for column in columns_of_row), order[None])[0]
+    return int(order[sums == sums.max()].min())
 
 
 def edited(logits, columns, row):

@@ -71,14 +71,18 @@ class GoldBlocks:
             r.blocks += self.allocate(self.growth([r]))
 
     def release(self, entry: Entry, steps_in_flight: int) -> None:
-        for block in reversed(entry.blocks):
-            block.owners -= 1
+        for block in entry.blocks:
             block.urgency = entry.urgency
+        self.drop(entry.blocks, steps_in_flight)
+        entry.blocks, entry.pending, entry.computed, entry.n, entry.stay = [], 0, 0, 0, entry.stay + 1
+        self.lift(0)
+
+    def drop(self, blocks: list[Block], steps_in_flight: int) -> None:
+        for block in reversed(blocks):
+            block.owners -= 1
             if not block.owners:
                 block.fence = steps_in_flight
                 self.fenced.append(block)
-        entry.blocks, entry.pending, entry.computed, entry.n, entry.stay = [], 0, 0, 0, entry.stay + 1
-        self.lift(0)
 
     def lift(self, steps: int) -> None:
         """So many are back."""

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
+from core.proposers.proposer import OFFERED
 from ipc.config import EngineConfig
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_options import GoldWithOptions
@@ -50,7 +51,8 @@ class GoldWithDrafts(GoldWithOptions):
         chances = []
         for r, drafts in wishes:
             (tried, right), (all_tried, all_right) = self.of_stay[r, r.stay], self.of_kind[self.kind[r]]
-            chance, together = (right + 4 * ((all_right + 1) / (all_tried + 3))) / (tried + 4), 1.0
+            first_right = 2 if self.kind[r] == OFFERED else 1
+            chance, together = (right + 4 * ((all_right + first_right) / (all_tried + 3))) / (tried + 4), 1.0
             for _ in drafts:
                 together *= chance
                 chances.append((together, r))

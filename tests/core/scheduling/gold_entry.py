@@ -44,6 +44,8 @@ class Entry:
     whole: bool = False  # starts with all the blocks that it can need
     preemptions: int = 0  # for other running rows
     first: int = 0  # tokens of its prompt
+    choices: list["Entry"] = field(default_factory=list)  # of its message, itself included; empty: it is alone
+    follows: bool = False  # another one computes their prompt
     drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, in the step that is planned
 
     def wanted(self) -> int:

@@ -29,6 +29,14 @@ class Gold:
         self.waiting.append(q)
         return True
 
+    def finish(self, q: Entry) -> None:
+        """It has all its tokens."""
+        self.end(q)
+
+    def end(self, q: Entry) -> None:
+        """It has all its tokens, or is aborted."""
+        self.leave(q)
+
     def leave(self, q: Entry) -> None:
         (self.running if q in self.running else self.waiting).remove(q)
         self.b.release(q, len(self.in_flight))
@@ -73,7 +81,7 @@ class Gold:
                 r.n = 0
             self.b.name(live)
         for r in ended:
-            self.leave(r)
+            self.finish(r)
         return [r.number for r in ended]
 
     def guess(self) -> None:
@@ -144,8 +152,7 @@ class Gold:
         """Start it: "", or say what it lacks."""
         if q in self.preempted:
             return "PREEMPTED"
-        hits = self.b.find(q)
-        q.computed = max(len(hits) * self.b.size, q.kept)
+        hits = self.find(q)
         lack = self.b.lacks(q, len(q.tokens)) - len(hits) - self.left(q, hits)
         yields = [r for r in self.running if r not in self.starts and self.policy.must_yield(r, q)]
         yields.sort(key=self.sacrifice)
@@ -155,6 +162,12 @@ class Gold:
             return "NO_ROW" if enough else "NO_BLOCKS"
         count = min(q.wanted(), self.most, self.budget() + sum(r.n for r in yields))
         return self.start(q, count, hits, yields[:go], yields[go:]) if count else "NO_BUDGET"
+
+    def find(self, q: Entry) -> list[Block]:
+        """Blocks that it need not compute."""
+        hits = self.b.find(q)
+        q.computed = max(len(hits) * self.b.size, q.kept)
+        return hits
 
     def start(self, q: Entry, count: int, hits: list[Block], victims: list[Entry], givers: list[Entry]) -> str:
         """Start q with the victims' blocks and rows, and with tokens of the givers, which keep their blocks."""

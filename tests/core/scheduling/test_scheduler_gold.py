@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from core.execution.plan import SchedulerOutput
 from core.scheduling.decisions import Verdict
 from ipc.config import EngineConfig
-from ipc.messages import FinishReason, PauseMode
+from ipc.messages import AddRequest, FinishReason, PauseMode
 from tests.core.driving import EOS, ByHand, add_message, small_config
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_options import GoldWithOptions
@@ -108,30 +108,42 @@ class GoldMachine(RuleBasedStateMachine):
             client, priority, salt = rng.randrange(3), rng.randrange(-1, 2), rng.choice(["", "", "", "salt"])
             tenant = rng.choice(["", "", "", "salt", "b"])
             message = add_message(number, prompt, max_tokens, ignore_eos=eos < 0, salt=salt)
-            message = msgspec.structs.replace(message, priority=priority, tenant=tenant)
+            message = self.with_choices(rng, msgspec.structs.replace(message, priority=priority, tenant=tenant))
             party = self.tenants.get(tenant, -1 - len(self.tenants)) if tenant else client
             longest = min(len(prompt) + max_tokens, most)
-            entry = Entry(
-                number, client, number, priority, self.now, list(prompt), longest, f"{tenant}/{salt}", eos, party
-            )
-            self.entries[number] = entry
+            entries = [
+                Entry(n, client, n, priority, self.now, list(prompt), longest, f"{tenant}/{salt}", eos, party)
+                for n in range(number, number + message.params.n)
+            ]
             received = self.hand.add(message, client, now_ns=self.now)
             self.hand.flush()
-            assert self.gold.add(entry) == (received.failed is None)
-            if received.failed is None:
-                self.live[number] = entry
-                if tenant:
-                    self.tenants[tenant] = party
+            assert self.add_to_gold(entries) == (received.failed is None)
+            if received.failed is not None:
+                self.entries[number] = entries[0]
+                continue
+            if tenant:
+                self.tenants[tenant] = party
+            for entry, request in zip(entries, self.scheduler.find(client, number), strict=True):
+                self.entries[entry.number] = self.live[entry.number] = entry
                 entry.preemptions = rng.choice([0, 0, 0, 0, 7, 8])  # by chance so many take long to come about
-                self.scheduler.find(client, number)[0].num_preemptions = entry.preemptions
+                request.num_preemptions = entry.preemptions
+
+    def with_choices(self, rng: random.Random, message: AddRequest) -> AddRequest:
+        """The message with some number of choices; choice c of it is the gold model's entry number + c."""
+        return message
+
+    def add_to_gold(self, entries: list[Entry]) -> bool:
+        """False: they never fit."""
+        return self.gold.add(entries[0])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.live)))
         entry = self.live.pop(number)
-        self.scheduler.finish_requests(entry.client, [number])
-        self.gold.leave(entry)
+        choice = entry.choices.index(entry) if entry.choices else 0
+        self.scheduler.finish_requests(entry.client, [number - choice], [choice])
+        self.gold.end(entry)
 
     @rule(
         kind=st.sampled_from(["pause new", "pause all", "resume", "forget", "weigh", "weigh"]), client=st.integers(0, 2)
@@ -172,7 +184,7 @@ class GoldMachine(RuleBasedStateMachine):
             self.flight.append(plan)
         if self.flight and (plan.is_empty or len(self.flight) == (2 if self.config.async_scheduling else 1)):
             table = self.scheduler.table
-            numbers, lengths = table.number.tolist(), table.num_tokens.tolist()
+            numbers, lengths = (table.number + table.choice).tolist(), table.num_tokens.tolist()
             self.hand.update(self.flight.popleft(), lambda row: sampled(numbers[row], lengths[row]))
             for number in self.gold.update(sampled):
                 del self.live[number]
@@ -181,15 +193,20 @@ class GoldMachine(RuleBasedStateMachine):
     def decided(self, plan: SchedulerOutput) -> dict[str, Any]:
         scheduler, decision = self.scheduler, self.scheduler.decision
         assert decision is not None
-        numbers = scheduler.table.number[decision.rows].tolist()
+        table = scheduler.table
+        numbers = (table.number + table.choice)[decision.rows].tolist()
         started = numbers[len(numbers) - decision.num_started :]
         swap_space, pool = scheduler.preemption.swap_space, scheduler.pool
         counts = (decision.budget, decision.num_free_blocks, pool.num_fenced, swap_space.num_free)
         return {
             "batch": list(zip(numbers, decision.counts.tolist(), strict=True)),
             "started": [(number, new.num_computed_tokens) for number, new in zip(started, plan.added, strict=True)],
-            "preempted": [(p.request.number, int(p.cause), p.num_swapped_blocks) for p in decision.preempted],
-            "refused": [(one.request.number, Verdict(one.verdict).name) for one in decision.examined],
+            "preempted": [
+                (p.request.number + p.request.choice, int(p.cause), p.num_swapped_blocks) for p in decision.preempted
+            ],
+            "refused": [
+                (one.request.number + one.request.choice, Verdict(one.verdict).name) for one in decision.examined
+            ],
             "left": (*counts, decision.num_waiting, decision.num_skipped),
         }
 
@@ -256,12 +273,12 @@ def run(machine: type[GoldMachine], max_examples: int, derandomize: bool) -> Non
 
 @pytest.mark.timeout(400)
 def test_decisions_equal_the_gold_models() -> None:
-    run(PlainMachine, 150, True)  # make soak runs tens of thousands
+    run(PlainMachine, 75, True)  # make soak runs tens of thousands
 
 
 @pytest.mark.timeout(400)
 def test_decisions_under_all_options_equal_the_gold_models() -> None:
-    run(OptionsMachine, 150, True)
+    run(OptionsMachine, 75, True)
 
 
 @pytest.mark.soak

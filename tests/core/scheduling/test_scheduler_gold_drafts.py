@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.proposers.proposer import Proposals
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import Ints
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
 from tests.core.driving import ByHand
 from tests.core.hostile_drafts import speculative
@@ -35,6 +35,9 @@ class Guessing:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._table = scheduler.table
+
+    def end(self, rows: Rows) -> None:
+        pass
 
     def propose(self, rows: Ints, most: int) -> Proposals:
         found = [guesses(int(self._table.number[row]), int(self._table.num_tokens[row])) for row in rows.tolist()]

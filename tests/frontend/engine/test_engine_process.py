@@ -159,7 +159,7 @@ def test_a_users_directory_stays(is_early: bool) -> None:
 
 
 def test_bad_address_is_known_before_anything_starts() -> None:
-    with pytest.raises(AddressError, match="no authentication"):
+    with pytest.raises(AddressError, match="so it needs keys"):
         EngineProcess(FAKE, listen="tcp://0.0.0.0:5000")
 
 
@@ -281,7 +281,7 @@ def test_forgotten_engine_ends() -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("cycles", [30, pytest.param(1_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("cycles", [10, pytest.param(1_000, marks=pytest.mark.soak)])
 def test_nothing_leaks(cycles: int) -> None:
     def held() -> tuple[object, ...]:
         children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -187,15 +188,16 @@ def test_a_deadline_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
-    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+    paced = msgspec.structs.replace(FAKE, fake_step_us=400)  # the streams last until the second kill, on any machine
+    with supervised(paced, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
         kill(engine.process)
         kill_in_start(engine, 1)
-        while client.welcome.epoch < 2:
+        while client.welcome.epoch < 2 or client.statistics().num_running < len(numbers):  # it has them all again
             time.sleep(0.005)
         engine.drain()
-        time.sleep(0.05)
+        time.sleep(0.02)
         kill(engine.process)
         check(client, numbers, 3000)
         assert wait_for_end(engine)
@@ -299,10 +301,13 @@ def test_upgrades_lose_nothing(num_upgrades: int, tmp_path: Path) -> None:
 
 def test_a_drain_moves_what_does_not_finish(tmp_path: Path) -> None:
     """To another service at the same address: so a supervisor is replaced, too."""
-    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+    paced = msgspec.structs.replace(FAKE, fake_step_us=400)  # the streams outlast the drain, on any machine
+    with supervised(paced, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         owner = EngineClient(ZmqTransport(engine.address), owner_token=engine.process.owner_token)
         numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True))
+        while owner.statistics().num_running < len(numbers):  # a drain refuses what comes after it
+            time.sleep(0.005)
         owner.drain(move_after=0.2)
         assert wait_for_end(engine)
         assert engine.process.exit_code == 0

@@ -1,7 +1,10 @@
 """Who may: the routing table without a key, keys and their limits, hosts and origins."""
 
+import contextlib
 import hashlib
+import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from frontend.http.access_log import AccessLog
 from frontend.http.errors import HttpError
 from frontend.http.keys import Key, KeyRing, digest_of, read_keys
+from frontend.http.meter import HttpMeter
 from frontend.http.quotas import Bucket, Quotas
+from frontend.http.request import Request
 from frontend.http.routes import ROUTES, Access
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import Caller, serving, wait_for
@@ -36,14 +42,37 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Caller, Pa
         + line("alice", "secret-a")
         + line("bob", "secret-b", "models=small max_tokens=5 min_priority=0")
         + line("carol", "secret-c", "rpm=3")
+        + line("dave", "secret-d")
     )
-    options = ("--executor", "fake", "--api-key-file", str(path), "--served-model-name", "large", "small")
+    options = (
+        "--executor",
+        "fake",
+        "--api-key-file",
+        str(path),
+        "--served-model-name",
+        "large",
+        "small",
+        "--access-log",
+    )
     with serving(*options) as caller:
         yield caller, path
 
 
 def ids(secret: str, served: Caller, **fields: Any) -> int:
     return served.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, **fields}, bearer(secret)).status
+
+
+def test_every_operation_of_the_description_without_a_key(keyed: tuple[Caller, Path]) -> None:
+    """The document that the table makes says which operations need a key, and each of those answers 401 without."""
+    served, _ = keyed
+    assert served.get("/openapi.json").status == 401
+    paths = served.get("/openapi.json", bearer("secret-a")).json["paths"]
+    assert len(paths) > 20
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            body = b"{}" if method == "post" else None
+            answer = served.call(method.upper(), path.replace("{name}", "large"), body)
+            assert (answer.status == 401) == bool(operation["security"]), (method, path, answer.status)
 
 
 def test_every_route_without_a_key(keyed: tuple[Caller, Path]) -> None:
@@ -59,7 +88,7 @@ def test_every_route_without_a_key(keyed: tuple[Caller, Path]) -> None:
                 continue
             assert answer.status == 401, path
             assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json["error"]["type"] == "AuthenticationError"
+            assert answer.json["error"]["type"] in ("AuthenticationError", "authentication_error")
         for other in (f"/{path}", f"{path}/", path.replace("/", "%2f"), path.upper(), f"{path};x", f"/.{path}"):
             if other not in {route.path for route in ROUTES}:
                 assert served.call(route.method, other, b"{}" if route.method == "POST" else None).status in (
@@ -142,7 +171,12 @@ def test_no_origin_is_allowed_unless_asked_for(served: Caller) -> None:
 def test_other_machines_need_keys() -> None:
     from tools.cli import main
 
-    assert main(["serve", "--executor", "fake", "--http", "0.0.0.0:0"]) == 1
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        assert main(["serve", "--executor", "fake", "--http", "0.0.0.0:0"]) == 1
+    finally:
+        for number, handler in handlers.items():  # the command's own, which it takes early
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -205,3 +239,93 @@ def test_quotas_give_back_what_was_not_used() -> None:
     first(20)
     clock[0] = 60.0
     assert quotas.take(key, 100) is not None
+
+
+def test_the_keys_name_is_the_tenant(keyed: tuple[Caller, Path]) -> None:
+    """So no key sees what is in the prefix cache of another, whatever salt its caller sends."""
+    served, _ = keyed
+
+    def cached(secret: str, **fields: Any) -> int:
+        body = {"prompt": list(range(1000, 1064)), "max_tokens": 1, **fields}
+        answer = served.post("/v1/completions", body, bearer(secret))
+        return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("secret-a") == 0
+    assert cached("secret-a") >= 32
+    assert cached("secret-d") == 0
+    assert cached("secret-d", cache_salt="alice") == 0
+    assert cached("secret-d", cache_salt="alice") >= 32
+    assert cached("secret-a", cache_salt="alice") == 0
+
+
+def test_the_access_log_has_a_line_for_each_request(keyed: tuple[Caller, Path]) -> None:
+    served, _ = keyed
+    assert served.process.stderr is not None
+    fd = served.process.stderr.fileno()
+    os.set_blocking(fd, False)
+    found = b""
+
+    def logged(*parts: str) -> bool:
+        nonlocal found
+        with contextlib.suppress(BlockingIOError):
+            found += os.read(fd, 1 << 20)
+        return any(all(part in text for part in parts) for text in found.decode().splitlines())
+
+    served.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3}, {**bearer("secret-a"), "x-request-id": "log1"})
+    served.call("GET", "/nothing/here?secret", None, {"x-request-id": "log2"})
+    served.post("/v1/completions", {"prompt": [5], "stream": 5}, {**bearer("secret-a"), "x-request-id": "log3"})
+    wait_for(
+        lambda: logged(
+            "engine-core: http POST route=/v1/completions status=200",
+            "request_id=log1 key=alice end=finished",
+            "prompt_tokens=2",
+            "completion_tokens=3",
+        )
+    )
+    wait_for(lambda: logged("http GET route=none status=404", "request_id=log2"))
+    wait_for(lambda: logged("status=400", "request_id=log3 key=alice"))
+    assert b"nothing/here" not in found
+
+
+def test_unknown_fields_and_metrics(keyed: tuple[Caller, Path]) -> None:
+    served, _ = keyed
+    for _ in range(2):
+        assert ids("secret-a", served, vibe="good") == 200
+    answer = served.get("/metrics", bearer("secret-a"))
+    assert answer.status == 200
+    page = answer.body.decode()
+    assert "engine_core_http_unknown_fields_total 2.0" in page
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"}' in page
+    assert 'http_request_duration_seconds_bucket{handler="/v1/completions",le="+Inf"' in page
+    assert "vllm:num_requests_running" in page
+    assert "vllm:e2e_request_latency_seconds_count" in page
+    assert "engine_core_up 1.0" in page
+
+
+def test_a_log_that_nobody_reads_is_dropped() -> None:
+    reader, writer = os.pipe()
+    try:
+        log = AccessLog("json", writer)
+        for _ in range(1000):
+            log.write(_request(), 404, None)
+        assert log.num_dropped > 0
+        first = json.loads(os.read(reader, 1 << 16).splitlines()[0])
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert first["message"] == "http GET"
+    assert (first["route"], first["status"], first["request_id"]) == ("none", 404, "r-1")
+
+
+def _request() -> Request:
+    unused: Any = None
+    return Request("GET", "/x", b"/x", b"", {b"x-request-id": b"r-1"}, unused, num_hosts=1)
+
+
+def test_field_names_are_logged_once_and_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    meter = HttpMeter()
+    for index in range(300):
+        meter.count_fields(json.dumps({"known": 1, f"f{index % 200}": 2, "x" * 200: 3}).encode(), ("known",))
+    assert meter.num_unknown_fields == 600
+    assert len(caplog.records) == 100
+    assert all(len(record.getMessage()) < 140 for record in caplog.records)

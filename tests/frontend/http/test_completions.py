@@ -106,3 +106,29 @@ def test_health_and_version(served: Caller) -> None:
         assert (answer.status, answer.body) == (200, b"")
     assert served.get("/version").json["version"]
     assert served.call("HEAD", "/health").status == 200
+
+
+def test_a_streamed_echo_with_logprobs_is_the_whole_one_in_parts(served: Caller) -> None:
+    """The first event of each prompt has the prompt's columns; all events joined are those of the whole answer."""
+    fields = {"max_tokens": 6, "temperature": 0, "echo": True, "logprobs": 2}
+    prompts = ["Once upon a time", "Nävïe \U0001f600 text"]
+    whole = served.complete(prompts, **fields).json["choices"]
+    events = served.complete(prompts, **fields, stream=True).events
+    for index, wanted in enumerate(whole):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert choices[0]["text"] == prompts[index]
+        assert choices[0]["logprobs"]["token_logprobs"][0] is None
+        assert "".join(one["text"] for one in choices) == wanted["text"]
+        assert choices[-1]["finish_reason"] == wanted["finish_reason"]
+        for column, values in wanted["logprobs"].items():
+            assert [value for one in choices for value in one["logprobs"][column]] == values, column
+
+
+def test_a_streamed_echo_of_nothing_but_the_prompt(served: Caller) -> None:
+    fields = {"max_tokens": 0, "echo": True, "stream": True, "stream_options": {"include_usage": True}}
+    for more in ({}, {"logprobs": 0}):
+        *events, usage = served.complete("Once upon", **fields, **more).events
+        assert "".join(event["choices"][0]["text"] for event in events) == "Once upon"
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert usage["usage"]["completion_tokens"] == 0
+    assert served.complete("x", n=2, temperature=1, echo=True, logprobs=0, stream=True).json["error"]["param"] == "echo"

@@ -8,6 +8,7 @@ from socket import SO_LINGER, SOL_SOCKET
 
 import pytest
 
+from frontend.http.protocol import MAX_PIPELINED
 from frontend.llm import LLM
 from ipc.sampling_params import SamplingParams
 from tests.frontend.http.caller import Caller, free_blocks, post_bytes, wait_for
@@ -75,8 +76,15 @@ def test_a_chunked_body_has_its_bound_too(served: Caller) -> None:
 
 
 def test_a_pipeline_has_its_bound(served: Caller) -> None:
-    answer = served.raw(post_bytes("/v1/completions", LONG) + b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
-    assert answer.count(b"HTTP/1.1 ") <= 1
+    """What came before the bound is answered, in order; what broke it is refused, and the rest is not read."""
+    answer = served.raw(
+        post_bytes("/tokenize", b'{"prompt": "x"}') + b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100
+    )
+    assert answer.count(b"HTTP/1.1 200 ") == 1 + MAX_PIPELINED
+    assert answer.count(b"HTTP/1.1 400 ") == 1
+    assert (
+        answer.index(b"max_model_len") < answer.index(b"content-length: 0") < answer.index(b"wait on this connection")
+    )
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(400, marks=[pytest.mark.soak])])

@@ -191,3 +191,17 @@ def test_special_tokens_of_choices(tokenizer):
         state = state_for(tokenizer, n=2, skip_special_tokens=skip, output_kind=FINAL)
         ends = progress([0, 1], FinishReason.LENGTH), progress([2, 0], FinishReason.LENGTH)
         assert [one.text for one in state.update(*ends).outputs] == texts
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [(0, None), (4, 4)],  # the tokenizer's own EOS; another end token of the model's files
+)
+def test_a_further_end_token_is_the_stop_reason(tokenizer, token, expected):
+    """The engine reports the request's stop tokens only, and ends a request at all end tokens of the model's files."""
+    two_ends = Tokenizer(tokenizer.hf, eos_token_ids=[0, 4])
+    for kind in (CUMULATIVE, FINAL):
+        (*_, last) = play(state_for(two_ends, output_kind=kind), ([1, token], FinishReason.STOP))
+        assert last == ("a", [1, token], "stop", expected)
+    (*_, asked) = play(state_for(two_ends), ([1, 5], FinishReason.STOP, 5))
+    assert asked[3] == 5

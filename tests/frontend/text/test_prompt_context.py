@@ -4,6 +4,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -126,6 +127,7 @@ def token_texts(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None] |
 def test_requests_of_every_output_kind(kind: str, output_kind: RequestOutputKind) -> None:
     """Both choices of a request; the prompt as token ids; the tokens' texts one after the other are the text."""
     tokenizer = TEXT_KINDS[kind]
+    shown_text = partial(tokenizer.decode, skip_special_tokens=True)
     prompt = tokenizer.encode("the cat")
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in ("the is is", "é👋")]
     outputs[1].pop()
@@ -134,17 +136,17 @@ def test_requests_of_every_output_kind(kind: str, output_kind: RequestOutputKind
     shown = state.update(*(progress(output, received(prompt, output)) for output in outputs))
     assert shown is not None
     for output, completion in zip(outputs, shown.outputs, strict=True):
-        expected = behind(tokenizer.decode(prompt + output), tokenizer.decode(prompt))
+        expected = behind(shown_text(prompt + output), shown_text(prompt))
         assert completion.text == expected
         assert token_texts(tokenizer, completion.logprobs) == expected.rstrip("\ufffd")
-    assert tokenizer.decode(prompt[:1]) + token_texts(tokenizer, shown.prompt_logprobs) == tokenizer.decode(prompt)
+    assert shown_text(prompt[:1]) + token_texts(tokenizer, shown.prompt_logprobs) == shown_text(prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_string_that_begins_with_the_first_space(kind: str) -> None:
     tokenizer = TEXT_KINDS[kind]
     ids = tokenizer.encode("the cat is on")
-    cut = next(i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]) == "the cat") + 1
+    cut = next(i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1], skip_special_tokens=True) == "the cat") + 1
     params = SamplingParams(max_tokens=None, stop=[" is"], output_kind=RequestOutputKind.FINAL_ONLY)
     state = RequestState("id", 0, Prompt("the cat", ids[:cut]), params, tokenizer)
     shown = state.update(progress(ids[cut:])._replace(finish=FinishReason.NONE))

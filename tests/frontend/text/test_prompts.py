@@ -66,14 +66,14 @@ def test_what_is_no_prompt(prompts):
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ([], "the prompt is empty; a prompt has at least one token"),
+        ([], "the prompt cannot be empty; a prompt has at least one token"),
         ([1, "2"], "token ids must be ints; at index 1 is '2'"),
         ([1.0, 2], r"token ids must be ints; at index 0 is 1\.0"),
         ([True, 2], "token ids must be ints; at index 0 is True"),
-        ([3, -1], "token id -1 at index 1 is out of range; known are 0 to 9"),
-        ([10], "token id 10 at index 0 is out of range; known are 0 to 9"),
-        ([2**70], "out of range"),
-        ([1] * 8, "the prompt has 8 tokens; at most 7 fit.*max_model_len=8"),
+        ([3, -1], "token id -1 at index 1 is out of vocabulary; known are 0 to 9"),
+        ([10], "token id 10 at index 0 is out of vocabulary; known are 0 to 9"),
+        ([2**70], "out of vocabulary"),
+        ([1] * 8, "the prompt has 8 tokens; at most 7 fit: the maximum context length is 8 tokens.*max_model_len=8"),
         ("text", "this engine has no tokenizer: give token ids"),
         ({"prompt_token_id": [1]}, "unknown key 'prompt_token_id'; did you mean 'prompt_token_ids'"),
         ({}, "'prompt' or 'prompt_token_ids' is missing"),
@@ -99,12 +99,12 @@ def test_a_salt_that_cannot_be_sent(salt, text):
 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model(tokenizer):
-    with pytest.raises(InvalidRequestError, match="token id 2 at index 2 is out of range; known are 0 to 1"):
+    with pytest.raises(InvalidRequestError, match="token id 2 at index 2 is out of vocabulary; known are 0 to 1"):
         read("a b", tokenizer=tokenizer, vocab_size=2)
 
 
 def test_the_wrong_one_of_many_is_numbered():
-    with pytest.raises(InvalidRequestError, match=r"prompt 1 of 3 is empty"):
+    with pytest.raises(InvalidRequestError, match=r"the prompt cannot be empty \(prompt 1 of 3\)"):
         read([1], [], [2])
 
 

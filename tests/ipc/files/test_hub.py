@@ -1,18 +1,22 @@
-"""Hugging Face names, in a cache made here and without a network."""
+"""Hugging Face names, in a cache made here, and with a Hub on this machine."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
 from ipc.errors import ModelFileError
-from ipc.files.hub import fetch_model, hub_name, is_hub_name
+from ipc.files.hub import fetch_model
+from ipc.files.hub_gguf import choose_gguf
+from ipc.files.hub_name import HubName, hub_name, is_hub_name, parse_hub_name
 from ipc.files.model_files import locate_model
+from tests.hub_server import HubServer, hub_server
 from tests.placed import placed
 
 COMMIT = "a" * 40
@@ -27,6 +31,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub that can be reached, and an empty cache."""
+    with hub_server({}) as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        yield server
+
+
 def add_snapshot(cache: Path, *files: str, commit: str = COMMIT, revision: str = "main") -> Path:
     folder = cache / "models--org--name"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
@@ -38,14 +55,45 @@ def add_snapshot(cache: Path, *files: str, commit: str = COMMIT, revision: str =
     return snapshot
 
 
-@pytest.mark.parametrize("name", ["org/name", "HuggingFaceTB/SmolLM2-1.7B", "a/b@main", "a/b.c@refs/pr/3", "a_/1@v1.0"])
-def test_names(name: str) -> None:
-    assert is_hub_name(name)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", HubName("org/name")),
+        ("HuggingFaceTB/SmolLM2-1.7B", HubName("HuggingFaceTB/SmolLM2-1.7B")),
+        ("a/b@main", HubName("a/b")),
+        ("a/b.c@refs/pr/3", HubName("a/b.c", None, "refs/pr/3")),
+        ("a_/1:Q4_K_M@v1.0", HubName("a_/1", "Q4_K_M", "v1.0")),
+        ("hf.co/a/b-GGUF:q8_0", HubName("a/b-GGUF", "q8_0")),
+        ("https://huggingface.co/a/b", HubName("a/b")),
+        ("a/b:c-Q4_0.gguf", HubName("a/b", "c-Q4_0.gguf")),
+    ],
+)
+def test_names(text: str, expected: HubName) -> None:
+    assert parse_hub_name(text) == expected
+    assert parse_hub_name(str(expected)) == expected
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "name", "a/b/c", "/a/b", "./a", "../a", "~/a", "a/", "a/b@", "a/b@-x", "a b/c", "a/m.gguf", "a/b\n", "é/b"],
+    [
+        "",
+        "name",
+        "a/b/c",
+        "/a/b",
+        "./a",
+        "../a",
+        "~/a",
+        "a/",
+        "a/b@",
+        "a/b@-x",
+        "a b/c",
+        "a/m.gguf",
+        "a/b\n",
+        "é/b",
+        "a/b:",
+        "a:Q4/b",
+        "a/b@v:Q4",
+    ],
 )
 def test_no_names(name: str) -> None:
     assert not is_hub_name(name)
@@ -74,10 +122,9 @@ def test_not_in_the_cache_and_no_network_is_one_error_that_says_both(cache: Path
         fetch_model("org/name@v1")
     text = str(caught.value)
     assert text.startswith(
-        f"org/name@v1 is no file or folder here, not whole in the Hugging Face cache at {cache}, and"
+        "org/name@v1 was not downloaded: HF_HUB_OFFLINE is set: unset it, or run `hf download org/name`"
     )
-    assert "could not be downloaded: OfflineModeIsEnabled: " in text
-    assert "hf download org/name" in text
+    assert f"It is no file or folder here, and {cache} has no org/name (OfflineModeIsEnabled: " in text
     assert caught.value.__cause__ is None
 
 
@@ -101,37 +148,125 @@ def test_a_snapshot_that_is_not_whole(cache: Path, files: tuple[str, ...], messa
         assert fetch_model("org/name", with_weights=False) == snapshot
 
 
-def test_only_needed_files_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call looks at the cache only, the second downloads."""
-    published = [
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-        "chat_template.jinja",
-        "consolidated.safetensors",
-    ]
-    published += ["pytorch_model.bin", "model.pt", "README.md", "onnx/model.safetensors", "tokenizer_config.json"]
-    calls = []
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
-    def download(repo: str, **options: object) -> str:
-        calls.append((repo, options))
-        if options["local_files_only"]:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("not cached")
-        kept = huggingface_hub.utils.filter_repo_objects(
-            published, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
-        )
-        for name in kept:
-            (tmp_path / name).touch()
-        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert fetch_model("org/name@v1") == tmp_path
-    assert [(repo, options["revision"], options["local_files_only"]) for repo, options in calls] == [
-        ("org/name", "v1", True),
-        ("org/name", "v1", False),
-    ]
+def test_only_needed_files_are_downloaded(hub: HubServer, tmp_path: Path) -> None:
     text = {"config.json", "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"}
-    assert {path.name for path in tmp_path.iterdir()} == text | {"model.safetensors"}
+    text |= {"modules.json", "1_Pooling/config.json"}
+    others = {
+        "consolidated.safetensors",
+        "2_Dense/pytorch_model.bin",
+        "1_Pooling/README.md",
+        "pytorch_model.bin",
+        "model.pt",
+        "README.md",
+        "onnx/model.safetensors",
+    }
+    hub.repos["org/name"] = {
+        name: name.encode() for name in {*text, *others, "model.safetensors", "2_Dense/model.safetensors"}
+    }
+    folder = fetch_model("org/name", with_weights=False)
+    assert files_of(folder) == text
+    assert fetch_model("org/name") == folder
+    assert files_of(folder) == text | {"model.safetensors", "2_Dense/model.safetensors"}
+    assert hub_name(folder) == "org/name"
+    hub.calls.clear()
+    assert fetch_model("org/name") == fetch_model("hf.co/org/name") == folder
+    assert hub.calls == []  # a whole snapshot is used as it is
+    hub.repos["org/name"]["config.json"] = b"{ }"
+    assert fetch_model("org/name", is_update=True) == folder
+    assert "GET /api/models/org/name/revision/main" in hub.calls
+
+
+# --- GGUF files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_gguf_file_is_found_by_its_quantization_and_then_without_a_network(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/gguf"] = {
+        name: name.encode() for name in ("m-Q8_0.gguf", "m-q4_k_m.gguf", "mmproj-F16.gguf", "README.md")
+    }
+    path = fetch_model("org/gguf:Q8_0")
+    assert path.read_bytes() == b"m-Q8_0.gguf"
+    assert hub_name(path) == "org/gguf:Q8_0"
+    assert fetch_model("org/gguf") == path  # the only one here
+    assert fetch_model("hf.co/org/gguf:q4_K_M").name == "m-q4_k_m.gguf"
+    assert hub.downloads() == ["m-Q8_0.gguf", "m-q4_k_m.gguf"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_model("org/gguf:Q8_0") == fetch_model("org/gguf:M-q8_0.gguf") == path
+    assert fetch_model("org/gguf").name == "m-q4_k_m.gguf"  # the usual one, since it is here now
+    assert locate_model("org/gguf:Q8_0") == str(path)
+    with pytest.raises(ModelFileError, match=r"org/gguf:Q5_0 was not downloaded: HF_HUB_OFFLINE is set.* has no Q5_0"):
+        fetch_model("org/gguf:Q5_0")
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "expected"),
+    [
+        (["a.Q4_0.gguf", "a.Q4_K_M.gguf"], None, "a.Q4_K_M.gguf"),
+        (["a-Q8_0.gguf"], None, "a-Q8_0.gguf"),
+        (["a-UD-Q4_K_XL.gguf", "a-IQ4_XS.gguf"], "q4_k_xl", "a-UD-Q4_K_XL.gguf"),
+        (["BF16/a-BF16.gguf", "a-F16.gguf"], "bf16", "BF16/a-BF16.gguf"),
+        (["a-Q4_0.gguf", "b-Q4_0.gguf"], "b-Q4_0.gguf", "b-Q4_0.gguf"),
+        (["model.gguf"], None, "model.gguf"),
+    ],
+)
+def test_which_file_is_meant(files: list[str], wanted: str | None, expected: str) -> None:
+    assert choose_gguf(files, wanted, "org/name") == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "message"),
+    [
+        (["a-Q8_0.gguf", "a-F16.gguf"], None, "has no Q4_K_M, so name another file; it has F16, Q8_0 (such as"),
+        (["a-Q8_0.gguf", "a-F16.gguf"], "Q4_0", "org/name has no Q4_0; it has F16, Q8_0"),
+        (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "several files of Q4_0: name one, org/name:a-Q4_0.gguf, org"),
+        (["a-Q4_0-00001-of-00003.gguf"], "Q4_0", "Q4_0 is split into 3 files, which this version does not read"),
+        (["mmproj-F16.gguf"], "F16", "has no GGUF file for a quantization such as F16"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_there(files: list[str], wanted: str | None, message: str) -> None:
+    with pytest.raises(ModelFileError, match=re.escape(message)):
+        choose_gguf(files, wanted, "org/name")
+
+
+# --- what the Hub refuses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        ((403, "GatedRepo"), "the model is gated: accept its terms at {url}/org/name, then set HF_TOKEN"),
+        ((401, "GatedRepo"), "the model is gated: accept its terms at {url}/org/name, then set HF_TOKEN"),
+        ((401, "RepoNotFound"), "or it is private: check the spelling at {url}/org"),
+        ((404, "RepoNotFound"), "the Hub knows no model of this name, or it is private"),
+        ((404, "RevisionNotFound"), "the model has no revision main: {url}/org/name/tree/main shows those there are"),
+        ((401, ""), "the Hub refuses access: set HF_TOKEN to a token that is valid"),
+        ((403, ""), "the Hub refuses access with this token: ask for it at {url}/org/name"),
+        ((429, ""), "the Hub limits the rate of requests"),
+        ((503, ""), "the Hub has trouble of its own: try again later"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_named(refusal: tuple[int, str], message: str, hub: HubServer) -> None:
+    hub.refusals["org/name"] = refusal
+    with pytest.raises(ModelFileError) as caught:
+        fetch_model("org/name")
+    assert message.format(url=hub.url) in str(caught.value)
+
+
+def test_no_connection_is_named(hub: HubServer) -> None:
+    hub.close()
+    with pytest.raises(ModelFileError, match=f"there is no connection to {hub.url}: try again; without a network"):
+        fetch_model("org/name")
+
+
+def test_a_repository_without_a_model_says_what_it_has(hub: HubServer) -> None:
+    hub.repos["org/name"] = {"config.json": b"{}", "pytorch_model.bin": b""}
+    with pytest.raises(ModelFileError, match=r"it needs config\.json with .* and it has pytorch_model\.bin"):
+        fetch_model("org/name")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

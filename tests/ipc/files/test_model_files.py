@@ -14,7 +14,14 @@ from safetensors.numpy import save_file
 from ipc.errors import ModelFileError
 from ipc.files import model_files
 from ipc.files.gguf import parse_gguf_metadata, read_gguf
-from ipc.files.model_files import GGUF_HEADER, model_fingerprint, read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.files.model_files import (
+    GGUF_HEADER,
+    model_fingerprint,
+    read_small_file,
+    read_tokenizer_files,
+    resolve_model,
+    tokenizer_hash,
+)
 from tests.placed import placed
 
 
@@ -182,3 +189,13 @@ def test_fingerprint_of_a_corrupt_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ModelFileError, match="truncated or corrupt"):
         model_fingerprint(path)
+
+
+def test_a_pointer_of_git_lfs_says_what_to_run(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 98765\n"
+    for name in ("tokenizer.json", "model.safetensors", "model.gguf"):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(ModelFileError, match=f"{name}: a pointer of git-lfs .* run `git lfs pull`"):
+            read_small_file(tmp_path / name)
+    with pytest.raises(ModelFileError, match="git lfs pull"):
+        read_gguf(tmp_path / "model.gguf")

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kernels.cpu.build import usable_variants
+from kernels.cpu.gemm import COMPACT, WHOLE
 from kernels.cpu.library import load_cpu_library
 from tests.kernels.cancelling import cancelling_product
 from tests.kernels.on_tensors import CpuEmbedding, PackedMatrix
@@ -186,9 +187,9 @@ def compact(variant, weight, **options):
     """Weights in 12 bits; skips where the instruction set has nothing for them."""
     matrix = PackedMatrix(variant, weight, **options)
     if variant.variant not in ("avx512", "avx512bf16"):
-        assert not matrix.is_compact
+        assert matrix.packing == WHOLE
         pytest.skip("only AVX-512 unpacks compact weights")
-    assert matrix.is_compact
+    assert matrix.packing == COMPACT
     return matrix
 
 
@@ -208,7 +209,7 @@ def test_compact_weights_give_the_bits_of_whole_ones(variant, shape):
     weight.view(-1)[:: max(1021, shape[1] * 7)] = 1e-20  # its upper byte is in no table
     matrix = compact(variant, weight, out_dtype=torch.float32)
     whole = PackedMatrix(variant, torch.nn.functional.pad(weight, (0, 2)), out_dtype=torch.float32)
-    assert not whole.is_compact
+    assert not whole.packing
     for num_rows in (*range(1, 33), 100, 700):
         x = numbers(num_rows, shape[1], dtype=torch.bfloat16, seed=num_rows)
         assert torch.equal(matrix(x), whole(torch.nn.functional.pad(x, (0, 2)))), num_rows
@@ -232,10 +233,10 @@ def test_compact_weights_are_exact(variant):
 def test_weights_are_compact_where_that_is_smaller(variant):
     weight = numbers(320, 576, dtype=torch.bfloat16) * 0.05
     assert compact(variant, weight).packed.nbytes < 0.8 * weight.nbytes
-    assert not PackedMatrix(variant, weight, is_kept=True).is_compact
-    assert not PackedMatrix(variant, weight.float()).is_compact
+    assert not PackedMatrix(variant, weight, is_kept=True).packing
+    assert not PackedMatrix(variant, weight.float()).packing
     bits = torch.randint(-(2**15), 2**15, (320, 576), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
-    assert not PackedMatrix(variant, bits.view(torch.bfloat16)).is_compact
+    assert not PackedMatrix(variant, bits.view(torch.bfloat16)).packing
 
 
 @pytest.mark.parametrize("function", ["silu", "gelu_pytorch_tanh"])

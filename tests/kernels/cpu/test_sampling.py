@@ -1,15 +1,14 @@
-"""The C sampler where its own parts show: its uniform numbers are those of kernels/philox.py bit for bit, and neither
-threads nor neighbours change a token. tests/core/sampling/test_sampler.py tests what it draws, beside torch's
+"""The C sampler where its own parts show: every variant draws NumPy's tokens, bit for bit, and neither threads nor
+neighbours change one. tests/core/sampling/test_sampler.py tests what it draws, beside torch's
 operations."""
 
 import numpy as np
 import pytest
 import torch
 
-from core.sampling.sampler import sample_greedily
+from core.sampling.sampler import SamplingInputs, sample, sample_greedily
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
-from kernels.philox import uniform
 from tests.kernels.on_tensors import CpuSampler
 
 ROWS = 200
@@ -27,13 +26,20 @@ def columns(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return (*filters, seeds, rng.integers(0, 2**31, ROWS), rng.integers(0, 100, ROWS))
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.999999}, {"min_p": 1.0}], ids=str)
-def test_uniform_numbers_are_philox(filters, library):
-    """The draw from V equal logits is token floor(u * V)."""
-    size = 1 << 12
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0, 40.0])
+@pytest.mark.parametrize("size", [1, 77, 128, 5003])
+@pytest.mark.parametrize(
+    "filters", [{}, {"temperature": 0.7}, {"top_k": 3}, {"temperature": 9.0, "min_p": 0.5}], ids=str
+)
+def test_draws_are_those_of_numpy(filters, size, scale, library):
+    """The sums of logits and noise have NumPy's bits: of equal logits the noise alone decides."""
+    logits = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(size)) * scale
+    logits[3, 1:] = logits[4, : size - 1] = -torch.inf
     given = columns(**filters)
-    drawn = CpuSampler(library)(torch.full((ROWS, size), 0.5), given)
-    assert np.array_equal(drawn, np.floor(uniform(*given[4:]) * size))
+    temperature, top_k, top_p, min_p, *stream = given
+    types = temperature.astype(np.float32), top_k.astype(np.int64), top_p.astype(np.float32), min_p.astype(np.float32)
+    expected = sample(logits.numpy().copy(), SamplingInputs(*types, *stream))
+    assert np.array_equal(CpuSampler(library)(logits, given), expected)
 
 
 @pytest.mark.parametrize(

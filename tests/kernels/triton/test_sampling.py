@@ -1,5 +1,4 @@
-"""The Triton sampler draws what core/sampling/sampler.py draws, and its random numbers are kernels/philox.py's, bit for
-bit."""
+"""The Triton sampler draws what core/sampling/sampler.py draws, and its noise is kernels/gumbel.py's, bit for bit."""
 
 from typing import NamedTuple
 
@@ -10,8 +9,8 @@ import triton
 import triton.language as tl
 
 from core.sampling.sampler import SamplingInputs, sample
-from kernels.philox import uniform
-from kernels.triton import philox, sampling
+from kernels.gumbel import noise
+from kernels.triton import gumbel, sampling
 from kernels.triton.sampling import pack_columns, sample_tokens
 from tests.triton_device import ANYWHERE, DEVICE
 
@@ -21,19 +20,23 @@ VOCAB = 90
 
 
 @triton.jit
-def _uniform(seeds, positions, choices, out, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.store(out + i, philox.uniform(tl.load(seeds + i), tl.load(positions + i), tl.load(choices + i)))
+def _noise(seeds, positions, choices, out, FIRST: tl.constexpr, N: tl.constexpr):
+    row = tl.program_id(0)
+    seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
+    numbers = gumbel.noise_from(seed, position, choice, FIRST, N)
+    tl.store(out + row * N + tl.arange(0, N), numbers)
 
 
-def test_uniform_numbers_are_those_of_numpy() -> None:
+def test_noise_is_that_of_numpy() -> None:
     rng = np.random.default_rng(0)
-    seeds = np.concatenate((np.array([0, 1, 2**63, 2**64 - 1], np.uint64), rng.integers(0, 2**64, 60, np.uint64)))
-    positions = np.concatenate((np.array([0, 2**31 - 1], np.int32), rng.integers(0, 2**31, 62).astype(np.int32)))
-    choices = np.arange(64, dtype=np.int32)
-    out = torch.empty(64, dtype=torch.float64, device=DEVICE)
-    _uniform[(1,)](*(torch.from_numpy(x).to(DEVICE) for x in (seeds.view(np.int64), positions, choices)), out, N=64)
-    assert np.array_equal(out.cpu().numpy().view(np.int64), uniform(seeds, positions, choices).view(np.int64))
+    seeds = np.concatenate((np.array([0, 1, 2**63, 2**64 - 1], np.uint64), rng.integers(0, 2**64, 4, np.uint64)))
+    positions = np.concatenate((np.array([0, 2**31 - 1], np.int32), rng.integers(0, 2**31, 6).astype(np.int32)))
+    choices = np.arange(8, dtype=np.int32)
+    out = torch.empty((8, 1024), dtype=torch.float64, device=DEVICE)
+    columns = (torch.from_numpy(x).to(DEVICE) for x in (seeds.view(np.int64), positions, choices))
+    _noise[(8,)](*columns, out, FIRST=48_128, N=1024)
+    expected = noise(seeds, positions, choices, np.arange(48_128, 49_152)[None].repeat(8, 0))
+    assert np.array_equal(out.cpu().numpy().view(np.int64), expected.view(np.int64))
 
 
 class Row(NamedTuple):

@@ -1,0 +1,82 @@
+"""Forks: a choice of a request starts with what another choice of it has computed. Whole blocks are shared; the last,
+which both will write to, is copied.
+
+A copy has the bits of its source, so a choice has the tokens that it would have alone.
+"""
+
+from collections import deque
+
+from core.batch.prefix_cache import PrefixCache
+from core.batch.request import NO_ROW, Request
+from core.batch.table import BatchTable, Fork
+from core.kv.block_pool import NULL_BLOCK, BlockPool
+from ipc.arrays import NO_INT32S, Int32s, Ints
+from ipc.rounding import ceil_div
+
+
+class Forks:
+    """The search for what a waiting choice can take over from the running choices of its message."""
+
+    def __init__(
+        self, table: BatchTable, pool: BlockPool, prefix_cache: PrefixCache, in_flight: deque[tuple[int, Ints, Ints]]
+    ) -> None:
+        """in_flight: the batch's, whose last step fences blocks that are freed."""
+        self._table = table
+        self._pool = pool
+        self._in_flight = in_flight
+        self.kept: list[tuple[list[Request], Int32s]] = []  # choices, and blocks with their prompt, of ended ones
+        self._prefix_cache = prefix_cache
+        self._block_size = prefix_cache.block_size
+
+    def find(self, request: Request, hits: Int32s) -> Fork | None:
+        """Return the prompt as a running choice has computed it, but for the request's last token; None where the
+        prefix cache has as much. hits: the blocks found there.
+
+        Where the prefix cache is on, it has the whole blocks, and only the part-filled one is the choice's. It may lack
+        some after reset_prefix_cache(); then nothing is forked.
+        """
+        if request.swapped is not None or request.needs_whole_prompt:
+            return None
+        table, num_cached, is_named = self._table, len(hits) * self._block_size, self._prefix_cache.is_enabled
+        row, kept, num_tokens = self._source(request)
+        num_shared = num_tokens // self._block_size
+        if num_tokens <= num_cached or (is_named and num_shared != len(hits)):
+            return None
+        found = kept if row == NO_ROW else table.blocks.read(row, 0, ceil_div(num_tokens, self._block_size))
+        blocks = hits if is_named else found[:num_shared]
+        is_whole = num_tokens == num_shared * self._block_size
+        copied = NULL_BLOCK if is_whole else int(found[num_shared])
+        return Fork(blocks, copied, num_tokens, num_tokens - num_cached)
+
+    def keep(self, request: Request) -> None:
+        """Keep the prompt's blocks of a choice that ends, for those that start in the next plan; see drop()."""
+        count = ceil_div(request.num_prompt_tokens, self._block_size)
+        blocks = self._table.blocks.read(request.row, 0, min(count, int(self._table.num_blocks[request.row])))
+        self._pool.hold(blocks)
+        self.kept.append((request.choices, blocks))
+
+    def drop(self, choices: list[Request] | None = None) -> None:
+        """Free the blocks that were kept, of all messages or of the one with these choices."""
+        kept, self.kept = self.kept, []
+        for owners, blocks in kept:
+            if choices is None or owners is choices:
+                self._pool.free(blocks[::-1], self._in_flight[-1][0] if self._in_flight else None)
+            else:
+                self.kept.append((owners, blocks))
+
+    def _source(self, request: Request) -> tuple[int, Int32s, int]:
+        """Return who has most of the request's prompt: a row or kept blocks, and how many tokens; 0: nobody.
+
+        Steps in flight count: blocks are copied after them.
+        """
+        wanted = min(request.num_prompt_tokens, request.num_tokens - 1)
+        for choices, blocks in self.kept:
+            if choices is request.choices:
+                return NO_ROW, blocks, wanted
+        best, most = NO_ROW, 0
+        for choice in request.choices:
+            if choice.row != NO_ROW and most < wanted:
+                computed = min(int(self._table.num_computed_tokens[choice.row]), wanted)
+                if computed > most:
+                    best, most = choice.row, computed
+        return best, NO_INT32S, most

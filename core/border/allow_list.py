@@ -1,0 +1,43 @@
+"""AllowList: the clients that an engine's keys let in, read again whenever their file changes."""
+
+import os
+from pathlib import Path
+
+from zmq.utils import z85
+
+from core import log
+from ipc.curve import ALLOWED_FILE, read_allowed, read_keys
+from ipc.errors import ConfigError
+
+
+class AllowList:
+    """The allowed clients of one folder of keys (ipc/curve.py). Used by one thread.
+
+    A file that is wrong or gone changes nothing: the last list holds. Who is connected stays so; the list is asked
+    when a connection is made. Errors: ConfigError.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._own = read_keys(folder).public
+        self._version = self._read_version()
+        self._names = read_allowed(folder)
+
+    def name_of(self, public_key: bytes) -> str | None:
+        """Return the name of the client with this key (32 bytes); None if it may not connect."""
+        if (version := self._read_version()) != self._version:
+            self._version = version
+            try:
+                self._names = read_allowed(self._folder)
+                log.say(f"engine-core: {len(self._names)} clients may connect, by the changed list of clients")
+            except ConfigError as error:
+                log.say(f"engine-core: the changed list of clients is not used: {error}")
+        key = z85.encode(public_key).decode() if len(public_key) == 32 else ""
+        return "engine" if key == self._own else self._names.get(key)
+
+    def _read_version(self) -> object:
+        try:
+            found = os.stat(Path(self._folder, ALLOWED_FILE))
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size

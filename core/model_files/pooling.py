@@ -1,0 +1,192 @@
+"""How a model pools: read from its files, which are sentence-transformers' modules, or a classifier's config.json.
+
+What the files say and is not implemented is refused by name: another pooling gives plausible vectors that rank nothing.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.model_files.config_json import read_json_object
+from core.model_files.load_format import open_weights
+from core.models.config import ModelConfig
+from core.models.llama import Llama
+from core.models.stored_matrix import StoredMatrix
+from core.pooling.pooler import Activation, Dense, Method, Pooler
+from ipc.arrays import Doubles
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
+from ipc.files.gguf import read_gguf
+from ipc.files.mapped_file import map_file
+from ipc.files.model_files import read_small_file
+from ipc.files.safetensors import read_safetensors
+from ipc.files.tokenizer_files import tokenizer_files_of
+from ipc.files.tokenizer_json import parse_tokenizer_json
+from kernels.elements import to_floats
+
+_METHODS: dict[str, Method] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+}
+_NEW_METHODS: dict[str, Method] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
+_GGUF_METHODS: dict[int, Method] = {1: "mean", 2: "cls", 3: "last"}
+_TYPES = {"F32": "<f4", "F64": "<f8", "F16": "<f2"}
+
+
+def pools(config: EngineConfig, path: Path, model: ModelConfig) -> bool:
+    """Return whether the model pools. Errors: ConfigError for a runner that the model does not allow."""
+    if config.runner == "generate":
+        if not model.has_head:
+            raise ConfigError(f"{path} has no head that gives tokens: runner='generate' does not fit it; use 'auto'")
+        return False
+    if config.runner == "pooling" and config.speculative_config is not None:
+        raise ConfigError("speculative_config guesses tokens, and runner='pooling' gives none: leave it out")
+    is_given = config.runner == "pooling" or config.classifier_from_token is not None
+    return is_given or not model.has_head or (path / "modules.json").is_file()
+
+
+def read_pooler(config: EngineConfig, path: Path, model: Llama) -> Pooler:
+    """Return how the model of a folder or .gguf file pools.
+
+    Errors: ModelFileError, UnsupportedModelError, ConfigError.
+    """
+    hidden_size = model.config.hidden_size
+    if model.classifier is not None:
+        weight = to_floats(model.classifier).astype(np.float64)
+        return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, len(weight)))
+    if config.classifier_from_token is not None:
+        weight = _token_difference(config, path, model)
+        return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation="sigmoid")
+    if path.suffix == ".gguf":
+        metadata = read_gguf(path).metadata
+        kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 3)
+        if kind not in _GGUF_METHODS:
+            raise UnsupportedModelError(f"{path}: pooling_type {kind!r}: supported are {list(_GGUF_METHODS)}")
+        return Pooler(_GGUF_METHODS[kind], hidden_size)  # type: ignore[index]
+    if (path / "modules.json").is_file():
+        return _from_modules(path, hidden_size)
+    return Pooler("last", hidden_size)
+
+
+def _from_modules(path: Path, hidden_size: int) -> Pooler:
+    method: Method | None = None
+    layers: list[Dense] = []
+    normalises = False
+    for kind, folder in _modules(path):
+        if normalises or (kind != "Pooling" and method is None):
+            raise UnsupportedModelError(f"{path}/modules.json: a {kind} at this place is not supported")
+        match kind:
+            case "Pooling":
+                method = _method(folder / "config.json")
+            case "Dense":
+                layers.append(_dense(folder))
+            case "Normalize":
+                normalises = True
+            case _:
+                raise UnsupportedModelError(
+                    f"{path}/modules.json: a module {kind} is not supported; Transformer, Pooling, Dense, Normalize are"
+                )
+    if method is None:
+        raise UnsupportedModelError(f"{path}/modules.json: there is no Pooling")
+    width = hidden_size
+    for layer in layers:
+        if layer.weight.shape[1] != width:
+            raise ModelFileError(f"{path}: a Dense takes {layer.weight.shape[1]} numbers and gets {width}")
+        width = len(layer.weight)
+    return Pooler(method, hidden_size, tuple(layers), normalises)
+
+
+def _modules(path: Path) -> list[tuple[str, Path]]:
+    """Return (class name, folder) of each module behind the Transformer."""
+    file = path / "modules.json"
+    try:
+        modules = json.loads(read_small_file(file).decode())
+        named = [(str(module["type"]).rpartition(".")[2], path / str(module["path"])) for module in modules]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise ModelFileError(f"{file}: expected a list of objects with type and path: {error!r}") from None
+    if not named or named[0][0] != "Transformer":
+        raise UnsupportedModelError(f"{file}: the first module must be a Transformer, got {named[:1]}")
+    if any(not folder.resolve().is_relative_to(path.resolve()) for _, folder in named):
+        raise ModelFileError(f"{file}: a module lies outside the model's folder")
+    return named[1:]
+
+
+def _method(file: Path) -> Method:
+    values = read_json_object(file)
+    if values.get("include_prompt") is False:
+        raise UnsupportedModelError(f"{file}: include_prompt=false is not supported: prompts are pooled with the text")
+    if (name := values.get("pooling_mode")) is not None:
+        chosen = [str(name)]
+        known = _NEW_METHODS
+    else:
+        chosen = [key for key, value in values.items() if key.startswith("pooling_mode_") and value is True]
+        known = _METHODS
+    if len(chosen) != 1 or chosen[0] not in known:
+        raise UnsupportedModelError(f"{file}: pooling {chosen} is not supported; one of {list(known)} is")
+    return known[chosen[0]]
+
+
+def _dense(folder: Path) -> Dense:
+    values, file = read_json_object(folder / "config.json"), folder / "model.safetensors"
+    activation = str(values.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if activation not in ("Identity", "Tanh"):
+        raise UnsupportedModelError(f"{folder}: activation {activation} is not supported; Identity and Tanh are")
+    if not file.is_file():
+        raise ModelFileError(f"{folder}: model.safetensors is missing; a Dense has its weights there")
+    tensors = {name: _tensor(file, name) for name in read_safetensors(file)}
+    if "linear.weight" not in tensors or tensors["linear.weight"].ndim != 2:
+        raise ModelFileError(f"{file}: the matrix linear.weight is missing")
+    return Dense(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")
+
+
+def _tensor(file: Path, name: str) -> Doubles:
+    tensor = read_safetensors(file)[name]
+    with map_file(file) as data:
+        raw = data[tensor.begin : tensor.end]
+    if tensor.dtype == "BF16":
+        numbers: Doubles = to_floats(np.frombuffer(raw, np.uint16)).astype(np.float64)
+    elif tensor.dtype in _TYPES:
+        numbers = np.frombuffer(raw, _TYPES[tensor.dtype]).astype(np.float64)
+    else:
+        raise UnsupportedModelError(
+            f"{file}: tensor {name} has type {tensor.dtype}; {', '.join(_TYPES)}, BF16 are read"
+        )
+    return numbers.reshape(tensor.shape)
+
+
+def _activation(path: Path, num_labels: int) -> Activation:
+    """Return what a classifier makes of its logits: sentence-transformers' choice, else by the problem's type."""
+    values: dict[str, Any] = read_json_object(path / "config.json") if path.is_dir() else {}
+    own = values.get("sentence_transformers") or {}
+    newer = own.get("activation_fn") if isinstance(own, dict) else None
+    name = str(newer or values.get("sbert_ce_default_activation_function") or "")
+    if name.endswith("Identity") or (not name and values.get("problem_type") == "regression"):
+        return "none"
+    if name.endswith("Sigmoid") or values.get("problem_type") == "multi_label_classification":
+        return "sigmoid"
+    return "sigmoid" if num_labels == 1 else "softmax"
+
+
+def _token_difference(config: EngineConfig, path: Path, model: Llama) -> Doubles:
+    """Return the weights [1, hidden] of a classifier whose logit is that of the second token less the first's."""
+    names = (config.classifier_from_token or "").split(",")
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"classifier_from_token is two tokens, NO,YES; got {config.classifier_from_token!r}")
+    content = tokenizer_files_of(config).get("tokenizer.json")
+    if content is None:
+        raise ConfigError("classifier_from_token needs the model's tokenizer.json")
+    tokenizer = parse_tokenizer_json(content)
+    ids = [tokenizer.token_to_id(name) for name in names]
+    for name, token in zip(names, ids, strict=True):
+        if token is None:
+            raise ConfigError(f"classifier_from_token: {name!r} is not a token of this model")
+    head = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
+    tensors = open_weights(config.load_format, path, model.config, model.dtype).tensors
+    weight = next(weight for name, weight in tensors if name == head)
+    matrix = StoredMatrix.of(weight) if isinstance(weight, np.ndarray) else weight
+    rows = to_floats(matrix.dense(model.dtype)[np.array(ids, np.int64)]).astype(np.float64)
+    return rows[1:] - rows[:1]

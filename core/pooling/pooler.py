@@ -1,0 +1,88 @@
+"""Pooler: hidden states of a prompt become the vectors that a pooling request asks for."""
+
+from hashlib import blake2b
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ipc.arrays import Doubles, Floats
+from ipc.pooling_params import PoolingParams
+
+#: Which hidden states make the vector of a prompt. "last" and "cls": the last and the first token's.
+Method = Literal["last", "cls", "mean", "max"]
+#: What classifiers make of their logits.
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+class Dense(NamedTuple):
+    """A linear layer behind the pooling, with float64 sums: activation(weight @ x + bias)."""
+
+    weight: Doubles  # [out, in]
+    bias: Doubles | None  # [out]
+    is_tanh: bool = False
+
+    def __call__(self, x: Doubles) -> Doubles:
+        """Return the layer's output [n, out] of x [n, in]. Each vector is computed alone, so no other one matters."""
+        rows = [(self.weight * vector).sum(axis=1) for vector in x]
+        out: Doubles = np.stack(rows) if rows else np.empty((0, len(self.weight)))
+        if self.bias is not None:
+            out += self.bias
+        return np.tanh(out) if self.is_tanh else out
+
+
+class Pooler(NamedTuple):
+    """How a model pools. Everything behind the hidden states is float64, and rounded to float32 once."""
+
+    method: Method
+    hidden_size: int
+    layers: tuple[Dense, ...] = ()  # behind the pooling
+    normalises: bool = True  # embeddings have length 1, unless a request says otherwise
+    classifier: tuple[Dense, ...] = ()  # of the tasks "classify" and "token_classify"; empty: the model embeds
+    activation: Activation = "none"
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """The tasks that the model does, the usual one first, with the widths of their vectors."""
+        layers = self.layers + self.classifier
+        names = ("classify", "token_classify") if self.classifier else ("embed", "token_embed")
+        return dict.fromkeys(names, len(layers[-1].weight) if layers else self.hidden_size)
+
+    @property
+    def variant(self) -> str:
+        """Name of what fixes the vectors' bits behind the model; part of the fingerprint."""
+        digest = blake2b(digest_size=8)
+        for layer in self.layers + self.classifier:
+            digest.update(layer.weight.tobytes() + (b"" if layer.bias is None else layer.bias.tobytes()))
+        return f"{self.method}-{self.normalises}-{self.activation}-{digest.hexdigest()}"
+
+    @property
+    def whole_prompt_tasks(self) -> tuple[str, ...]:
+        """The tasks that look at more tokens than the last one."""
+        everything = ("embed", "classify") if self.method != "last" else ()
+        return (*everything, "token_embed", "token_classify")
+
+    def __call__(self, pooled: Doubles, params: PoolingParams) -> Floats:
+        """Return the vectors [n, width] float32 of pooled hidden states [n, hidden]."""
+        x = pooled
+        for layer in self.layers + self.classifier:
+            x = layer(x)
+        if self.classifier:
+            if params.use_activation is not False:
+                x = _activated(x, self.activation)
+        else:
+            x = x[:, : params.dimensions]
+            if self.normalises if params.use_activation is None else params.use_activation:
+                x = x / np.maximum(np.sqrt((x * x).sum(axis=1, keepdims=True)), 1e-12)
+        return x.astype(np.float32)
+
+
+def _activated(logits: Doubles, activation: Activation) -> Doubles:
+    match activation:
+        case "sigmoid":
+            return np.reciprocal(1.0 + np.exp(-logits))
+        case "softmax":
+            powers: Doubles = np.exp(logits - logits.max(axis=1, keepdims=True))
+            powers /= powers.sum(axis=1, keepdims=True)
+            return powers
+        case "none":
+            return logits

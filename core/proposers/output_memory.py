@@ -1,0 +1,94 @@
+"""OutputMemory: the outputs of earlier requests, and the places in them where given tokens stood."""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from core.proposers.gram_hash import GramHash
+from ipc.arrays import Int32s, Ints
+
+#: Tokens that are remembered, at most: 4 bytes each here, and 16 more of their output.
+_MAX_TOKENS = 1 << 20
+#: What a remembered request is expected to have, in tokens.
+_USUAL_TOKENS = 256
+_SLOTS_PER_TOKEN = 2
+
+
+class Matches(NamedTuple):
+    """Places in the memory at which the last tokens of n rows stood."""
+
+    lengths: Ints  # [n] tokens that are equal; 0: none
+    counts: Ints  # [n] tokens that followed there
+    places: Ints  # [n] of the first of them
+
+
+class OutputMemory:
+    """A ring of the last outputs, and an index of their n-grams. An output is found within its scope only.
+
+    Drafts from somebody else's text would tell by their speed what it was: hence the scopes.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], max_outputs: int) -> None:
+        """lengths: of the n-grams in the index, the longest first. max_outputs: how many are remembered, at least 1."""
+        size = min(max_outputs * _USUAL_TOKENS, _MAX_TOKENS)
+        self._hash = GramHash(lengths, _SLOTS_PER_TOKEN * size)
+        self._max_outputs = max_outputs
+        self._tokens = np.zeros(size, np.int32)
+        self._scopes = np.zeros(size, np.int64)  # of each token; 0: forgotten
+        self._begins, self._ends = np.zeros(size, np.int32), np.zeros(size, np.int32)  # of each token's output
+        self._positions = np.zeros((len(lengths), self._hash.num_slots), np.int32)  # after an n-gram; 0: none
+        self._outputs: deque[tuple[int, int]] = deque()  # places (begin, end) of the outputs, the oldest first
+        self._end = 0  # of the last output
+
+    def add(self, scope: int, tokens: Int32s) -> None:
+        """Remember an output. scope: not 0. Of an output larger than the memory, the last tokens."""
+        tokens = tokens[-len(self._tokens) :]
+        if len(tokens) < 2:
+            return
+        begin = self._end
+        if begin + len(tokens) > len(self._tokens):
+            self._forget(begin, len(self._tokens))
+            begin = 0
+        end = begin + len(tokens)
+        self._forget(begin, end)
+        self._outputs.append((begin, end))
+        self._end = end
+        self._tokens[begin:end], self._scopes[begin:end] = tokens, scope
+        self._begins[begin:end], self._ends[begin:end] = begin, end
+        places = np.arange(begin + 1, end)  # after each n-gram, in a place with a token
+        tails = self._tokens[np.maximum(places[:, None] - 1 - self._hash.back, begin)]
+        fits = places[:, None] - begin >= self._hash.lengths
+        index, lanes = np.nonzero(fits)
+        slots = self._hash.slots(np.full(len(places), scope), tails)
+        self._positions[lanes, slots[index, lanes]] = places[index]
+
+    def find(self, scopes: Ints, tails: Int32s) -> Matches:
+        """Return the places after the longest n-grams that end as tails [n, back] do, their last tokens first."""
+        found = self._positions[self._hash.lanes, self._hash.slots(scopes, tails)].astype(np.int64)  # [n, N]
+        last = np.maximum(found - 1, 0)
+        compared = np.maximum(last[:, :, None] - self._hash.back, 0)
+        equal = (self._tokens[compared] == tails[:, None, :]) | self._hash.is_beyond
+        is_whole = found - self._hash.lengths >= self._begins[last]
+        is_going_on = found < self._ends[last]
+        matches = equal.all(-1) & is_whole & is_going_on & (self._scopes[last] == scopes[:, None]) & (found > 0)
+        best = matches.argmax(1)
+        each = np.arange(len(tails))
+        is_found, places = matches[each, best], found[each, best]
+        counts = np.where(is_found, self._ends[last[each, best]] - places, 0)
+        return Matches(np.where(is_found, self._hash.lengths[best], 0), counts, places)
+
+    def read(self, places: Ints, most: int) -> Int32s:
+        """Return the tokens [n, most] from each of these places on; those behind an output's end mean nothing."""
+        tokens: Int32s = self._tokens[np.minimum(places[:, None] + np.arange(most), len(self._tokens) - 1)]
+        return tokens
+
+    def _forget(self, begin: int, end: int) -> None:
+        """Make room at these places, and among the outputs."""
+        while self._outputs and (len(self._outputs) >= self._max_outputs or self._is_next_within(begin, end)):
+            first, last = self._outputs.popleft()
+            self._scopes[first:last] = 0
+
+    def _is_next_within(self, begin: int, end: int) -> bool:
+        first, last = self._outputs[0]
+        return first < end and begin < last

@@ -1,0 +1,74 @@
+"""SuffixProposer: drafts from the request's own tokens and from the outputs of earlier ones: what followed the longest
+run of tokens that the request ends with.
+
+Suffix decoding: Oliaro et al. 2024, arXiv 2411.04975; vLLM's method "suffix". In place of a suffix tree there are hash
+tables of runs of some lengths, so that a step works on columns.
+"""
+
+import numpy as np
+
+from core.batch.table import FREE_ROW, BatchTable
+from core.proposers.ngram import NgramProposer
+from core.proposers.output_memory import OutputMemory
+from core.proposers.proposer import Proposals
+from ipc.arrays import Ints, Rows
+from ipc.columns import Columns, column
+from ipc.speculation import SpeculativeConfig
+
+#: Lengths of the runs that are found, in tokens. Of a longer match, the next of these counts.
+_LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
+#: Added to the kinds of drafts from earlier outputs.
+_REMEMBERED = 32
+
+
+class SuffixProposer(Columns):
+    """The longer match wins: that in the request's own tokens, or that in the memory; of equal ones the own."""
+
+    _tenancy: Ints = column(FREE_ROW)
+    _scope: Ints = column()
+
+    def __init__(self, table: BatchTable, settings: SpeculativeConfig, num_tokens: int) -> None:
+        """Make it without memories. num_tokens: that all rows can hold together."""
+        super().__init__(len(table.tenancy))
+        lengths = tuple(length for length in _LENGTHS if length <= settings.suffix_decoding_max_tree_depth)
+        max_outputs = settings.suffix_decoding_max_cached_requests
+        self._table = table
+        self._own = NgramProposer(table, lengths, num_tokens)
+        self._memory = OutputMemory(lengths, max_outputs) if max_outputs else None
+        self._back: Ints = np.arange(lengths[0])
+        self._factor = settings.suffix_decoding_max_spec_factor
+
+    def propose(self, rows: Ints, most: int) -> Proposals:
+        """Return at most factor drafts for each token of the match, at least one."""
+        counts, token_ids, kinds = self._own.propose(rows, most)
+        lengths = np.where(counts > 0, kinds, 0)
+        if self._memory is not None:
+            places = self._table.num_tokens[rows][:, None] - 1 - self._back
+            tails = np.where(places < 0, -1, self._table.tokens.get(rows[:, None], np.maximum(places, 0)))
+            found = self._memory.find(self._scopes(rows), tails)
+            better = np.flatnonzero(found.lengths > lengths)
+            if len(better):
+                counts[better], kinds[better] = found.counts[better], found.lengths[better] + _REMEMBERED
+                token_ids[better] = self._memory.read(found.places[better], most)
+                lengths[better] = found.lengths[better]
+        allowed = np.maximum((lengths * self._factor).astype(np.int64), 1)
+        return Proposals(np.minimum(np.minimum(counts, most), allowed), token_ids, kinds)
+
+    def end(self, rows: Rows) -> None:
+        """Remember the outputs of these rows."""
+        if self._memory is None:
+            return
+        table = self._table
+        columns = rows, self._scopes(rows), table.num_prompt_tokens[rows], table.num_tokens[rows]
+        for row, scope, begin, end in zip(*(one.tolist() for one in columns), strict=True):
+            self._memory.add(scope, table.tokens.read(row, begin, end))
+
+    def _scopes(self, rows: Rows) -> Ints:
+        """Return numbers [n], not 0, that are equal for requests of one client with one cache salt and tenant."""
+        tenancies = self._table.tenancy[rows]
+        for row in rows[self._tenancy[rows] != tenancies].tolist():  # requests that are new here
+            request = self._table.request[row]
+            assert request is not None, f"row {row} has no request"
+            self._scope[row] = ((request.client * 0x9E3779B97F4A7C15 + request.root) % 2**62) + 1
+        self._tenancy[rows] = tenancies
+        return self._scope[rows]

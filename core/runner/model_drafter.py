@@ -1,0 +1,196 @@
+"""ModelDrafter: drafts from a second, smaller model, which draws with the noise of the rows' own draws.
+
+Its K and V lie in blocks with the numbers of the target's blocks, so no second allocator is needed, and a block that
+several requests share is shared here too. Which tokens of a block it has computed is counted for each block. So after a
+prefix cache hit, a preemption or a swap it computes what is missing, and nothing more.
+"""
+
+import numpy as np
+
+from core.execution.plan import SchedulerOutput
+from core.execution.runner_table import RunnerTable
+from core.models.interface import Model
+from core.models.step import ModelInputs, StepResult
+from core.sampling.columns import SamplingColumns
+from core.sampling.sampler import sample
+from ipc.arrays import NO_INT32S, Int32s, Ints
+from ipc.columns import Columns, column
+from ipc.rounding import ceil_div
+
+#: Known tokens that are computed in one step, at most: a long prompt is caught up with in several steps.
+_CATCH_UP = 512
+#: While no plan takes the drafts, the next ones are made after 1, 2, 4, ... steps, at most so many.
+_LONGEST_PAUSE = 64
+
+
+class ModelDrafter(Columns):
+    """The draft model, its KV cache, and what it has computed of each row of the runner's table."""
+
+    _num_valid: Ints = column()  # leading tokens of the row whose K and V are computed
+    _num_chained: Ints = column()  # drafts behind them whose K and V are computed too
+    _room: Ints = column()  # tokens that the row's blocks held then; what was computed behind them is lost
+
+    def __init__(self, model: Model, *, num_rows: int, num_blocks: int, block_size: int, num_drafts: int) -> None:
+        """Allocate the cache: num_blocks, and for each row the blocks that drafts behind its own blocks need.
+
+        num_drafts: most drafts of a row. Errors: MemoryError.
+        """
+        super().__init__(num_rows)
+        self._model, self._block_size, self._num_drafts = model, block_size, num_drafts
+        self._spare = ceil_div(num_drafts + 1, block_size)  # blocks of a row's own
+        self._first_spare = num_blocks
+        self._cache = model.allocate_cache(num_blocks + num_rows * self._spare, block_size)
+        self._num_filled = np.zeros(num_blocks, np.int64)  # leading tokens of each block that are computed
+        self._drafts = np.zeros((num_rows, num_drafts), np.int32)
+        self._offered = False
+        self._pause, self._num_paused = 0, 0
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Learn which blocks have other contents now, and which rows begin."""
+        self._num_filled[plan.block_ids] = 0
+        self._num_filled[plan.swapped_in_blocks] = 0
+        for new in plan.added:
+            num_cached = new.num_computed_tokens // self._block_size
+            self._num_filled[new.block_ids[num_cached:]] = 0
+            filled = self._num_filled[new.block_ids[:num_cached]] == self._block_size
+            self._num_valid[new.row] = self._block_size * int(np.append(filled, False).argmin())
+            self._num_chained[new.row] = 0
+
+    def propose(self, plan: SchedulerOutput, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
+        """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
+        rows = plan.rows.astype(np.int64)
+        counts = np.zeros(len(rows), np.int32)
+        if self._is_pausing(plan):
+            return counts, NO_INT32S
+        known = table.num_tokens[rows]
+        decodes = table.num_computed_tokens[rows] == known - 1
+        limit = self._model.max_model_len
+        goals = np.minimum(np.where(decodes, known, table.num_computed_tokens[rows]), limit)
+        self._take_chains(rows, table)
+        goals = np.minimum(goals, self._num_valid[rows] + self._shares(goals - self._num_valid[rows]))
+        drafting = np.flatnonzero(decodes & (goals == known))
+        result = self._catch_up(rows, goals, drafting, table)
+        self._offered = bool(len(drafting))
+        if result is None or not len(drafting):
+            return counts, NO_INT32S
+        token_ids = self._chain(rows[drafting], goals[drafting], result, table, sampling)
+        counts[drafting] = np.minimum(self._num_drafts, limit - goals[drafting] + 1)
+        is_number = (token_ids >= 0).cumprod(1).sum(1)
+        counts[drafting] = np.minimum(counts[drafting], is_number)
+        is_held = self._room[rows[drafting]] >= goals[drafting]  # else all drafts are behind the row's blocks
+        self._num_chained[rows[drafting]] = np.where(is_held, np.maximum(counts[drafting] - 1, 0), 0)
+        self._drafts[rows[drafting]] = token_ids
+        kept = np.arange(self._num_drafts) < counts[drafting][:, None]
+        return counts, token_ids[kept]
+
+    def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
+        """Run a round of drafts of a single token each, whose contents mean nothing: to measure it."""
+        ends = np.ones(len(rows), np.int64)
+        result = self._forward(rows, np.zeros(len(rows), np.int64), ends - 1, ends, np.arange(len(rows)), table)
+        self._chain(rows, ends, result, table, sampling)
+
+    def _is_pausing(self, plan: SchedulerOutput) -> bool:
+        """Return whether to make no drafts in this step: the last ones were not worth a place in a plan."""
+        if self._offered:
+            self._offered = False
+            self._pause = 0 if len(plan.num_draft_tokens) else min(2 * self._pause + 1, _LONGEST_PAUSE)
+            self._num_paused = 0
+        self._num_paused += 1
+        return self._num_paused <= self._pause
+
+    def _take_chains(self, rows: Ints, table: RunnerTable) -> None:
+        """Count the drafts that became tokens as computed."""
+        if self._num_drafts > 1:
+            places = self._num_valid[rows][:, None] + np.arange(self._num_drafts - 1)
+            inside = np.minimum(places, table.num_tokens[rows][:, None] - 1)
+            right = (table.tokens.get(rows[:, None], inside) == self._drafts[rows, :-1]) & (places == inside)
+            right &= np.arange(self._num_drafts - 1) < self._num_chained[rows][:, None]
+            chained = right.cumprod(1).sum(1)
+            chained = np.clip(self._room[rows] - self._num_valid[rows], 0, chained)
+            owners = rows.repeat(chained)
+            taken = places[np.arange(self._num_drafts - 1) < chained[:, None]]
+            self._num_valid[rows] += chained
+            self._fill(owners, taken, table)
+        self._num_chained[rows] = 0
+        self._num_valid[rows] = np.minimum(self._num_valid[rows], table.num_tokens[rows] - 1)
+
+    @staticmethod
+    def _shares(wanted: Ints) -> Ints:
+        """Return how many of the wanted [R] tokens each row may compute in this step, the first rows first."""
+        wanted = np.maximum(wanted, 0)
+        before = wanted.cumsum() - wanted
+        shares: Ints = np.clip(max(_CATCH_UP, 2 * len(wanted)) - before, 0, wanted)
+        return shares
+
+    def _catch_up(self, rows: Ints, goals: Ints, drafting: Ints, table: RunnerTable) -> StepResult | None:
+        """Compute the rows' tokens up to goals [R]; the result has the logits after the last one of `drafting` rows."""
+        behind = np.flatnonzero(goals > self._num_valid[rows])
+        if not len(behind):
+            return None
+        rows, ends = rows[behind], goals[behind]
+        counts = ends - self._num_valid[rows]
+        last: Ints = counts.cumsum() - 1
+        owners = rows.repeat(counts)
+        positions: Ints = np.arange(int(last[-1]) + 1) + (ends - 1 - last).repeat(counts)
+        logits_rows = last[np.searchsorted(behind, drafting)]
+        tokens = table.tokens.get(owners, positions).astype(np.int64)
+        result = self._forward(rows, tokens, positions, ends, logits_rows, table, counts)
+        self._room[rows] = table.num_blocks[rows] * self._block_size
+        held = positions < self._room[owners]
+        self._fill(owners[held], positions[held], table)
+        self._num_valid[rows] = np.minimum(ends, self._room[rows])
+        return result
+
+    def _fill(self, owners: Ints, positions: Ints, table: RunnerTable) -> None:
+        """Count the tokens at these positions as computed in their blocks; those of a row ascend."""
+        blocks = table.blocks.get(owners, positions // self._block_size)
+        self._num_filled[blocks] = positions % self._block_size + 1  # of several in a block, the last one stays
+
+    def _chain(
+        self, rows: Ints, lengths: Ints, result: StepResult, table: RunnerTable, sampling: SamplingColumns
+    ) -> Int32s:
+        """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative behind the last one."""
+        drafts = np.full((len(rows), self._num_drafts), -1, np.int32)
+        each = np.arange(len(rows))
+        for index in range(self._num_drafts):
+            if index:
+                positions = np.minimum(lengths + index - 1, self._model.max_model_len - 1)
+                tokens = np.maximum(drafts[:, index - 1], 0).astype(np.int64)
+                result = self._forward(rows, tokens, positions, positions + 1, each, table)
+            inputs = sampling.unedited_inputs(rows, table, index)
+            drafts[:, index] = sample(result.logits, inputs, self._model.sampler, result.largest)
+        return drafts
+
+    def _forward(
+        self,
+        rows: Ints,
+        tokens: Ints,
+        positions: Ints,
+        ends: Ints,
+        logits_rows: Ints,
+        table: RunnerTable,
+        counts: Ints | None = None,
+    ) -> StepResult:
+        """Run the model over tokens [T] of rows [n]: counts[i] or one each, up to contexts of ends [n] tokens."""
+        counts = np.ones(len(rows), np.int64) if counts is None else counts
+        width = ceil_div(int(ends.max()), self._block_size)
+        block_tables = table.block_tables(rows, width)
+        beyond = np.arange(width) - table.num_blocks[rows][:, None]
+        spare = self._first_spare + rows[:, None] * self._spare + np.minimum(beyond, self._spare - 1)
+        block_tables = np.where(beyond >= 0, spare, block_tables).astype(np.int32)
+        owners = np.arange(len(rows)).repeat(counts)
+        slots = block_tables[owners, positions // self._block_size] * np.int64(self._block_size)
+        slots += positions % self._block_size
+        attention = self._model.attention_metadata(counts, ends, block_tables, self._cache)
+        return self._model.forward(ModelInputs(tokens, positions, slots, attention, self._cache, logits_rows))
+
+
+def merged(first_counts: Int32s, first: Int32s, second_counts: Int32s, second: Int32s) -> tuple[Int32s, Int32s]:
+    """Return (counts [R], token ids) of the drafts of the first source, and where it has none of the second."""
+    takes = (first_counts == 0) & (second_counts > 0)
+    counts = np.where(takes, second_counts, first_counts)
+    token_ids = np.empty(int(counts.sum()), np.int32)
+    from_second = takes.repeat(counts)
+    token_ids[~from_second] = first
+    token_ids[from_second] = second[takes.repeat(second_counts)]
+    return counts.astype(np.int32), token_ids

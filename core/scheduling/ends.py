@@ -1,0 +1,107 @@
+"""Ends: how requests leave the scheduler: with all their tokens, aborted, or failed."""
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.index import RequestIndex
+from core.batch.request import NO_ROW, Request
+from core.execution.plan import ModelRunnerOutput, PooledColumns
+from core.scheduling.leads import Leads
+from core.scheduling.outputs import OutputCollector
+from core.scheduling.parties import Parties
+from core.scheduling.policies import Policy
+from core.scheduling.preemption import Preemption
+from core.scheduling.stats import SchedulerStats
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import Bools, Rows
+from ipc.messages import ErrorCode
+
+#: Most requests that one step fails because their deadlines have passed: it costs 10 microseconds each.
+MAX_OVERDUE = 512
+#: Error text for a failed row without a text of its own.
+_NOT_FINITE = "this request's logits or vectors are not finite (NaN, infinity), or its parameters forbid every token"
+
+
+class Ends:
+    """The removal of requests from all parts of the scheduler."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        waiting: WaitingQueue,
+        policy: Policy,
+        preemption: Preemption,
+        outputs: OutputCollector,
+        stats: SchedulerStats,
+        requests: RequestIndex,
+        parties: Parties,
+        leads: Leads,
+    ) -> None:
+        self._batch, self._waiting, self._policy, self._preemption = batch, waiting, policy, preemption
+        self._outputs, self._stats = outputs, stats
+        self._requests, self._parties, self._leads = requests, parties, leads
+
+    def fail_rows(self, rows: Rows, failed: Bools, output: ModelRunnerOutput) -> None:
+        """Fail the requests of the rows in the mask, each with its text; no request finds their blocks again."""
+        table = self._batch.table
+        failing, texts = np.flatnonzero(failed).tolist(), dict(output.failures)
+        for index in failing:
+            self._batch.pool.forget_names(table.block_ids(int(rows[index])))
+        for index in failing:
+            request = table.request[int(rows[index])]
+            if request is not None:  # None: another choice of its request failed first
+                code = ErrorCode.INTERNAL if index in texts else ErrorCode.NUMERIC
+                self._fail(request, code, texts.get(index, _NOT_FINITE))
+
+    def fail_overdue(self, now_ns: int) -> None:
+        """Fail the requests whose deadlines have passed, MAX_OVERDUE of them at most."""
+        for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
+            if not request.is_finished:  # it may have failed with another choice
+                self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+    def _fail(self, request: Request, code: ErrorCode, text: str) -> None:
+        """Fail the request and all its choices, and report it to the client."""
+        for choice in self._requests.get(request.client, request.number):
+            self.take_out(choice)
+        self._outputs.add_failed(request.client, request.number, code, text)
+
+    def take_out(self, request: Request) -> None:
+        """Remove the request from the scheduler, whether it runs or waits."""
+        if request.row == NO_ROW:
+            self._waiting.discard(request)
+            self._preemption.end(request)
+        else:
+            self._preemption.undo_recompute_count(request.row)
+            self._batch.release(np.array([request.row]))
+        self._forget([request])
+
+    def finish(self, rows: Rows) -> None:
+        """End the requests of these rows, which have all their tokens."""
+        ending = [self._batch.table.request[row] for row in rows.tolist()]
+        for request in [request for request in ending if request is not None and request.choices]:
+            self._leads.finish(request)
+        self._forget(self._batch.release(rows))
+        self._stats.num_finished += len(rows)
+
+    def finish_pooled(self, rows: Rows, live: Bools, output: ModelRunnerOutput, pooled: PooledColumns) -> None:
+        """End the pooling requests whose vectors have come: those of the live ones [R] of a plan's rows [R].
+
+        One without vectors fails.
+        """
+        self.fail_rows(rows, live & np.isin(np.arange(len(rows)), pooled.rows[pooled.counts == 0]), output)
+        pooled = pooled.where(live[pooled.rows] & (pooled.counts > 0))
+        if len(ended := rows[pooled.rows]):
+            self._outputs.add_pooled(*self._batch.table.address(ended), pooled)
+            self.finish(ended)
+
+    def _forget(self, requests: list[Request]) -> None:
+        end, is_held = self._policy.end, self._waiting.is_held
+        for request in requests:
+            request.is_finished = True
+            if not is_held(request.client):
+                end(request)
+            if request.tenant:
+                self._parties.leave(request)
+            if request.choices:
+                self._leads.end(request)
+        self._requests.remove(requests)

@@ -1,0 +1,212 @@
+"""The grammar of a chat's answer: reasoning, then calls of tools or an answer of a given structure.
+
+It is one grammar for the whole text, in the form that a scanner reads again, so the engine needs no parser of its own.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from frontend.calls.formats import HERMES_TOOLS, ToolFormat
+from ipc.errors import InvalidRequestError
+from ipc.structured_outputs import StructuredOutputsParams
+
+#: The JSON of a call is written as chat templates write earlier calls. So little is left to choose, and what a grammar
+#: forces needs no step of its own.
+_CALL_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: White space in an answer is bounded because small models like to write it without end.
+_ANSWER_JSON = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+_NAME = "{name}"
+_MAX_CALLS = 32  # of one answer; a small model that must call may never stop
+Json = Mapping[str, Any]
+
+
+class Thought(NamedTuple):
+    """Reasoning before an answer. is_begun: the prompt has written the begin mark; else there may be no reasoning."""
+
+    begin: str
+    end: str
+    is_begun: bool = False
+
+
+def read_functions(tools: Sequence[Json]) -> dict[str, Json]:
+    """Return the functions of these tools by name. Errors: InvalidRequestError."""
+    functions: dict[str, Json] = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidRequestError(f"a tool has type function and function.name, got {tool!r:.80}")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise InvalidRequestError(f"a tool's parameters are a JSON schema, got {parameters!r:.80}")
+        functions[function["name"]] = function
+    return functions
+
+
+def forced_functions(functions: Mapping[str, Json], tool_choice: object) -> list[Json] | None:
+    """Return the functions of which the answer must call one; None where it may be text. Errors: InvalidRequestError.
+
+    tool_choice: "none", "auto" and None leave the answer free; "required" and a function's name do not.
+    """
+    if tool_choice in (None, "none", "auto"):
+        return None
+    if isinstance(tool_choice, Mapping):
+        named = tool_choice.get("function")
+        name = named.get("name") if isinstance(named, Mapping) else None
+        if not isinstance(name, str) or name not in functions:
+            raise InvalidRequestError(f"tool_choice names the tool {name!r:.80}, which tools does not have")
+        return [functions[name]]
+    if tool_choice != "required" or not functions:
+        raise InvalidRequestError(
+            f"tool_choice is none, auto, required (with tools) or a function's name, got {tool_choice!r:.80}"
+        )
+    return list(functions.values())
+
+
+def constrain(
+    answer: StructuredOutputsParams | None,
+    functions: Sequence[Json] | None = None,
+    form: ToolFormat = HERMES_TOOLS,
+    *,
+    is_parallel: bool = True,
+    thought: Thought | None = None,
+    answer_begin: str = "",
+    special_tokens: Mapping[str, int] | None = None,
+) -> StructuredOutputsParams | None:
+    """Return the constraint of an answer; None = any text.
+
+    answer: the structure of an answer that is no call; None = there is none such. functions: those that may be called;
+    is_parallel: several times. answer_begin: marks before an answer that is no call. special_tokens: name -> id; a mark
+    that is one of them is that token, else text. A structure of another kind than json and choice stands alone. Errors:
+    InvalidRequestError for such a one where the prompt has begun the reasoning.
+    """
+    rule = None if answer is None else _rule_of(answer)
+    if answer is not None and rule is None and thought is not None and thought.is_begun:
+        raise InvalidRequestError(
+            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json or choice"
+        )
+    is_wrapped = bool(functions) or thought is not None or bool(answer_begin)
+    if (answer is None and not functions) or (answer is not None and (rule is None or not is_wrapped)):
+        return answer
+    rules = _Rules(special_tokens or {})
+    choices = []
+    if rule is not None:
+        rules.lines.append(rule)
+        choices.append(f"{rules.text(answer_begin)} answer")
+    if functions:
+        rules.add_calls(functions, form, is_parallel=is_parallel)
+        choices.append("calls")
+    begin = "" if thought is None else rules.add_thought(thought)
+    start = f"start: {begin}({' | '.join(choices)})"
+    return StructuredOutputsParams(grammar="\n".join([start, *rules.lines]))
+
+
+class _Rules:
+    """The rules of a grammar in Lark's notation."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self.lines: list[str] = []
+        self._special = special_tokens
+
+    def add_calls(self, functions: Sequence[Json], form: ToolFormat, *, is_parallel: bool) -> None:
+        """Add the rule `calls`."""
+        several = is_parallel and form.separator is not None
+        more = f" ({self.text(form.separator or '')} call){{0,{_MAX_CALLS - 1}}}" if several else ""
+        if form.name_key:
+            calls = [_call_schema(one, form, place) for one, place in zip(functions, _places(functions), strict=True)]
+            schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+            self.lines += [
+                f"calls: call{more}",
+                f"call: {self.text(form.begin)} tool_json {self.text(form.end)}",
+                f"tool_json: {_json_rule(schema)}",
+            ]
+            return
+        names = [f"call_{index}" for index in range(len(functions))]
+        self.lines += [f"calls: call{more}", f"call: {' | '.join(names)}"]
+        for name, function in zip(names, functions, strict=True):
+            begin = self.text(form.begin.replace(_NAME, function["name"]))
+            self.lines.append(f"{name}: {begin} {name}_json {self.text(form.end)}")
+            self.lines.append(f"{name}_json: {_json_rule(_arguments_schema(function, ''))}")
+
+    def add_thought(self, thought: Thought) -> str:
+        """Add the rule `thought`; return the beginning of the start rule."""
+        begin = "" if thought.is_begun else self.text(thought.begin)
+        if any(token in thought.end for token in self._special):
+            self.lines.append(f"thought: {begin} THOUGHT {self.text(thought.end)}")
+        else:
+            self.lines.append(f"thought: {begin} thinking\nthinking[lazy]: THOUGHT {_json(thought.end)}")
+        self.lines += ["THOUGHT: /(.|\\n)*/", "GAP: /[ \\n]{0,4}/"]
+        return "thought GAP " if thought.is_begun else "(thought GAP)? "
+
+    def text(self, text: str) -> str:
+        """Return a text as symbols: special tokens by their ids, the rest as strings."""
+        if not text:
+            return ""
+        pattern = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        symbols, at = [], 0
+        for found in re.finditer(pattern, text) if pattern else ():
+            symbols += [_json(text[at : found.start()]), f"<[{self._special[found.group()]}]>"]
+            at = found.end()
+        return " ".join(symbol for symbol in [*symbols, _json(text[at:])] if symbol != '""')
+
+
+def _rule_of(answer: StructuredOutputsParams) -> str | None:
+    """Return the rule `answer`; None for a structure that cannot be a part of a grammar."""
+    if answer.disable_any_whitespace or answer.disable_additional_properties or answer.whitespace_pattern:
+        return None
+    if answer.kind == "choice":
+        return "answer: " + " | ".join(_json(text) for text in answer.choice or ())
+    if answer.kind not in ("json", "json_object"):
+        return None
+    schema = json.loads(answer.json) if isinstance(answer.json, str) else {"type": "object"}
+    return f"answer: {_json_rule(schema, _ANSWER_JSON)}"
+
+
+def _places(functions: Sequence[Json]) -> list[str]:
+    """Return the place of each function's call in the schema of all calls, as a JSON pointer."""
+    return [""] if len(functions) == 1 else [f"/anyOf/{index}" for index in range(len(functions))]
+
+
+def _call_schema(function: Json, form: ToolFormat, place: str) -> dict[str, Any]:
+    arguments = _arguments_schema(function, f"{place}/properties/{form.arguments_key}")
+    properties = {form.name_key: {"const": function["name"]}, form.arguments_key: arguments}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _arguments_schema(function: Json, place: str) -> Any:
+    """Return the schema of a function's arguments, at this place of a larger schema.
+
+    Arguments that the schema does not name are excluded, unless it speaks of them.
+    """
+    schema = dict(function.get("parameters") or {})
+    schema.setdefault("type", "object")
+    if schema["type"] == "object" and not any(one in schema for one in ("anyOf", "oneOf", "allOf", "$ref")):
+        schema.setdefault("additionalProperties", False)
+        schema.setdefault("properties", {})
+    return _moved(schema, place)
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references into itself are right where it stands at this place."""
+    if isinstance(schema, Mapping):
+        return {
+            key: f"#{place}{value[1:]}"
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
+            for key, value in schema.items()
+        }
+    return [_moved(one, place) for one in schema] if isinstance(schema, list) else schema
+
+
+def _json_rule(schema: Json, options: Json = _CALL_JSON) -> str:
+    return f"%json {_json({**schema, 'x-guidance': options})}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,102 @@
+"""The formats in which models write reasoning and calls, as data, by vLLM's names for their parsers."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from frontend.calls.delta import Sink
+from frontend.calls.gemma_calls import read_gemma4_calls, read_gemma_calls
+from frontend.calls.json_calls import Tools, read_json_calls, read_named_calls
+from frontend.calls.python_calls import MAX_LIST, read_python_calls
+from frontend.calls.source import MAX_KEPT, Reading, Source
+from frontend.calls.xml_calls import read_xml_calls
+
+
+class ToolFormat(NamedTuple):
+    """How a grammar lets a call be written: begin, a JSON object with the tool's name and its arguments, end.
+
+    name_key "": the JSON is the arguments alone, and {name} in `begin` is the tool's name. separator: between two
+    calls; None = there is only one.
+    """
+
+    begin: str = "<tool_call>\n"
+    end: str = "\n</tool_call>"
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    separator: str | None = "\n"
+
+
+class CallFormat(NamedTuple):
+    """How a model writes calls. begins, end: the marks around them; end "" = none.
+
+    is_bare: an answer may also begin with a call, without a mark. needs_tools: what a reader takes for a call is one
+    only if a tool has its name, or its reader needs the schemas. forced: how calls are written where a grammar forces
+    them. id_length: of a call's id, letters and digits; None = any.
+    """
+
+    name: str
+    begins: tuple[str, ...]
+    end: str
+    read: Callable[[Source, Sink, Tools, str], Reading[None]]
+    forced: ToolFormat | None = None
+    is_bare: bool = False
+    needs_tools: bool = False
+    id_length: int | None = None
+    most_kept: int = MAX_KEPT
+
+
+class AnswerForm(NamedTuple):
+    """How a model writes answers. reasoning: the marks around it; None = no reasoning is told apart."""
+
+    calls: CallFormat | None = None
+    reasoning: tuple[str, str] | None = None
+    is_harmony: bool = False
+
+
+HERMES_TOOLS = ToolFormat()
+HARMONY_TOOLS = ToolFormat(
+    "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", name_key="", separator=None
+)
+HARMONY_ANSWER = "<|channel|>final<|message|>"
+HARMONY_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+HERMES = CallFormat("hermes", ("<tool_call>",), "</tool_call>", read_json_calls, HERMES_TOOLS)
+_LLAMA = CallFormat(
+    "llama3_json",
+    ("<|python_tag|>",),
+    "",
+    read_json_calls,
+    ToolFormat("", "", "name", "parameters", "; "),
+    is_bare=True,
+)
+_MISTRAL = CallFormat(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    "",
+    read_named_calls,
+    ToolFormat("[TOOL_CALLS][", "]", separator=""),
+    id_length=9,
+)
+_PYTHON = CallFormat(
+    "pythonic", ("```tool_code",), "```", read_python_calls, is_bare=True, needs_tools=True, most_kept=MAX_LIST
+)
+_FUNCTION_GEMMA = CallFormat("functiongemma", ("<start_function_call>",), "<end_function_call>", read_gemma_calls)
+_GEMMA4 = CallFormat("gemma4", ("<|tool_call>",), "<tool_call|>", read_gemma4_calls)
+_XML = CallFormat("qwen3_coder", ("<tool_call>",), "</tool_call>", read_xml_calls, needs_tools=True)
+
+HARMONY = "openai"
+#: Name of vLLM's --tool-call-parser -> the format.
+CALL_FORMATS = {
+    **{one.name: one for one in (HERMES, _LLAMA, _MISTRAL, _PYTHON, _FUNCTION_GEMMA, _GEMMA4, _XML)},
+    **dict.fromkeys(("qwen", "qwen25", "qwen3"), HERMES),
+    **dict.fromkeys(("llama3", "llama4_json"), _LLAMA),
+    **dict.fromkeys(("gemma", "gemma3", "llama4_pythonic"), _PYTHON),
+    "qwen3_xml": _XML,
+}
+_THINK = ("<think>", "</think>")
+#: Name of vLLM's --reasoning-parser -> the marks.
+REASONING_FORMATS = {
+    **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "minimax_m2", "think"), _THINK),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "granite": ("<reasoning>", "</reasoning>"),
+}
+HARMONY_NAMES = (HARMONY, "openai_gptoss", "gptoss", "harmony")

@@ -1,0 +1,108 @@
+"""Scanner: reads reasoning, content and calls out of an answer's text, piece by piece.
+
+An answer that is not streamed is the fold of what the same scanner reads from its whole text: there is no other parser.
+What is no call in the model's format is content, whatever it is.
+"""
+
+from frontend.calls.delta import Delta, Kind, Sink
+from frontend.calls.formats import AnswerForm, CallFormat
+from frontend.calls.harmony import read_harmony
+from frontend.calls.json_calls import Tools
+from frontend.calls.source import NotACallError, Reading, Source
+
+
+class Scanner:
+    """The scanner of one answer.
+
+    form: how the model writes reasoning and calls. tools: the tools of the request; None = calls are content.
+    is_parallel: whether several calls are shown. in_reasoning: whether the prompt has begun the reasoning.
+    """
+
+    def __init__(
+        self, form: AnswerForm, tools: Tools = None, *, is_parallel: bool = True, in_reasoning: bool = False
+    ) -> None:
+        self._source = Source()
+        self._sink = Sink(is_parallel=is_parallel)
+        self._tools = tools
+        self._reading: Reading[None] | None = self._read(form, in_reasoning)
+        next(self._reading, None)
+
+    @property
+    def num_calls(self) -> int:
+        """Return the number of calls so far."""
+        return self._sink.num_calls
+
+    def feed(self, text: str) -> list[Delta]:
+        """Return what this piece of the text settles."""
+        self._source.add(text)
+        self._go_on()
+        return self._sink.take()
+
+    def finish(self) -> list[Delta]:
+        """Return the rest. Nothing may be fed afterwards; a second call returns nothing."""
+        self._source.is_ended = True
+        self._go_on()
+        if self._reading is not None:
+            self._reading = None
+            self._sink.finish()
+        return self._sink.take()
+
+    def _go_on(self) -> None:
+        if self._reading is not None:
+            next(self._reading, None)
+
+    def _read(self, form: AnswerForm, in_reasoning: bool) -> Reading[None]:
+        if not self._source.text:
+            yield  # until the first piece
+        if form.is_harmony:
+            yield from read_harmony(self._source, self._sink)
+            return
+        if form.reasoning is not None:
+            yield from self._read_reasoning(*form.reasoning, in_reasoning)
+        if form.calls is not None and self._tools is not None:
+            yield from self._read_answer(form.calls)
+        while True:
+            self._sink.content(self._source.text[self._source.at :])
+            self._source.at = len(self._source.text)
+            if self._source.is_ended:
+                return
+            yield
+
+    def _read_reasoning(self, begin: str, end: str, in_reasoning: bool) -> Reading[None]:
+        source = self._source
+        if not in_reasoning:
+            source.keep(source.at, most=1 << 30)
+            yield from source.skip_space()
+            if not (yield from source.take(begin)):
+                source.back()
+                return
+            source.give_back()
+        self._sink.text(Kind.REASONING, "")
+        yield from source.until([end], self._sink.reasoning)
+
+    def _read_answer(self, calls: CallFormat) -> Reading[None]:
+        source, sink = self._source, self._sink
+        if calls.is_bare:
+            source.keep(source.at, calls.most_kept)
+            yield from self._read_calls(calls, is_bare=True)
+        begins_too = any(begin.startswith(calls.end) for begin in calls.begins)  # also where there is no end mark
+        marks = calls.begins if begins_too else (*calls.begins, calls.end)
+        while True:
+            mark = yield from source.until(marks, sink.content, most_kept=calls.most_kept)
+            if not mark:
+                return
+            if mark == calls.end:  # one too many
+                text = source.give_back()
+                if not sink.num_calls:
+                    sink.content(text)
+                continue
+            yield from self._read_calls(calls, is_bare=False)
+
+    def _read_calls(self, calls: CallFormat, *, is_bare: bool) -> Reading[None]:
+        source = self._source
+        # Without a mark, only a tool's name tells a call from an answer in JSON.
+        tools = self._tools if is_bare or calls.needs_tools else None
+        try:
+            yield from calls.read(source, self._sink, tools, calls.end)
+        except NotACallError:
+            self._sink.content(source.give_back())

@@ -1,0 +1,143 @@
+"""Source: the text of an answer, which arrives in pieces, read by generators.
+
+A generator yields where it needs more text, and goes on when a piece has come; so a reader is written as if the whole
+text were there. What a reader finds must depend on the text alone, never on where it was cut into pieces.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias, TypeVar
+
+_T = TypeVar("_T")
+Reading: TypeAlias = Generator[None, None, _T]
+_SPACE = re.compile(r"\s+")
+#: Characters that are kept of a call until its name is known. Where it comes later, they are content.
+MAX_KEPT = 4096
+
+
+class NotACallError(Exception):
+    """The text behind a begin mark is no call: it is content."""
+
+
+class Source:
+    """Text with a place in it. keep() marks a place to which the text can be given back."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.is_ended = False
+        self._kept: int | None = None
+        self._most_kept = 0
+
+    def add(self, piece: str) -> None:
+        """Add text at the end, and forget what has been read."""
+        begin = self.at if self._kept is None else self._kept
+        self.text = self.text[begin:] + piece
+        self.at -= begin
+        if self._kept is not None:
+            self._kept = 0
+
+    def keep(self, at: int, most: int) -> None:
+        """Keep the text from this place on, at most so many characters."""
+        self._kept, self._most_kept = at, most
+
+    def release(self) -> None:
+        """Keep no text: what was kept is a call. Errors: NotACallError."""
+        self._check()
+        self._kept = None
+
+    def give_back(self) -> str:
+        """Return the text from the kept place up to here, and keep none."""
+        assert self._kept is not None, "keep() before give_back()"
+        text = self.text[self._kept : self.at]
+        self._kept = None
+        return text
+
+    def back(self) -> None:
+        """Go back to the kept place."""
+        assert self._kept is not None, "keep() before back()"
+        self.at, self._kept = self._kept, None
+
+    def peek(self) -> Reading[str]:
+        """Return the next character; "" at the end of the answer. Errors: NotACallError where too much is kept."""
+        self._check()
+        while self.at >= len(self.text):
+            if self.is_ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Read what matches of the text that is there. The pattern matches a part of each of its matches."""
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            return ""
+        self.at = found.end()
+        return found.group()
+
+    def collect(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Read the longest match, as run() does, also over several pieces."""
+        parts: list[str] = []
+        while (yield from self.peek()):
+            part = self.run(pattern)
+            if not part:
+                break
+            parts.append(part)
+        return "".join(parts)
+
+    def skip_space(self) -> Reading[None]:
+        """Read white space."""
+        yield from self.collect(_SPACE)
+
+    def take(self, mark: str) -> Reading[bool]:
+        """Read `mark` if it comes next; return whether it did."""
+        while True:
+            there = self.text[self.at : self.at + len(mark)]
+            if there == mark:
+                self.at += len(mark)
+                return True
+            if self.is_ended or not mark.startswith(there):
+                return False
+            yield
+
+    def until(self, marks: Sequence[str], show: Callable[[str], None], *, most_kept: int = 0) -> Reading[str]:
+        """Read up to the first of these marks and past it; return the mark, "" at the end of the answer.
+
+        show: is called with the text before it, piece by piece. most_kept: keep the mark for give_back(), if above 0.
+        """
+        pattern = _pattern(marks)
+        while True:
+            found = pattern.search(self.text, self.at)
+            if found is not None:
+                show(self.text[self.at : found.start()])
+                self.at = found.end()
+                if most_kept:
+                    self.keep(found.start(), most_kept)
+                return found.group()
+            end = len(self.text) if self.is_ended else _safe_end(self.text, self.at, marks)
+            show(self.text[self.at : end])
+            self.at = end
+            if self.is_ended:
+                return ""
+            yield
+
+    def _check(self) -> None:
+        if self._kept is not None and self.at - self._kept > self._most_kept:
+            self.at = self._kept + self._most_kept
+            raise NotACallError
+
+
+def _pattern(marks: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))  # re keeps compiled patterns
+
+
+def _safe_end(text: str, begin: int, marks: Sequence[str]) -> int:
+    """Return where the part of the text ends that can be no part of a mark, whatever follows."""
+    end = len(text)
+    for mark in marks:
+        at = text.find(mark[0], max(begin, len(text) - len(mark) + 1))
+        while at >= 0 and not mark.startswith(text[at:]):
+            at = text.find(mark[0], at + 1)
+        if at >= 0:
+            end = min(end, at)
+    return end

@@ -1,0 +1,52 @@
+"""EngineArgs: the arguments of LLM() as an object, under vLLM's name."""
+
+from typing import Any
+
+from frontend.session import EngineHandle
+from ipc.errors import ConfigError
+
+#: Arguments of EngineHandle that are no options of EngineConfig, with their defaults.
+_OTHERS: dict[str, Any] = {
+    "connect": None,
+    "seed": 0,
+    "tokenizer": None,
+    "skip_tokenizer_init": False,
+    "start_timeout": 300.0,
+    "connect_timeout": 10.0,
+    "restart_engine": True,
+    "client_name": "",
+}
+
+
+class EngineArgs:
+    """Arguments of LLM(), as attributes. They are checked when an engine is made of them."""
+
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:
+        self.model = model
+        self.__dict__.update(arguments)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by name."""
+        return dict(vars(self))
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same for AsyncLLM, under vLLM's name for it."""
+
+
+def arguments_of(engine_args: object) -> dict[str, Any]:
+    """Return the arguments of an EngineArgs. Errors: ConfigError for anything else."""
+    if not isinstance(engine_args, EngineArgs):
+        raise ConfigError(f"engine_args must be EngineArgs(...); got {type(engine_args).__name__}")
+    return engine_args.arguments()
+
+
+def open_engine(engine_args: EngineArgs) -> EngineHandle:
+    """Return the engine of these arguments, started or connected to. Errors: those of LLM()."""
+    options = arguments_of(engine_args)
+    others = {name: options.pop(name, default) for name, default in _OTHERS.items()}
+    skip, restart = others.pop("skip_tokenizer_init"), others.pop("restart_engine")
+    return EngineHandle(options.pop("model"), skip_tokenizer=skip, restart=restart, options=options, **others)

@@ -1,0 +1,60 @@
+"""The message of a chat's answer in OpenAI's form, whole and in parts.
+
+A field that has no value is left out: clients take `tool_calls: null` or an empty list for something. The reasoning has
+both of the names that clients read.
+"""
+
+import secrets
+import string
+
+from frontend.calls.delta import Delta, Kind, Message
+
+_LETTERS = string.ascii_letters + string.digits
+Fields = dict[str, object]
+
+
+class CallIds:
+    """The ids of one answer's calls. length: letters and digits that the model's template wants; None = any."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self._length = length
+
+    def make(self) -> str:
+        """Return a new id."""
+        if self._length is None:
+            return f"call_{secrets.token_hex(12)}"
+        return "".join(secrets.choice(_LETTERS) for _ in range(self._length))
+
+
+def delta_fields(delta: Delta, ids: CallIds) -> Fields:
+    """Return the fields of a delta. Id and name of a call come once, with the beginning of its arguments."""
+    match delta.kind:
+        case Kind.REASONING:
+            return reasoning_fields(delta.text)
+        case Kind.CONTENT:
+            return {"content": delta.text}
+        case Kind.CALL:
+            function: Fields = {"name": delta.text, "arguments": ""}
+            return {"tool_calls": [{"index": delta.call, **_call(ids, function)}]}
+        case Kind.ARGUMENTS:
+            return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}
+
+
+def message_fields(message: Message, ids: CallIds) -> Fields:
+    """Return the fields of a whole message."""
+    content = message.content or (None if message.calls else "")
+    fields: Fields = {"role": "assistant", "content": content}
+    if message.reasoning:
+        fields |= reasoning_fields(message.reasoning)
+    if message.calls:
+        fields["tool_calls"] = [_call(ids, {"name": one.name, "arguments": one.arguments}) for one in message.calls]
+    return fields
+
+
+def reasoning_fields(text: str) -> Fields:
+    """Return reasoning under the names that vLLM and that DeepSeek gave it."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _call(ids: CallIds, function: Fields) -> Fields:
+    return {"id": ids.make(), "type": "function", "function": function}

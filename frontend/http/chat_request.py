@@ -1,0 +1,208 @@
+"""PreparedChat: a chat as requests to the engine, and how the text of its answers is read."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from frontend.calls.choose import has_special_marks, shows_tools
+from frontend.calls.constraint import Thought, constrain, forced_functions, read_functions
+from frontend.calls.formats import (
+    HARMONY_ANSWER,
+    HARMONY_THOUGHT,
+    HARMONY_TOOLS,
+    HERMES,
+    HERMES_TOOLS,
+    AnswerForm,
+)
+from frontend.calls.scanner import Scanner
+from frontend.calls.tool_prompt import with_tools, without_calls
+from frontend.http.bodies import ChatBody, Json
+from frontend.http.errors import HttpError
+from frontend.http.request import Request
+from frontend.http.sampling import read_sampling
+from frontend.http.service import Service
+from frontend.session import PreparedRequest
+from ipc.sampling_params import SamplingParams
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+_TOO_DEEP = "objects and arrays nest too deep in this body"
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field of an earlier answer
+
+
+class PreparedChat(NamedTuple):
+    """A chat that is ready to be submitted. scanners: of each choice; None = all of the text is content.
+
+    is_named: whether the caller named the one tool that must be called. id_length: of calls' ids; None = any.
+    """
+
+    requests: list[PreparedRequest]
+    scanners: list[Scanner] | None = None
+    is_named: bool = False
+    id_length: int | None = None
+
+
+class _Tools(NamedTuple):
+    """The tools of a request. forced: those of which one must be called; None = the model decides."""
+
+    shown: list[Json] | None
+    functions: dict[str, Mapping[str, Any]]
+    forced: list[Mapping[str, Any]] | None
+
+
+async def prepare_chat(service: Service, request: Request, body: ChatBody) -> PreparedChat:
+    """Render and tokenize a chat. Errors: HttpError, InvalidRequestError."""
+    _check(service, body)
+    if body.max_tokens is None:
+        body.max_tokens = body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
+
+    def prepare() -> PreparedChat:
+        try:
+            return _prepare(service, request, body, params, _read_tools(body))
+        except RecursionError:
+            raise HttpError(400, _TOO_DEEP) from None
+
+    return await service.run(request, prepare)
+
+
+async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:
+    """Return the number of tokens of a chat's prompt, which may be too long to answer. Errors: as prepare_chat()."""
+    _check(service, body)
+    tokenizer = service.tokenizer
+
+    def count() -> int:
+        try:
+            prompt = _render(service, body, _read_tools(body))
+        except RecursionError:
+            raise HttpError(400, _TOO_DEEP) from None
+        return len(tokenizer.encode(prompt, add_special_tokens=False))
+
+    return await service.run(request, count)
+
+
+def _check(service: Service, body: ChatBody) -> None:
+    if len(body.messages) > MAX_MESSAGES:
+        raise HttpError(400, f"{len(body.messages)} messages; {MAX_MESSAGES} are allowed", param="messages")
+    if body.tools and len(body.tools) > MAX_TOOLS:
+        raise HttpError(400, f"{len(body.tools)} tools; {MAX_TOOLS} are allowed", param="tools")
+    if body.chat_template is not None and not service.options.allow_request_templates:
+        raise HttpError(400, "chat_template is a program: this server takes none from requests", param="chat_template")
+    if body.top_logprobs and not body.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def _read_tools(body: ChatBody) -> _Tools:
+    """Return the tools of a body. Errors: InvalidRequestError."""
+    functions = read_functions(body.tools or [])
+    forced = forced_functions(functions, body.tool_choice)
+    if body.tool_choice == "none":
+        return _Tools(None, {}, None)
+    return _Tools(body.tools or None, functions, forced)
+
+
+def _prepare(service: Service, request: Request, body: ChatBody, params: SamplingParams, tools: _Tools) -> PreparedChat:
+    prompt = _render(service, body, tools)
+    form, thought = _form_of(service.form, tools, prompt)
+    params = _constrained(service, body, params, tools, form, thought)
+    is_scanned = form.is_harmony or form.reasoning is not None or (form.calls is not None and bool(tools.functions))
+    if is_scanned and body.skip_special_tokens is None and has_special_marks(form, service.special_tokens):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    requests = service.prepare(request, body, [prompt], params, add_special_tokens=False)
+    if not is_scanned:
+        return PreparedChat(requests)
+    schemas = {name: one.get("parameters") or {} for name, one in tools.functions.items()}
+    scanners = [
+        Scanner(
+            form,
+            schemas or None,
+            is_parallel=body.parallel_tool_calls is not False,
+            in_reasoning=thought is not None and thought.is_begun,
+        )
+        for _ in range(params.n)
+    ]
+    id_length = form.calls.id_length if form.calls is not None else None
+    return PreparedChat(requests, scanners, isinstance(body.tool_choice, dict), id_length)
+
+
+def _constrained(
+    service: Service,
+    body: ChatBody,
+    params: SamplingParams,
+    tools: _Tools,
+    form: AnswerForm,
+    thought: Thought | None,
+) -> SamplingParams:
+    """Return the parameters with the grammar of the whole answer, where one is needed. Errors: InvalidRequestError."""
+    answer, functions = params.structured_outputs, tools.forced
+    if functions is not None:
+        answer = None
+    elif answer is not None and tools.functions:
+        functions = list(tools.functions.values())  # an answer of the given structure, or calls
+    constraint = constrain(
+        answer,
+        functions,
+        HARMONY_TOOLS if form.is_harmony else (form.calls and form.calls.forced) or HERMES_TOOLS,
+        is_parallel=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict),
+        thought=thought,
+        answer_begin=HARMONY_ANSWER if form.is_harmony else "",
+        special_tokens=service.special_tokens,
+    )
+    if constraint is params.structured_outputs:
+        return params
+    return msgspec.structs.replace(params, structured_outputs=constraint)
+
+
+def _render(service: Service, body: ChatBody, tools: _Tools) -> str:
+    """Return the prompt. Errors: InvalidRequestError."""
+    kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.documents is not None:
+        kwargs.setdefault("documents", body.documents)
+    continues = bool(body.continue_final_message)
+    messages, shown = [_with_reasoning(message) for message in body.messages], tools.shown
+    tokenizer = service.engine.tokenizer
+    if tokenizer is not None and not shows_tools(
+        tokenizer.choose_chat_template(body.chat_template, with_tools=bool(shown))
+    ):
+        messages = with_tools(messages, shown) if shown else without_calls(messages)
+        shown = None
+    (prompt,) = service.engine.render_chats(
+        [messages],
+        chat_template=body.chat_template,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        tools=shown,
+        kwargs=kwargs,
+    )
+    return prompt
+
+
+def _with_reasoning(message: Json) -> Json:
+    """Return an earlier answer with its reasoning under each name that templates read.
+
+    Not as "thinking" beside content and calls: gpt-oss' template refuses that.
+    """
+    given = next((message[name] for name in _REASONING if isinstance(message.get(name), str)), None)
+    if not given or message.get("role") != "assistant":
+        return message
+    names = _REASONING[:2] if message.get("content") and message.get("tool_calls") else _REASONING
+    return {**message, **dict.fromkeys(names, given)}
+
+
+def _form_of(form: AnswerForm, tools: _Tools, prompt: str) -> tuple[AnswerForm, Thought | None]:
+    """Return how the answer to this prompt is written, and the reasoning before it; None = there is none."""
+    if form.is_harmony:
+        return form, Thought(*HARMONY_THOUGHT)
+    if tools.forced is not None and (form.calls is None or form.calls.forced is None):
+        form = form._replace(calls=HERMES)
+    if form.reasoning is None:
+        return form, None
+    begin, end = form.reasoning
+    tail = prompt.rstrip()
+    if tail.endswith(end):
+        return form._replace(reasoning=None), None
+    return form, Thought(begin, end, tail.endswith(begin))

@@ -1,0 +1,170 @@
+"""The bodies of Anthropic's Messages API, as chats of ours."""
+
+from typing import Any
+
+import msgspec
+
+from frontend.http.bodies import ChatBody, Json
+from frontend.http.errors import HttpError
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class CountBody(msgspec.Struct, kw_only=True):
+    """The body of /v1/messages/count_tokens, and what /v1/messages has in common with it."""
+
+    model: str | None = None
+    messages: list[Json]
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+    output_config: Json | None = None
+    output_format: Json | None = None
+
+    # Accepted, and without an effect on the answer.
+    metadata: Any = None
+    service_tier: Any = None
+    cache_control: Any = None
+    context_management: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+
+    # Refused by name.
+    container: Any = None
+    mcp_servers: Any = None
+
+
+class MessagesBody(CountBody, kw_only=True):
+    """The body of /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+
+
+def chat_of(body: CountBody) -> ChatBody:
+    """Return the chat that a body asks for. Errors: HttpError 400 that names the field."""
+    for name in ("container", "mcp_servers"):
+        if getattr(body, name):
+            raise HttpError(400, f"{name} is not supported by this server", param=name)
+    systems = [_text(body.system, "system")] if body.system else []
+    messages: list[Json] = []
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}]"
+        match message.get("role"):
+            case "user":
+                messages += _user_messages(message.get("content"), where)
+            case "assistant":
+                messages.append(_assistant_message(message.get("content"), where))
+            case "system":  # in the middle: templates take one, at the beginning
+                systems.append(_text(message.get("content"), where))
+            case role:
+                raise HttpError(400, f"{where}: the role is user or assistant, got {role!r:.40}", param="messages")
+    if systems:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(systems)})
+    chat = ChatBody(
+        messages=messages,
+        model=body.model,
+        tools=[_tool(tool) for tool in body.tools or []] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        chat_template_kwargs={"enable_thinking": (body.thinking or {}).get("type") in ("enabled", "adaptive")},
+        continue_final_message=messages[-1]["role"] == "assistant" if messages else False,
+        response_format=_response_format(body),
+    )
+    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        chat.parallel_tool_calls = False
+    if isinstance(body, MessagesBody):
+        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
+            setattr(chat, name, getattr(body, name))
+        chat.stop = body.stop_sequences
+    return chat
+
+
+def _user_messages(content: Any, where: str) -> list[Json]:
+    """Return a message of the user: results of tools, each a message of its own, and text."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    messages: list[Json] = []
+    for block in _blocks(content, where):
+        if block.get("type") == "tool_result":
+            text = _text(block.get("content") or "", where)
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += "\n" + _block_text(block, where)
+        else:
+            messages.append({"role": "user", "content": _block_text(block, where)})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _assistant_message(content: Any, where: str) -> Json:
+    message: Json = {"role": "assistant", "content": content}
+    if isinstance(content, str):
+        return message
+    texts, calls = [], []
+    for block in _blocks(content, where):
+        match block.get("type"):
+            case "thinking":
+                message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking") or "")
+            case "redacted_thinking":
+                continue
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case _:
+                texts.append(_block_text(block, where))
+    message["content"] = "".join(texts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _blocks(content: Any, where: str) -> list[Json]:
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise HttpError(400, f"{where}: content is a text or a list of blocks", param="messages")
+    return content
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(block, where) for block in _blocks(content, where))
+
+
+def _block_text(block: Json, where: str) -> str:
+    text = block.get("text")
+    if block.get("type") != "text" or not isinstance(text, str):
+        raise HttpError(
+            400, f"{where}: this model takes text only, got a block of type {block.get('type')!r:.40}", param="messages"
+        )
+    return text
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") not in (None, "custom"):
+        raise HttpError(400, f"tools of type {tool['type']!r:.40} are not supported: use custom tools", param="tools")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Json | None) -> str | Json | None:
+    kind = None if choice is None else choice.get("type")
+    if choice is None or kind is None:
+        return None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise HttpError(400, f"tool_choice is auto, any, tool or none; got {kind!r:.40}", param="tool_choice")
+    return _CHOICES[kind]
+
+
+def _response_format(body: CountBody) -> Json | None:
+    given = body.output_format or (body.output_config or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        raise HttpError(400, "output_config.format has the type json_schema", param="output_config")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.get("schema")}}

@@ -1,0 +1,65 @@
+"""Pooling requests of one HTTP request: submitted together, answered together."""
+
+import asyncio
+from collections.abc import Sequence
+
+from frontend.http.errors import HttpError
+from frontend.http.request import Request
+from frontend.http.service import Service
+from frontend.pooling import PreparedPooling, prepare_pooling, submit_pooling
+from frontend.results.pooling_outputs import PoolingRequestOutput
+from frontend.results.pooling_state import PoolingState
+from frontend.text.prompts import PromptInput
+from ipc.pooling_params import PoolingParams, PoolingTask
+
+#: Most texts of one request.
+MAX_TEXTS = 2048
+
+
+async def pool(
+    service: Service,
+    request: Request,
+    prompts: Sequence[PromptInput],
+    params: PoolingParams,
+    task: PoolingTask,
+    priority: int = 0,
+) -> list[PoolingRequestOutput]:
+    """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine."""
+    if service.is_draining:
+        raise HttpError(503, "the server is shutting down")
+    if len(prompts) > MAX_TEXTS:
+        raise HttpError(400, f"{len(prompts)} texts in one request; {MAX_TEXTS} are allowed", param="input")
+    key = request.key
+    if key is not None and key.min_priority is not None and priority < key.min_priority:
+        raise HttpError(403, f"the key's priorities begin at {key.min_priority}", param="priority")
+
+    def prepare() -> list[PreparedPooling]:
+        tenant = "" if key is None else key.name
+        deadline = request.deadline_s()
+        return prepare_pooling(
+            service.engine, prompts, params, task, priority=priority, deadline=deadline, tenant=tenant
+        )
+
+    prepared = await service.run(request, prepare)
+    num_tokens = sum(len(one.prompt.token_ids) for one in prepared)
+    settle = service.take_quota(request, num_tokens)
+    try:
+        return await _answers(service, prepared)
+    finally:
+        if settle is not None:
+            settle(num_tokens)
+
+
+async def _answers(service: Service, prepared: Sequence[PreparedPooling]) -> list[PoolingRequestOutput]:
+    """Submit the requests and wait for their ends. What still runs when one fails is aborted."""
+    states: list[PoolingState] = []
+    try:
+        for one in prepared:
+            states.append(submit_pooling(service.engine, one))  # noqa: PERF401 - for the finally
+        await asyncio.gather(*(service.pump.ended(state.number) for state in states))
+        outputs = [service.engine.advance(state) for state in states]
+        return [output for output in outputs if output is not None]
+    finally:
+        numbers = [state.number for state in states]
+        service.pump.forget(numbers)
+        service.engine.client.discard(numbers)

@@ -1,0 +1,102 @@
+"""ResponseItems: the items of one answer of the Responses API, and the events that make them."""
+
+import secrets
+
+from frontend.calls.delta import Delta, Kind
+from frontend.calls.scanner import Scanner
+from frontend.http.bodies import Json
+
+Event = tuple[str, Json]
+#: Kind -> the type of its item, of the part within it, and the name of its events.
+_PARTS = {
+    Kind.CONTENT: ("message", "output_text", "response.output_text"),
+    Kind.REASONING: ("reasoning", "reasoning_text", "response.reasoning_text"),
+}
+_ARGUMENTS = "response.function_call_arguments"
+
+
+class ResponseItems:
+    """See the module's docstring. items: those so far. scanner: None = all text is content."""
+
+    def __init__(self, scanner: Scanner | None) -> None:
+        self.items: list[Json] = []
+        self._scanner = scanner
+        self._kind: Kind | None = None  # of the open item
+        self._pieces: list[str] = []  # of the open item's text or arguments
+
+    def feed(self, text: str, finish_reason: str | None) -> list[Event]:
+        """Take a piece of the text, and the reason of its end if it is the last; return the events."""
+        if self._scanner is None:
+            deltas = [Delta(Kind.CONTENT, text)] if text else []
+        else:
+            deltas = self._scanner.feed(text)
+            deltas += self._scanner.finish() if finish_reason is not None else []
+        events = [event for delta in deltas for event in self._take(delta)]
+        if finish_reason is not None:
+            events += self._close("incomplete" if finish_reason == "length" else "completed")
+        return events
+
+    def _take(self, delta: Delta) -> list[Event]:
+        if delta.kind == Kind.CALL:
+            return self._close() + self._open_call(delta.text)
+        events: list[Event] = []
+        if delta.kind != self._kind:
+            events = self._close() + self._open_text(delta.kind)
+        self._pieces.append(delta.text)
+        place: Json = {**self._place(), "delta": delta.text}
+        if delta.kind == Kind.ARGUMENTS:
+            return [*events, (f"{_ARGUMENTS}.delta", place)]
+        place["content_index"] = 0
+        if delta.kind == Kind.CONTENT:
+            place["logprobs"] = []
+        return [*events, (f"{_PARTS[delta.kind][2]}.delta", place)]
+
+    def _open_text(self, kind: Kind) -> list[Event]:
+        item: Json = {"type": _PARTS[kind][0], "status": "in_progress"}
+        if kind == Kind.CONTENT:
+            item |= {"id": f"msg_{secrets.token_hex(16)}", "role": "assistant", "content": []}
+        else:
+            item |= {"id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": []}
+        events = self._open(kind, item)
+        return [
+            *events,
+            ("response.content_part.added", {**self._place(), "content_index": 0, "part": _part(kind, "")}),
+        ]
+
+    def _open_call(self, name: str) -> list[Event]:
+        identity = secrets.token_hex(12)
+        fields = {"id": f"fc_{identity}", "call_id": f"call_{identity}", "name": name, "arguments": ""}
+        return self._open(Kind.ARGUMENTS, {"type": "function_call", "status": "in_progress", **fields})
+
+    def _open(self, kind: Kind, item: Json) -> list[Event]:
+        self._kind, self._pieces = kind, []
+        self.items.append(item)
+        return [("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})]
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        """End the open item, where there is one."""
+        if self._kind is None:
+            return []
+        kind, item, text = self._kind, self.items[-1], "".join(self._pieces)
+        self._kind = None
+        item["status"] = status
+        if kind == Kind.ARGUMENTS:
+            item["arguments"] = text
+            done: Json = {**self._place(), "name": item["name"], "arguments": text}
+            events: list[Event] = [(f"{_ARGUMENTS}.done", done)]
+        else:
+            part = _part(kind, text)
+            item["content"] = [part]
+            place = {**self._place(), "content_index": 0}
+            ended = {**place, "text": text, **({"logprobs": []} if kind == Kind.CONTENT else {})}
+            events = [(f"{_PARTS[kind][2]}.done", ended), ("response.content_part.done", {**place, "part": part})]
+        return [*events, ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})]
+
+    def _place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _part(kind: Kind, text: str) -> Json:
+    """Return a part of an item."""
+    part: Json = {"type": _PARTS[kind][1], "text": text}
+    return {**part, "annotations": [], "logprobs": []} if kind == Kind.CONTENT else part

@@ -1,0 +1,160 @@
+"""The body of OpenAI's Responses API, as a chat of ours. Nothing is stored: each request brings its whole history."""
+
+from typing import Any
+
+import msgspec
+
+from frontend.http.bodies import ChatBody, Json
+from frontend.http.errors import HttpError
+
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+#: Field -> what to do instead.
+_REFUSED = {
+    "previous_response_id": "nothing is stored here: send the earlier items in `input`",
+    "conversation": "nothing is stored here: send the earlier items in `input`",
+    "background": "leave it out, and stream",
+    "prompt": "send the text of the prompt",
+    "max_tool_calls": "there are no built-in tools",
+}
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """The body of /v1/responses."""
+
+    model: str | None = None
+    input: str | list[Json]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: Json | None = None
+    reasoning: Json | None = None
+    metadata: Any = None
+    truncation: str | None = None
+
+    # Accepted, and without an effect on the answer.
+    store: Any = None
+    include: list[str] | None = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+    top_logprobs: Any = None
+
+    # Refused by name.
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+
+
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """Return the chat that a body asks for. Errors: HttpError 400 that names the field."""
+    for name, instead in _REFUSED.items():
+        if getattr(body, name):
+            raise HttpError(400, f"{name} is not supported: {instead}", param=name)
+    if body.truncation not in (None, "disabled"):
+        raise HttpError(400, "truncation is not supported: no prompt is cut", param="truncation")
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        raise HttpError(400, "log probabilities are on /v1/chat/completions", param="top_logprobs")
+    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    for index, item in enumerate(items):
+        _add_item(messages, item, f"input[{index}]")
+    chat = ChatBody(
+        messages=messages,
+        model=body.model,
+        stream=body.stream,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=[_tool(tool) for tool in body.tools or []] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format((body.text or {}).get("format")),
+    )
+    effort = (body.reasoning or {}).get("effort")
+    if isinstance(effort, str):
+        chat.reasoning_effort = effort
+    return chat
+
+
+def _add_item(messages: list[Json], item: Json, where: str) -> None:
+    """Add an item of the history. Reasoning, text and calls of one answer are one message."""
+    match item.get("type", "message"):
+        case "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            content = _text(item.get("content"), where)
+            if role == "assistant" and "content" not in (answer := _answer(messages)):
+                answer["content"] = content
+            else:
+                messages.append({"role": role, "content": content})
+        case "reasoning":
+            texts = [_text(item.get(name) or [], where) for name in ("content", "summary")]
+            answer = _answer(messages)
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + (texts[0] or texts[1])
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            answer = _answer(messages)
+            answer["tool_calls"] = [*answer.get("tool_calls", []), call]
+            answer.setdefault("content", None)
+        case "function_call_output":
+            output = _text(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        case kind:
+            raise HttpError(400, f"{where}: items of type {kind!r:.40} are not supported", param="input")
+
+
+def _answer(messages: list[Json]) -> Json:
+    """Return the last message, which is the model's; a new one after another's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise HttpError(400, f"{where}: content is a text or a list of parts", param="input")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = None if kind is None else part.get("refusal" if kind == "refusal" else "text")
+        if kind not in (*_TEXTS, "reasoning_text", "summary_text") or not isinstance(text, str):
+            raise HttpError(400, f"{where}: this model takes text only, got a part {kind!r:.40}", param="input")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise HttpError(400, f"tools of type {tool.get('type')!r:.40} are not supported: use functions", param="tools")
+    names = ("name", "description", "parameters")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _tool_choice(choice: str | Json | None) -> str | Json | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        raise HttpError(400, f"a tool_choice of type {choice.get('type')!r:.40} is not supported", param="tool_choice")
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(form: Any) -> Json | None:
+    if form is None:
+        return None
+    if not isinstance(form, dict):
+        raise HttpError(400, 'text.format must be an object with a "type"', param="text")
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}

@@ -1,0 +1,125 @@
+"""Pooling requests: prompts and parameters become requests for vectors, and pairs of texts become prompts."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from frontend.call_arguments import read_deadline, read_priorities
+from frontend.results.pooling_state import PoolingState
+from frontend.session import EngineHandle
+from frontend.text.prompts import Prompt, PromptInput, read_prompts
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.pooling_messages import POOLING_MINOR
+from ipc.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
+
+
+class PreparedPooling(NamedTuple):
+    """A checked pooling request, ready to be submitted."""
+
+    prompt: Prompt
+    params: PoolingParams
+    priority: int = 0
+    deadline: float | None = None  # monotonic seconds
+    tenant: str = ""
+
+
+def prepare_pooling(
+    engine: EngineHandle,
+    prompts: Sequence[PromptInput],
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    task: PoolingTask | None,
+    *,
+    priority: int | Sequence[int] | None = None,
+    deadline: float | None = None,
+    tenant: str = "",
+) -> list[PreparedPooling]:
+    """Check and tokenize all prompts, before any is submitted; return one PreparedPooling each.
+
+    task: None = that of the parameters, else the engine's usual one. Errors: InvalidRequestError.
+    """
+    if not isinstance(tenant, str):
+        raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
+    end, welcome = read_deadline(deadline), engine.client.welcome
+    if welcome.minor < POOLING_MINOR:
+        raise UnsupportedParameterError(
+            f"this engine speaks protocol 1.{welcome.minor}, and pooling came with 1.{POOLING_MINOR}: update the engine"
+        )
+    usual = next((name for name in welcome.tasks if name != GENERATE), "embed")
+    many = [PoolingParams()] if params is None else list(params) if isinstance(params, Sequence) else [params]
+    if not isinstance(params, Sequence):
+        many *= len(prompts)
+    if len(many) != len(prompts):
+        raise InvalidRequestError(f"{len(prompts)} prompts need as many pooling_params, or one; got {len(many)}")
+    for one in many:
+        if not isinstance(one, PoolingParams):
+            raise InvalidRequestError(f"pooling_params must be PoolingParams, got {type(one).__name__}")
+        if task is not None and one.task not in (None, task):
+            raise InvalidRequestError(f"the parameters ask for the task {one.task!r} and the call for {task!r}")
+    chosen = [msgspec.structs.replace(one, task=task or one.task or usual) for one in many]
+    for one in chosen:
+        check_task(one, welcome.tasks, 1)  # before texts are read
+    read = read_prompts(
+        prompts,
+        engine.tokenizer,
+        vocab_size=welcome.vocab_size,
+        max_model_len=welcome.limits.max_model_len,
+        truncation=[one.truncate_prompt_tokens for one in chosen],
+        num_output_tokens=0,
+    )
+    for prompt, one in zip(read, chosen, strict=True):
+        check_task(one, welcome.tasks, len(prompt.token_ids))
+    priorities = read_priorities(priority, len(read))
+    return [PreparedPooling(*parts, end, tenant) for parts in zip(read, chosen, priorities, strict=True)]
+
+
+def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: str | None = None) -> PoolingState:
+    """Submit a request; request_id None = its number. Errors: those of EngineClient.submit."""
+    prompt, params, priority, deadline, tenant = prepared
+    number = engine.client.submit(
+        prompt.token_ids,
+        params,
+        seed=0,
+        priority=priority,
+        deadline_ms=0 if deadline is None else max(1, math.ceil((deadline - time.monotonic()) * 1000)),
+        cache_salt=prompt.cache_salt,
+        tenant=tenant,
+    )
+    return PoolingState(str(number) if request_id is None else request_id, number, prompt, params)
+
+
+def scored_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:
+    """Return the pairs of texts that score() compares: one with each, or each with the one at its place.
+
+    Errors: InvalidRequestError.
+    """
+    first, second = _texts(data_1), _texts(data_2)
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise InvalidRequestError(f"score() pairs 1 text with n, or n with n; got {len(first)} and {len(second)}")
+    return list(zip(first, second, strict=True))
+
+
+def _texts(side: object) -> list[str]:
+    texts = [side] if isinstance(side, str) else list(side) if isinstance(side, Sequence) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError("score() takes a str or a list of str on either side")
+    return texts
+
+
+def pair_prompt(engine: EngineHandle, pair: tuple[str, str], template: str | None) -> PromptInput:
+    """Return the prompt of a cross encoder for a pair of texts.
+
+    template: a format string with {query} and {document}; None = the pair as the tokenizer's post-processor joins two
+    texts. Errors: InvalidRequestError.
+    """
+    if template is not None:
+        if "{query}" not in template or "{document}" not in template:
+            raise InvalidRequestError("a template for score() must have {query} and {document}")
+        return template.replace("{query}", pair[0]).replace("{document}", pair[1])
+    if engine.tokenizer is None:
+        raise InvalidRequestError("this engine has no tokenizer: score() needs texts, use classify() with token ids")
+    return {"prompt_token_ids": engine.tokenizer.encode_pair(*pair)}

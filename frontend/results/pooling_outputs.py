@@ -1,0 +1,106 @@
+"""The results of LLM.encode(), embed(), classify() and score(), shaped as vLLM's."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ipc.arrays import Floats
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """data: float32 [width], or [tokens, width] for a task of each token."""
+
+    data: Floats
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The answer to one prompt, as encode() returns it."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """embedding: numbers [width]."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """probs: a probability for each label, or what the model's own activation makes of its logits."""
+
+    probs: list[float]
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """The classification of one prompt."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: how well a pair of texts fits."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts. prompt_token_ids: of the pair, or of one text after the other."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+def embedding_of(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    """Return the answer as an embedding."""
+    found = EmbeddingOutput(output.outputs.data.tolist())
+    return EmbeddingRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def classification_of(output: PoolingRequestOutput) -> ClassificationRequestOutput:
+    """Return the answer as a classification."""
+    found = ClassificationOutput(output.outputs.data.tolist())
+    return ClassificationRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def score_of(output: PoolingRequestOutput) -> ScoringRequestOutput:
+    """Return the answer of a classifier with one label as a score."""
+    found = ScoringOutput(float(output.outputs.data[0]))
+    return ScoringRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def cosine_score(one: PoolingRequestOutput, other: PoolingRequestOutput) -> ScoringRequestOutput:
+    """Return the cosine of the angle between two embeddings, with float64 sums."""
+    a, b = (each.outputs.data.astype(np.float64) for each in (one, other))
+    norms = float(np.sqrt((a * a).sum()) * np.sqrt((b * b).sum()))
+    found = ScoringOutput(float((a * b).sum()) / norms if norms else 0.0)
+    name, ids = f"{one.request_id}_{other.request_id}", one.prompt_token_ids + other.prompt_token_ids
+    return ScoringRequestOutput(name, found, ids, one.num_cached_tokens + other.num_cached_tokens)

@@ -1,0 +1,43 @@
+"""PoolingState: one pooling request from its caller's side."""
+
+from frontend.client.progress import Progress
+from frontend.results.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from frontend.text.prompts import Prompt
+from ipc.errors import RequestFailedError
+from ipc.messages import FinishReason
+from ipc.pooling_params import PoolingParams
+
+
+class PoolingState:
+    """A request whose answer comes at once. Its methods are those of RequestState, for those who drive either."""
+
+    def __init__(self, request_id: str, number: int, prompt: Prompt, params: PoolingParams) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.finished = False
+        self.prompt = prompt
+        self._is_of_tokens = (params.task or "").startswith("token_")
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """Return that update() takes the first choice's Progress."""
+        return [(0, 0)]
+
+    def update(self, *progress: Progress) -> PoolingRequestOutput | None:
+        """Take the Progress; return the answer, None where there is none yet.
+
+        Errors: RequestFailedError for a request that was aborted.
+        """
+        (one,) = progress
+        if one.finish == FinishReason.NONE:
+            return None
+        self.finished = True
+        if one.vectors is None:
+            raise RequestFailedError("the request was aborted")
+        data = one.vectors if self._is_of_tokens else one.vectors[0]
+        ids = list(self.prompt.token_ids)
+        return PoolingRequestOutput(self.request_id, PoolingOutput(data), ids, one.num_cached_tokens)
+
+    def take_stopped(self) -> list[int]:
+        """Return no choices: a pooling request has no stop strings."""
+        return []

@@ -1,0 +1,24 @@
+"""State: what those who drive requests ask of one, whatever its answer is."""
+
+from typing import Protocol, TypeVar
+
+from frontend.client.progress import Progress
+
+Output = TypeVar("Output", covariant=True)
+
+
+class State(Protocol[Output]):
+    """One request from its caller's side: a RequestState or a PoolingState."""
+
+    number: int
+    finished: bool
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """(choice, position from which its Progress must begin) for each Progress that update() takes next."""
+
+    def update(self, *progress: Progress) -> Output | None:
+        """Take a Progress for each wanted choice; return the output, None where there is nothing to show yet."""
+
+    def take_stopped(self) -> list[int]:
+        """Return the choices that a stop string has ended since the last call."""

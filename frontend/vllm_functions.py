@@ -1,0 +1,61 @@
+"""Functions of vLLM beside its classes that programs import, for engine_core/as_vllm.py."""
+
+import importlib
+from pathlib import Path
+from typing import Any, NoReturn
+
+from frontend.text.tokenizer import Tokenizer
+from ipc.errors import UnsupportedParameterError
+from ipc.files.model_files import locate_model, read_tokenizer_files, resolve_model
+
+
+def get_tokenizer(
+    tokenizer_name: str | Path,
+    *args: object,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return the tokenizer of a model: transformers' where it is installed and reads the files, else ours.
+
+    args, tokenizer_mode, trust_remote_code: vLLM's, without effect. kwargs: those of transformers. Errors:
+    ModelFileError; those of transformers.
+    """
+    name = str(tokenizer_name)
+    path = resolve_model(locate_model(f"{name}@{revision}" if revision else name, with_weights=False))
+    if path.suffix != ".gguf":
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError:
+            pass
+        else:
+            return transformers.AutoTokenizer.from_pretrained(str(path), **kwargs)
+    found = Tokenizer.from_files(read_tokenizer_files(path))
+    found.name_or_path = name
+    return found
+
+
+def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None, **others: object) -> Any:
+    """Return the chat template that is used: the given one, else the tokenizer's. others: vLLM's, without effect."""
+    if chat_template is not None or isinstance(tokenizer, Tokenizer):
+        return chat_template or tokenizer.choose_chat_template(None, with_tools=bool(tools))
+    try:
+        return tokenizer.get_chat_template(chat_template, tools=tools)
+    except ValueError:  # transformers': there is none
+        return None
+
+
+def destroy_model_parallel() -> None:
+    """Do nothing: an engine of ours ends with its LLM."""
+
+
+def destroy_distributed_environment() -> None:
+    """Do nothing: an engine of ours ends with its LLM."""
+
+
+class LoRARequest:
+    """An adapter, which this version refuses."""
+
+    def __init__(self, *arguments: object, **named: object) -> NoReturn:
+        raise UnsupportedParameterError("adapters (LoRARequest) are not supported by this version")

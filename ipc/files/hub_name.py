@@ -1,0 +1,62 @@
+"""HubName: a model's name on the Hugging Face Hub, `org/name[:QUANTIZATION][@revision]`, and that of a cached path."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ipc.files.hub_gguf import quantization_of
+
+#: Beginnings that llama.cpp's and Ollama's users write, and those of addresses copied from a browser.
+_PREFIX = r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?"
+_NAME = re.compile(
+    _PREFIX + r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?::(?P<quantization>\w[\w.-]*))?(?:@(?P<revision>[\w.][\w./-]*))?",
+    re.ASCII,
+)
+_DEFAULT_REVISION = "main"
+
+
+class HubName(NamedTuple):
+    """The parts of a name.
+
+    quantization: of a GGUF file (Q4_K_M), or the file's name; None = the safetensors, else the usual GGUF file.
+    """
+
+    repo: str
+    quantization: str | None = None
+    revision: str = _DEFAULT_REVISION
+
+    def __str__(self) -> str:
+        quantization = "" if self.quantization is None else f":{self.quantization}"
+        return self.repo + quantization + ("" if self.revision == _DEFAULT_REVISION else f"@{self.revision}")
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """Return the parts of a name; None for a text that is none.
+
+    A name has one slash. A text that ends with .gguf is a path, but for a file's name behind a colon.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None or (match["repo"].endswith(".gguf") and match["quantization"] is None):
+        return None
+    return HubName(match["repo"], match["quantization"], match["revision"] or _DEFAULT_REVISION)
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether this can be a name on the Hub."""
+    return parse_hub_name(model) is not None
+
+
+def hub_name(path: Path) -> str | None:
+    """Return the name of a snapshot in the Hub's cache, or of a GGUF file in one; None for another path.
+
+    Snapshots are folders models--org--name/snapshots/commit.
+    """
+    folder = path if path.suffix != ".gguf" else next((up for up in path.parents if _is_snapshot(up)), path)
+    if not _is_snapshot(folder):
+        return None
+    repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return repo if folder == path else str(HubName(repo, quantization_of(path.name)))
+
+
+def _is_snapshot(folder: Path) -> bool:
+    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")

@@ -1,0 +1,137 @@
+#include "gemm_slices.h"
+
+/* Rows of a slice: few enough that their part of x stays in the second level cache, with the sums. */
+enum { MOST_ROWS = 128, DEPTH = 128 };
+
+/* With so many rows it is worth to have the weights as floats: with fewer, each is used too seldom. */
+enum { LEAST_ROWS = 8, LEAST_COMPACT_ROWS = 4 };
+
+/* Prefetch distance: the hardware's own prefetch ends at each page. */
+enum { PREFETCH_BYTES = 2048 };
+
+#define DEFINE_SLICE(rows)                                                                       \
+    static void slice_##rows(const Work *work) {                                                 \
+        block_of_slice(*work, rows, VECTORS_OF(rows), BY_PAIRS ? BFLOAT16 : FLOAT32);            \
+    }
+DEFINE_SLICE(1)
+DEFINE_SLICE(2)
+DEFINE_SLICE(3)
+DEFINE_SLICE(4)
+#if MAX_ROWS == 14
+DEFINE_SLICE(5)
+DEFINE_SLICE(6)
+DEFINE_SLICE(7)
+DEFINE_SLICE(8)
+DEFINE_SLICE(9)
+DEFINE_SLICE(10)
+DEFINE_SLICE(11)
+DEFINE_SLICE(12)
+DEFINE_SLICE(13)
+DEFINE_SLICE(14)
+static void (*const SLICES[MAX_ROWS])(const Work *work) = {
+    slice_1, slice_2, slice_3,  slice_4,  slice_5,  slice_6,  slice_7,
+    slice_8, slice_9, slice_10, slice_11, slice_12, slice_13, slice_14,
+};
+#else
+static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, slice_3, slice_4};
+#endif
+
+#if defined(__AVX512BW__)
+/* Unpack the pairs [first, last) of a compact panel (compact.h) to steps of floats. */
+static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t last, char *out) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
+    const char *pairs = (const char *)(panel + 1);
+    const WholePair *whole = panel->whole;
+    int64_t whole_number = panel->first_whole;
+    while (whole_number != NO_PAIR && whole_number < first) whole_number = whole++->next;
+    for (int64_t number = first; number < last; number++) {
+        const char *pair = pairs + number * PAIR_BYTES;
+        const int is_whole = number == whole_number;
+        for (int line = 0; line < PAIR_BYTES; line += 64) __builtin_prefetch(pair + PREFETCH_BYTES + line);
+        for (int step = 0; step < 2; step++, out += 2 * STEP_BYTES) {
+            Words weights[PANEL_VECTORS];
+            if (is_whole)
+                memcpy(weights, whole->weights[step], sizeof weights);
+            else
+                unpack_step(weights, pair, step * 64, table);
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                store_floats(out + v * VECTOR_BYTES, (Floats)(weights[v] << 16));
+                store_floats(out + STEP_BYTES + v * VECTOR_BYTES, (Floats)(weights[v] & 0xffff0000));
+            }
+        }
+        if (is_whole) whole_number = whole++->next;
+    }
+}
+#endif
+
+/* Unpack groups [first, last) of a panel. */
+static void unpack(const Gemm *args, int64_t panel, int64_t first, int64_t last, char *out) {
+    const char *weights = args->weights;
+    if (args->packing == QUANTIZED_WEIGHTS) {
+        const QuantizedPanel *entry = quantized_panel(weights, panel);
+        quantized_unpack(weights + entry->offset, entry->type, first, last, out);
+        return;
+    }
+#if defined(__AVX512BW__)
+    if (args->packing == COMPACT_WEIGHTS) {
+        const char *compact = weights + panel * compact_panel_bytes(args->depth);
+        unpack_compact((const CompactPanel *)compact, first * GROUP / 4, last * GROUP / 4, out);
+        return;
+    }
+#endif
+    weights += panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16);
+    quantized_unpack(weights, WHOLE_PANEL, first, last, out);
+}
+
+/* Add the products of rows with groups [first, last) of a panel to sums [num_rows][PANEL_COLUMNS]. */
+static void add_slice(const Gemm *args, int64_t panel, int64_t first, int64_t last, Slice x, int num_rows,
+                      float *sums) {
+    _Alignas(64) char weights[DEPTH / (BY_PAIRS ? 2 : 1) * STEP_BYTES];
+    const int num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    unpack(args, panel, first, last, weights);
+    for (int i = 0; i < num_blocks; i++) {
+        const int row = num_rows * i / num_blocks, rows = num_rows * (i + 1) / num_blocks - row;
+        const int vectors = VECTORS_OF(rows);
+        for (int v = 0; v < PANEL_VECTORS; v += vectors) {
+            const Work work = {
+                .x = x.rows + row * x.bytes,
+                .x_bytes = x.bytes,
+                .w = weights + v * VECTOR_BYTES,
+                .depth = (last - first) * GROUP,
+                .out = sums + row * PANEL_COLUMNS + v * LANES,
+            };
+            SLICES[rows - 1](&work);
+        }
+    }
+}
+
+/* Multiply at most MOST_ROWS rows with at most SLICE_PANELS panels. */
+static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t first, int64_t last) {
+    _Alignas(64) float sums[SLICE_PANELS][MOST_ROWS * PANEL_COLUMNS], room[MOST_ROWS * DEPTH];
+    for (int64_t panel = first; panel < last; panel++)
+        memset(sums[panel - first], 0, num_rows * PANEL_COLUMNS * sizeof(float));
+    for (int64_t k = 0; k < args->depth; k += DEPTH) {
+        const int64_t end = args->depth - k > DEPTH ? k + DEPTH : args->depth;
+        const Slice x = slice_of_x(args, row, num_rows, k, end - k, room);
+        for (int64_t panel = first; panel < last; panel++)
+            add_slice(args, panel, k / GROUP, end / GROUP, x, num_rows, sums[panel - first]);
+    }
+    for (int64_t panel = first; panel < last; panel++)
+        gemm_store_panel(args, sums[panel - first], row, num_rows, panel);
+}
+
+int gemm_has_slices(const Gemm *args, int64_t num_rows) {
+    if (args->packing == QUANTIZED_WEIGHTS) return num_rows > QUANTIZED_FEW_ROWS;
+    const int64_t least = args->packing == COMPACT_WEIGHTS ? LEAST_COMPACT_ROWS : LEAST_ROWS;
+    return !BY_PAIRS && args->dtype == BFLOAT16 && num_rows >= least && args->depth % GROUP == 0;
+}
+
+void gemm_multiply_slices(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last) {
+    const int64_t num_rows = end - begin, num_parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t panel = first; panel < last; panel += SLICE_PANELS)
+        for (int64_t i = 0; i < num_parts; i++) {
+            const int64_t row = begin + num_rows * i / num_parts;
+            const int rows = (int)(begin + num_rows * (i + 1) / num_parts - row);
+            multiply_panels(args, row, rows, panel, last - panel > SLICE_PANELS ? panel + SLICE_PANELS : last);
+        }
+}

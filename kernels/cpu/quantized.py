@@ -1,0 +1,92 @@
+"""quantize: a matrix of GGUF blocks, packed for the C kernels as it is stored (kernels/cpu/quantized.h)."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.arrays import UInt8s
+from kernels.cpu.dequantize import TYPE_NUMBERS
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.structs import QuantizeArguments, QuantizedPartArguments
+from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
+from kernels.elements import BFLOAT16, Dtype
+from kernels.rounding import ceil_div
+
+_PLAIN_PART = 16  # enum in quantized.h
+_PANEL_COLUMNS = 32  # enum in gemm.h
+
+
+class BlockRows(NamedTuple):
+    """Rows of a matrix, all stored as one type of kernels.dequantize."""
+
+    type_name: str
+    data: UInt8s  # uint8 [rows, bytes of a row], contiguous
+
+    @property
+    def depth(self) -> int:
+        """Numbers in a row."""
+        weights, num_bytes = BLOCK_SIZES[self.type_name]
+        row_bytes: int = self.data.shape[1]
+        return row_bytes // num_bytes * weights
+
+
+class QuantizedMatrix(NamedTuple):
+    """A packed matrix [num_columns, depth]; products take the bfloat16 numbers that its blocks stand for."""
+
+    packed: UInt8s
+    num_columns: int
+    depth: int
+    is_gated: bool  # whether it is packed for a product with a gate
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of the numbers."""
+        return BFLOAT16
+
+
+def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool = False) -> QuantizedMatrix | None:
+    """Pack the rows of all parts, one after the other, as they are stored; is_gated: as PackedMatrix has it.
+
+    Products with the result have the bits of those with the dequantized matrix. None: most of the matrix would have to
+    be dequantized, because its types are not quantized ones or mix within panels, or because its scales are not
+    ordinary numbers. Errors: ValueError for rows of different depths, or that do not consist of whole blocks.
+    """
+    for part in parts:
+        if part.data.shape[1] % BLOCK_SIZES[part.type_name][1] or part.depth != parts[0].depth:
+            raise ValueError(
+                f"rows of {part.data.shape[1]} bytes {part.type_name} are no rows of {parts[0].depth} numbers"
+            )
+    if all(part.type_name in PLAIN_TYPES for part in parts):
+        return None
+    num_columns, depth = sum(len(part.data) for part in parts), parts[0].depth
+    rows = (QuantizedPartArguments * len(parts))(*map(_part_arguments, parts))
+    must_be_whole = np.zeros(ceil_div(num_columns, _PANEL_COLUMNS), np.uint8)
+    arguments = QuantizeArguments(
+        parts=ctypes.addressof(rows),
+        must_be_whole=must_be_whole.ctypes.data,
+        num_parts=len(parts),
+        num_columns=num_columns,
+        depth=depth,
+        is_gated=is_gated,
+    )
+    pointer = ctypes.POINTER(QuantizeArguments)
+    num_bytes = library.function("quantize_bytes", pointer, result=ctypes.c_int64)
+    write = library.function("gemm_quantize", pointer, result=ctypes.c_int64)
+    while wanted := num_bytes(arguments):
+        packed = library.allocate(wanted)
+        arguments.packed = packed.ctypes.data
+        if not write(arguments):  # else some panels need more bytes
+            return QuantizedMatrix(packed, num_columns, depth, is_gated)
+    return None
+
+
+def _part_arguments(part: BlockRows) -> QuantizedPartArguments:
+    plain = PLAIN_TYPES.get(part.type_name)
+    return QuantizedPartArguments(
+        rows=part.data.ctypes.data,
+        num_rows=part.data.shape[0],
+        row_bytes=part.data.shape[1],
+        type=TYPE_NUMBERS[part.type_name] if plain is None else _PLAIN_PART + ELEMENT_NUMBERS[plain],
+    )

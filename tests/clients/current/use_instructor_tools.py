@@ -1,0 +1,27 @@
+"""instructor: a pydantic model as the answer, by a named tool."""
+
+import os
+from typing import Literal
+
+import instructor
+import openai
+import pydantic
+
+
+class Colour(pydantic.BaseModel):
+    """The colour of something."""
+
+    name: Literal["red", "green", "blue"]
+    warmth: int = pydantic.Field(ge=0, le=9)
+
+
+raw = openai.OpenAI(base_url=os.environ["BASE_URL"], api_key="none")
+client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+found = client.chat.completions.create(
+    model=os.environ["MODEL"],
+    messages=[{"role": "user", "content": "Describe the colour of the sky."}],
+    response_model=Colour,
+    max_tokens=64,
+    max_retries=0,
+)
+assert 0 <= found.warmth <= 9

@@ -1,0 +1,94 @@
+"""speculative_config with a draft model, from the config to the tokens, on the local executor."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.engine import EngineCore
+from core.executors.local import LocalExecutor
+from core.process.resolve import resolve_costs
+from core.scheduling.stats import SchedulerStats
+from ipc.config import EngineConfig, config_from_options
+from ipc.errors import ConfigError
+from ipc.speculation import SpeculativeConfig
+from tests.core.driving import Inbox, add_message
+from tools.bench.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return str(folder)
+
+
+def config_of(model: str, draft: str | None, **options: object) -> EngineConfig:
+    speculative = None
+    if draft is not None:
+        settings: dict[str, Any] = {"model": draft, "num_speculative_tokens": 4, "step_ns": (10**6,) * 8}
+        speculative = SpeculativeConfig(method="draft_model", **settings)
+    config = EngineConfig(
+        model=model,
+        dtype="float32",
+        threads=1,
+        max_model_len=120,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        block_size=8,
+        num_blocks_override=24,
+        speculative_config=speculative,
+    )
+    return msgspec.structs.replace(config, **options)
+
+
+def run(config: EngineConfig) -> tuple[dict[int, list[int]], SchedulerStats]:
+    executor = LocalExecutor(config)
+    executor.initialize_cache(config)
+    engine, inbox = EngineCore(resolve_costs(config, executor.measure_costs, executor.measure_steps), executor), Inbox()
+    prompts = [range(n % 3, n % 3 + 10 + n) for n in range(12)]
+    messages = [add_message(n, prompt, 30, temperature=n % 3 / 2, seed=n) for n, prompt in enumerate(prompts)]
+    for message in messages:
+        inbox.expect(0, message)
+    added = [(0, message) for message in messages]
+    while added or engine.has_work:
+        inbox.take(engine.step(added, 0))
+        engine.scheduler.check_integrity()
+        added = []
+    return {number: one.tokens for (_, number), one in inbox.received.items()}, engine.scheduler.stats
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"preemption_mode": "swap", "num_swap_blocks": 30}, {"num_blocks_override": 200}], ids=str
+)
+def test_a_model_as_its_own_draft_model_is_always_right(model: str, options: dict[str, object]) -> None:
+    plain, _ = run(config_of(model, None, **options))
+    got, stats = run(config_of(model, model, **options))
+    assert got == plain
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 30
+    assert (stats.num_preemptions > 0) == ("num_blocks_override" not in options)
+
+
+def test_it_takes_memory_and_time_of_its_own(model: str) -> None:
+    alone, drafting = (LocalExecutor(config_of(model, draft)) for draft in (None, model))
+    blocks = [executor.determine_num_available_blocks(1 << 24, 8) for executor in (alone, drafting)]
+    assert blocks[0] == 2 * blocks[1]
+    config = config_of(model, model)
+    for executor in (alone, drafting):
+        executor.initialize_cache(config)
+    assert alone.measure_steps().draft_ns == 0
+    assert drafting.measure_steps().draft_ns > 0
+
+
+def test_another_vocabulary_is_an_error(model: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    settings = msgspec.json.decode((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({**settings, "vocab_size": settings["vocab_size"] - 8}))
+    with pytest.raises(ConfigError, match="use one with the same vocabulary"):
+        LocalExecutor(config_of(model, str(tmp_path), load_format="dummy"))
+
+
+def test_only_models_have_draft_models(model: str) -> None:
+    with pytest.raises(ConfigError, match="'fake' has no draft model"):
+        config_from_options(executor="fake", speculative_config={"method": "draft_model", "model": model})

@@ -1,0 +1,144 @@
+"""The grammar of a chat's answer, by what it accepts; and what it accepts is what the scanner reads."""
+
+import json
+from typing import Any
+
+import pytest
+
+from core.grammars.grammars import Grammars
+from frontend.calls.constraint import Thought, constrain, forced_functions, read_functions
+from frontend.calls.delta import fold
+from frontend.calls.formats import CALL_FORMATS, HARMONY_TOOLS, HERMES, AnswerForm, ToolFormat
+from frontend.calls.scanner import Scanner
+from ipc.errors import InvalidRequestError
+from ipc.structured_outputs import StructuredOutputsParams
+from tests.grammar_vocabulary import EOS, accepts, make_grammars, tokenizer
+
+ADD_SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/number"}}, "required": ["a"]}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {**ADD_SCHEMA, "$defs": {"number": {"type": "integer"}}}},
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+FUNCTIONS = read_functions(TOOLS)
+ALL = list(FUNCTIONS.values())
+ADD, STOP = '{"name": "add", "arguments": {"a": 1}}', '{"name": "stop", "arguments": {}}'
+NAMED = {"type": "function", "function": {"name": "add"}}
+ENUM = StructuredOutputsParams(json=json.dumps({"enum": [1, 2]}))
+THINK = Thought("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return make_grammars()
+
+
+def marked(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def test_tool_choices() -> None:
+    for free in (None, "none", "auto"):
+        assert forced_functions(FUNCTIONS, free) is None
+    assert forced_functions(FUNCTIONS, "required") == ALL
+    assert forced_functions(FUNCTIONS, NAMED) == ALL[:1]
+
+
+def test_calls(grammars: Grammars) -> None:
+    several, one = constrain(None, ALL), constrain(None, ALL, is_parallel=False)
+    named = constrain(None, ALL[:1], is_parallel=False)
+    for text, expected in {
+        marked(ADD): (True, True, True),
+        marked(STOP): (True, True, False),
+        f"{marked(ADD)}\n{marked(STOP)}": (True, False, False),
+        "": (False, False, False),
+        marked(ADD.replace("1", '"x"')): (False, False, False),
+        marked(ADD.replace("1", '1, "b": 2')): (False, False, False),
+        f"Well. {marked(ADD)}": (False, False, False),
+    }.items():
+        assert tuple(accepts(grammars, given, text) for given in (several, one, named)) == expected, text
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}; {"name": "stop", "parameters": {}}'),
+    ("mistral", f"[TOOL_CALLS][{ADD}][TOOL_CALLS][{STOP}]"),
+    ("hermes", f"{marked(ADD)}\n{marked(STOP)}"),
+])  # fmt: skip
+def test_what_a_grammar_forces_is_what_the_scanner_reads(grammars: Grammars, name: str, text: str) -> None:
+    form = CALL_FORMATS[name]
+    assert form.forced is not None
+    assert accepts(grammars, constrain(None, ALL, form.forced), text)
+    scanner = Scanner(AnswerForm(form), {"add": {}, "stop": {}})
+    calls = fold([*scanner.feed(text), *scanner.finish()]).calls
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1}), ("stop", {})]
+
+
+def test_harmony(grammars: Grammars) -> None:
+    thought = Thought("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+    final = "<|channel|>final<|message|>"
+    given = constrain(ENUM, ALL, HARMONY_TOOLS, thought=thought, answer_begin=final)
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for text, expected in {
+        call: True,
+        thinking + call: True,
+        f"{final}2": True,
+        f"{thinking}{final}3": False,
+        call.replace("add", "stop"): False,
+        f"{call}{call}": False,
+    }.items():
+        assert accepts(grammars, given, text) == expected, text
+
+
+def test_marks_that_are_special_tokens_are_tokens(grammars: Grammars) -> None:
+    """<eos> stands for a model's mark here: as text it is something else."""
+    form = ToolFormat(begin="<eos>[", end="]")
+    given = constrain(None, ALL[:1], form, special_tokens={"<eos>": tokenizer().token_to_id("<eos>")})
+    assert accepts(grammars, given, EOS, f"[{ADD}]")
+    assert not accepts(grammars, given, f"<eos>[{ADD}]"[1:])
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "text"),
+    [
+        (TOOLS, "sometimes", "got 'sometimes'"),
+        ([], "required", r"required \(with tools\)"),
+        (TOOLS, {"type": "function", "function": {"name": "sub"}}, "names the tool 'sub'"),
+        (TOOLS, {"type": "function"}, "names the tool None"),
+        ([{"type": "function"}], "required", "a tool has type function and function.name"),
+        ([{"function": {"name": "f", "parameters": []}}], "required", "parameters are a JSON schema"),
+    ],
+)
+def test_bad_tools(tools: list[dict[str, Any]], choice: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        forced_functions(read_functions(tools), choice)
+
+
+def test_reasoning_before_an_answer(grammars: Grammars) -> None:
+    thinking = "Let me see: {a}?\n</think>\n\n"
+    begun = THINK._replace(is_begun=True)
+    answer = constrain(ENUM, thought=begun)
+    assert accepts(grammars, answer, thinking, "2")
+    assert not accepts(grammars, answer, "2")
+    assert not accepts(grammars, answer, thinking, "3")
+    free = constrain(ENUM, thought=THINK)
+    assert accepts(grammars, free, "<think>", thinking, "2")
+    assert accepts(grammars, free, "2")
+    assert not accepts(grammars, free, thinking, "2")
+    assert accepts(grammars, constrain(StructuredOutputsParams(choice=["a", "b"]), thought=begun), thinking, "b")
+    assert accepts(grammars, constrain(None, ALL, thought=begun), thinking, marked(STOP))
+    regex = StructuredOutputsParams(regex="a")
+    assert constrain(regex, ALL, thought=THINK) is regex
+    with pytest.raises(InvalidRequestError, match="kind regex cannot follow reasoning"):
+        constrain(regex, thought=begun)
+
+
+def test_an_answer_of_a_form_or_calls(grammars: Grammars) -> None:
+    either = constrain(ENUM, ALL, HERMES.forced or ToolFormat())
+    assert accepts(grammars, either, "2")
+    assert accepts(grammars, either, marked(ADD))
+    assert not accepts(grammars, either, "3")
+    assert constrain(ENUM) is ENUM
+    assert constrain(None) is None

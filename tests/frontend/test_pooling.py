@@ -1,0 +1,110 @@
+"""Pooling from the caller's side: sync and async, errors, and an engine that dies in between."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.executors.fake import checksum, fake_vector
+from engine_core import LLM, AsyncLLM, InvalidRequestError, PoolingParams, RequestFailedError
+from ipc.arrays import Floats
+from ipc.messages import PauseMode
+from tools.cli import main
+
+FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": 1000, "max_model_len": 64, "max_num_seqs": 4}
+PROMPTS = [[number, 7, 8] for number in range(20)]
+
+
+def expected(ids: list[int]) -> Floats:
+    return fake_vector(checksum(np.array(ids)))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(**FAKE) as engine:
+        yield engine
+
+
+def test_embed_encode_and_score(llm: LLM) -> None:
+    outputs = llm.embed(PROMPTS, use_tqdm=False)
+    assert [output.outputs.embedding for output in outputs] == [expected(ids).tolist() for ids in PROMPTS]
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    (each,) = llm.encode([[5, 6, 7]], PoolingParams(task="token_embed"), use_tqdm=False)
+    assert np.array_equal(each.outputs.data, [expected([5]), expected([5, 6]), expected([5, 6, 7])])
+    several = [PoolingParams(dimensions=count) for count in (2, 3)]
+    found = llm.encode([[5], [6]], several, use_tqdm=False)
+    assert [output.outputs.data.shape for output in found] == [(2,), (3,)]
+    (cut,) = llm.embed([list(range(100))], use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
+    assert cut.prompt_token_ids == list(range(36, 100))  # a prompt may fill the context
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda llm: llm.classify([[3]]), "'classify'.*it does embed, token_embed"),
+        (lambda llm: llm.embed([[3]], pooling_params=PoolingParams(dimensions=9)), "from 1 to 8"),
+        (lambda llm: llm.embed([[3]], pooling_params=PoolingParams(task="classify")), "the parameters ask for"),
+        (lambda llm: llm.embed([list(range(65))]), "at most 64 fit"),
+        (lambda llm: llm.encode([[3], [4]], [PoolingParams()]), "2 prompts need as many"),
+        (lambda llm: llm.encode([[3]], "embed"), "need as many|must be PoolingParams"),
+        (lambda llm: llm.score("a", 3), "a str or a list of str"),
+        (lambda llm: PoolingParams(task="rank"), "task must be one of"),
+        (lambda llm: PoolingParams(dimensions=0), "at least 1"),
+        (lambda llm: PoolingParams(use_activation=1), "True, False or None"),
+    ],
+)
+def test_what_is_wrong_is_named(llm: LLM, call: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        call(llm)
+
+
+def test_async_and_abort() -> None:
+    async def run() -> None:
+        async with AsyncLLM(**FAKE) as llm:
+            found = [output async for output in llm.encode([5, 6], PoolingParams(dimensions=3))]
+            assert [output.outputs.data.tolist() for output in found] == [expected([5, 6])[:3].tolist()]
+            llm.client.pause(PauseMode.ALL)
+            waiting = asyncio.ensure_future(anext(llm.encode([5], request_id="mine")))
+            await asyncio.sleep(0.05)
+            await llm.abort("mine")
+            with pytest.raises(RequestFailedError, match="aborted"):
+                await waiting
+
+    asyncio.run(run())
+
+
+def test_requests_of_an_engine_that_dies_are_answered_by_the_next() -> None:
+    with LLM(**FAKE) as llm:
+        process = llm._engine._process
+        assert process is not None
+        assert process.pid is not None
+        llm.client.pause(PauseMode.ALL)  # nothing is answered by this engine
+        params = PoolingParams(task="embed")
+        numbers = [llm.client.submit(ids, params, seed=0) for ids in PROMPTS]
+        os.kill(process.pid, signal.SIGKILL)
+        left = np.array(numbers)
+        while len(left):
+            left = np.setdiff1d(left, llm.client.wait(left, timeout=30))
+        assert [llm.client.read(number).vectors is not None for number in numbers] == [True] * len(numbers)
+        for number, ids in zip(numbers, PROMPTS, strict=True):
+            vectors = llm.client.read(number).vectors
+            assert vectors is not None
+            assert np.array_equal(vectors[0], expected(ids))
+        assert llm.client.welcome.epoch > 0
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two texts with the demo model's tokenizer and a fake engine."""
+    assert main(["embed", "One.", "Two.", "--executor", "fake", "-m", _demo(), "--fake-vocab-size", "49152"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith('{"text":"') and line.count(",") == 9 for line in lines] == [True, True]
+
+
+def _demo() -> str:
+    from ipc.files.model_files import resolve_model
+
+    return str(resolve_model(None))

@@ -1,0 +1,192 @@
+"""Quantized weights: the bits of products with the dequantized matrix, from about as many bytes as the file has."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kernels.cpu.build import usable_variants
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import QUANTIZED, PackedMatrix
+from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.quantized import BlockRows, quantize
+from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES, dequantize
+from kernels.elements import BFLOAT16, FLOAT32, Numbers, rounded, to_floats
+from tests.kernels.test_dequantize import random_blocks
+
+TYPES = [name for name in BLOCK_SIZES if name not in PLAIN_TYPES]
+WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+DEPTH = 512
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 15, 29, 300]
+
+
+@pytest.fixture(scope="module", params=usable_variants())
+def variant(request: pytest.FixtureRequest) -> Iterator[CpuLibrary]:
+    library = load_cpu_library(request.param)
+    library.start_threads(2)
+    yield library
+    library.stop_threads()
+
+
+def scales_of(blocks: Numbers, name: str) -> Numbers:
+    """The float16 scales [..., 1 or 2] of blocks [..., bytes], to be read and written."""
+    begin, count = (208, 1) if name == "Q6_K" else (0, 2 if name in WITH_MINIMUM else 1)
+    scales: Numbers = blocks[..., begin : begin + 2 * count].view(np.float16)
+    return scales
+
+
+def ordinary(name: str, rows: int, depth: int = DEPTH, seed: int = 0) -> BlockRows:
+    """Random codes, and scales of both signs as a model has them."""
+    rng = np.random.default_rng(seed)
+    weights, num_bytes = BLOCK_SIZES[name]
+    if name in PLAIN_TYPES:
+        return BlockRows(
+            name, rounded(rng.standard_normal((rows, depth), np.float32), PLAIN_TYPES[name]).view(np.uint8)
+        )
+    blocks = rng.integers(0, 256, (rows, depth // weights, num_bytes), np.uint8)
+    scales = scales_of(blocks, name)
+    scales[...] = rng.standard_normal(scales.shape) * 0.003
+    return BlockRows(name, blocks.reshape(rows, -1))
+
+
+def dense(parts: Sequence[BlockRows]) -> Numbers:
+    """The numbers of all rows, in bfloat16."""
+    with np.errstate(invalid="ignore"):  # an infinite scale times zero
+        plain = [dequantize(part.data.reshape(-1), part.type_name).reshape(-1, part.depth) for part in parts]
+    return np.concatenate([rounded(rows, BFLOAT16) for rows in plain])
+
+
+def numbers(rows: int, depth: int = DEPTH, seed: int = 7) -> Numbers:
+    return rounded(np.random.default_rng(seed).standard_normal((rows, depth), np.float32), BFLOAT16)
+
+
+def assert_same_products(library: CpuLibrary, parts: Sequence[BlockRows], rows: Sequence[int] = ROWS) -> PackedMatrix:
+    """Compare the quantized matrix's products with those of the dequantized one, bit for bit; NaN equals NaN."""
+    stored = quantize(library, parts)
+    assert stored is not None
+    matrix = PackedMatrix(library, stored, out_dtype=FLOAT32)
+    whole = PackedMatrix(library, dense(parts), out_dtype=FLOAT32, is_kept=True)
+    for count in rows:
+        x = numbers(count, parts[0].depth)
+        found, expected = matrix(x).view(np.uint32), whole(x).view(np.uint32)
+        is_nan = np.isnan(expected.view(np.float32))
+        assert np.array_equal(found[~is_nan], expected[~is_nan]), count
+        assert np.isnan(found.view(np.float32)[is_nan]).all(), count
+    return matrix
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_products_have_the_bits_of_the_dequantized_matrix(variant: CpuLibrary, name: str) -> None:
+    parts = [ordinary(name, 100)]
+    matrix = assert_same_products(variant, parts)
+    panels = 4 * 32  # columns, the missing ones of the last panel included
+    assert matrix.packing == QUANTIZED
+    assert matrix.packed.nbytes <= 1.03 * panels * parts[0].data.shape[1] + 64
+
+
+@pytest.mark.parametrize("depth", [32, 96, 288])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_any_number_of_blocks(variant: CpuLibrary, name: str, depth: int) -> None:
+    assert_same_products(variant, [ordinary(name, 33, depth)], [1, 7, 40])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"Q4_K": 128, "Q6_K": 64},  # as llama.cpp mixes the types of Q, K and V
+        {"Q4_K": 100, "Q5_0": 60, "Q8_0": 40},  # and where panels mix them too
+        {"Q5_K": 128, "F16": 32, "F32": 1, "BF16": 20},
+    ],
+    ids=str,
+)
+def test_merged_matrices_of_several_types(variant: CpuLibrary, rows: dict[str, int]) -> None:
+    parts = [ordinary(name, count, seed=count) for name, count in rows.items()]
+    matrix = assert_same_products(variant, parts, [1, 6, 9, 200])
+    assert matrix.packed.nbytes < 0.75 * dense(parts).nbytes
+
+
+@pytest.mark.parametrize("names", [["Q4_K", "Q4_K"], ["Q4_0", "Q8_0"]], ids=str)
+def test_a_gate_and_a_bias(variant: CpuLibrary, names: list[str]) -> None:
+    """Panels of a gate have columns of both halves; where these are of two types, the panels are whole ones."""
+    parts = [ordinary(name, 80, seed=i) for i, name in enumerate(names)]
+    bias = np.random.default_rng(3).standard_normal(160, np.float32)
+    stored, gated = quantize(variant, parts), quantize(variant, parts, is_gated=True)
+    assert stored is not None
+    assert (gated is None) == (names[0] != names[1])
+    for count in (1, 5, 8, 33):
+        x = numbers(count)
+        with_bias = PackedMatrix(variant, stored, bias)(x), PackedMatrix(variant, dense(parts), bias)(x)
+        assert with_bias[0].tobytes() == with_bias[1].tobytes()
+        if gated is not None:
+            pair = [PackedMatrix(variant, weight, gate="silu")(x).tobytes() for weight in (gated, dense(parts))]
+            assert pair[0] == pair[1]
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_a_row_has_the_same_bits_among_any_others(variant: CpuLibrary, name: str) -> None:
+    stored, x = quantize(variant, [ordinary(name, 352)]), numbers(300)
+    assert stored is not None
+    matrix = PackedMatrix(variant, stored, out_dtype=FLOAT32)
+    whole = matrix(x)
+    for threads in (1, 2, 3):
+        variant.start_threads(threads)
+        for count in (1, 2, 5, 6, 7, 14, 33, 127, 129, 300):
+            assert matrix(x[:count]).tobytes() == whole[:count].tobytes(), count
+            assert matrix(x[300 - count :]).tobytes() == whole[300 - count :].tobytes(), count
+    variant.start_threads(2)
+
+
+HOSTILE = {"nan": np.nan, "infinite": np.inf, "zero": 0.0, "subnormal": 2**-24, "huge": -65504.0}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_scales(variant: CpuLibrary, name: str, kind: str) -> None:
+    """One block of one column; only its panel may need more bytes."""
+    part = ordinary(name, 128)
+    blocks = part.data.reshape(128, -1, BLOCK_SIZES[name][1])
+    plain = assert_same_products(variant, [part], [1])
+    scales_of(blocks, name)[37, -1, 0] = HOSTILE[kind]
+    matrix = assert_same_products(variant, [part], [1, 7, 30])
+    assert matrix.packed.nbytes - plain.packed.nbytes in (0, 32 * (2 * DEPTH) - (plain.packed.nbytes - 64) // 4)
+    if kind in ("zero", "subnormal"):
+        assert matrix.packed.nbytes == plain.packed.nbytes
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_scales_of_all_magnitudes(variant: CpuLibrary, name: str) -> None:
+    """Every weight that the fast arithmetic might round otherwise is in a whole panel."""
+    weights, num_bytes = BLOCK_SIZES[name]
+    rough = random_blocks(name, 32 * DEPTH // weights, seed=5).reshape(32, -1)
+    assert rough.shape[1] == DEPTH // weights * num_bytes
+    assert_same_products(variant, [BlockRows(name, rough), ordinary(name, 64)], [1, 8])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_of_an_embedding(variant: CpuLibrary, name: str) -> None:
+    part = ordinary(name, 70)
+    stored, ids = quantize(variant, [part]), np.array([69, 0, 31, 32, 5], np.int64)
+    assert stored is not None
+    expected = to_floats(dense([part]))[ids] * np.float32(1.25)
+    for table in (PackedMatrix(variant, stored), part):
+        found = CpuEmbedding(variant, table, 1.25)(ids)
+        assert np.array_equal(found, expected)
+
+
+def test_what_is_not_quantized(variant: CpuLibrary) -> None:
+    """A matrix of plain numbers, and one most of whose panels would be whole."""
+    assert quantize(variant, [ordinary("F16", 40), ordinary("BF16", 3)]) is None
+    broken = ordinary("Q8_0", 96)
+    scales_of(broken.data.reshape(96, -1, 34), "Q8_0")[:64] = np.nan
+    assert quantize(variant, [broken]) is None
+    assert quantize(variant, [ordinary("Q8_0", 40), ordinary("BF16", 200)]) is None
+
+
+def test_rows_that_are_no_blocks_are_refused(c_library: CpuLibrary) -> None:
+    part = ordinary("Q4_K", 3)
+    with pytest.raises(ValueError, match="rows of 287 bytes Q4_K"):
+        quantize(c_library, [BlockRows("Q4_K", part.data[:, :-1])])
+    with pytest.raises(ValueError, match="rows of 272 bytes Q8_0 are no rows of 512 numbers"):
+        quantize(c_library, [part, ordinary("Q8_0", 2, 256)])
+    with pytest.raises(KeyError, match="Q2_K"):
+        quantize(c_library, [BlockRows("Q2_K", part.data)])

@@ -1,0 +1,221 @@
+"""What one client can cost the others: the longest gap in a witness's stream while another client does its worst.
+
+Engine, witness and hostile client are processes of their own, so no gap is made by sharing an interpreter. Steps take
+fake_step_us each. On a machine with few cores the hostile client competes for them too: "busy" is a client that only
+computes and sends nothing, whose gap is the machine's and not the border's.
+
+`python -m tools.bench.hostile ADDRESS` is the witness: it prints its longest gap and its number of messages for each
+line that it reads.
+"""
+
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from frontend.engine.process import EngineProcess
+from ipc.config import EngineConfig
+from ipc.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Abort,
+    AddRequest,
+    GetStatistics,
+    Hello,
+    Statistics,
+    decode_server_message,
+    encode,
+)
+from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import Explain, Explanation
+from ipc.version import NAME, VERSION
+
+_STEP_US = 2000
+_MANY = 20_000  # requests that wait
+_STORM_S = 3.0
+_LIMIT_S = 60.0
+
+
+class _Client:
+    """A client without manners: no flow control, no checks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.sndhwm = self.socket.rcvhwm = 0
+        self.socket.connect(address)
+        self.send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "hostile"))
+
+    def send(self, *messages: Any) -> None:
+        """Send messages, or frames as they are."""
+        for one in messages:
+            self.socket.send(one if isinstance(one, bytes) else encode(one))
+
+    def receive(self, kind: type) -> None:
+        """Wait for a message of this kind."""
+        end = time.monotonic() + _LIMIT_S
+        while (left := end - time.monotonic()) > 0 and self.socket.poll(int(left * 1000)):
+            if isinstance(decode_server_message(self.socket.recv()), kind):
+                return
+        raise TimeoutError(f"no {kind.__name__} within {_LIMIT_S:g} s")
+
+    def settle(self) -> None:
+        """Wait until the engine has worked off what was sent."""
+        self.send(GetStatistics(1))
+        self.receive(Statistics)
+
+
+def _request(number: int, max_tokens: int, **params: Any) -> AddRequest:
+    prompt = np.array([number % 997, 3], "<i4").tobytes()
+    options = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
+    return AddRequest(number, prompt, options, 0)
+
+
+def _huge_list() -> bytes:
+    """Return a request of 8 MiB whose allowed_token_ids is one list."""
+    fields = msgspec.msgpack.decode(encode(_request(1, 8)))
+    position = SamplingParams.__struct_fields__.index("allowed_token_ids")
+    parts = [msgspec.msgpack.encode(field) for field in fields]
+    head = b"".join(msgspec.msgpack.encode(value) for value in fields[3][:position])
+    parts[3] = b"\xdc" + struct.pack(">H", position + 1) + head + b"\xdd" + struct.pack(">I", 8_300_000)
+    parts[3] += bytes([1]) * 8_300_000
+    return bytes([0x90 + len(parts)]) + b"".join(parts)
+
+
+def _huge_lists(client: _Client) -> None:
+    client.send(*[_huge_list()] * 6)
+
+
+def _biases(client: _Client) -> None:
+    bias = dict.fromkeys(range(900), 1.0)
+    client.send(*(_request(number, 8, logit_bias=bias) for number in range(2000)))
+    client.settle()
+
+
+def _unknown_aborts(client: _Client) -> None:
+    client.send(*[encode(Abort(np.arange(65_536, dtype="<u4").tobytes(), b""))] * 100)
+
+
+def _many_parts(client: _Client) -> None:
+    for _ in range(1_000_000):
+        client.socket.send(b"x", zmq.SNDMORE)
+    client.socket.send(b"x")
+
+
+def _explanations(client: _Client) -> None:
+    client.send(*(_request(number, 100_000) for number in range(_MANY)))
+    client.settle()
+    client.send(*(Explain(call, -1, 0, 1000) for call in range(30)))
+    end = time.monotonic() + _STORM_S
+    while time.monotonic() < end:
+        client.receive(Explanation)
+        client.send(Explain(99, -1, 0, 1000))
+
+
+def _mass_abort(client: _Client) -> None:
+    client.send(*(_request(number, 100_000) for number in range(_MANY)))
+    client.settle()
+    client.send(Abort(np.arange(_MANY, dtype="<u4").tobytes(), b""))
+    client.settle()
+
+
+def _tiny_calls(client: _Client) -> None:
+    frame, end = encode(Abort(np.arange(1, dtype="<u4").tobytes(), b"")), time.monotonic() + _STORM_S
+    while time.monotonic() < end:
+        client.send(frame)
+
+
+def _busy(client: _Client) -> None:
+    end = time.monotonic() + _STORM_S
+    while time.monotonic() < end:
+        pass
+
+
+CASES: dict[str, Callable[[_Client], None]] = {
+    "nothing": lambda client: time.sleep(_STORM_S),
+    "busy": _busy,
+    "6 lists of 8.3 million numbers": _huge_lists,
+    "2,000 requests with 900 biases": _biases,
+    "100 Aborts of 65,536 unknown numbers": _unknown_aborts,
+    "a message of 1,000,000 parts": _many_parts,
+    "explanations of 20,000 requests": _explanations,
+    "an Abort of 20,000 requests": _mass_abort,
+    "a tight loop of tiny messages": _tiny_calls,
+}
+
+
+def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
+    """Yield a record for each case: the witness's longest gap in ms, and its messages a second."""
+    config = msgspec.structs.replace(
+        config, fake_step_us=_STEP_US, fake_max_model_len=1_000_000, max_num_queued_requests=4 * _MANY
+    )
+    for name in CASES:
+        with EngineProcess(config) as engine:
+            gap, rate = _measure(engine.address, name)
+        names = {"engine": NAME, "version": VERSION, "workload": "hostile", "rep": rep, "case": name}
+        yield {**names, "step_ms": _STEP_US / 1000, "longest_gap_ms": round(gap * 1000, 1), "messages_s": round(rate)}
+
+
+def _measure(address: str, name: str) -> tuple[float, float]:
+    command = [sys.executable, "-m", __name__, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as witness:
+        assert witness.stdin is not None
+        assert witness.stdout is not None
+        witness.stdout.readline()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        client = _Client(context, address)
+        time.sleep(0.5)
+        _ask(witness)
+        begin = time.monotonic()
+        CASES[name](client)
+        time.sleep(1.0)
+        gap, count = _ask(witness)
+        seconds = time.monotonic() - begin
+        context.destroy(linger=0)
+        witness.kill()
+    return gap, count / seconds
+
+
+def _ask(witness: "subprocess.Popen[str]") -> tuple[float, int]:
+    assert witness.stdin is not None
+    assert witness.stdout is not None
+    witness.stdin.write("\n")
+    witness.stdin.flush()
+    gap, count = witness.stdout.readline().split()
+    return float(gap), int(count)
+
+
+def witness(address: str) -> None:
+    """Follow one long stream; for each line of standard input print the longest gap and the messages since the last."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = _Client(context, address)
+    client.send(_request(0, 900_000))
+    asked = threading.Event()
+    threading.Thread(target=_wait_for_lines, args=(asked,), daemon=True).start()
+    longest, count = 0.0, 0
+    print("ready", flush=True)
+    last = time.monotonic()
+    while client.socket.poll(int(_LIMIT_S * 1000)):
+        client.socket.recv()
+        now = time.monotonic()
+        longest, last, count = max(longest, now - last), now, count + 1
+        if asked.is_set():
+            asked.clear()
+            print(longest, count, flush=True)
+            longest, count = 0.0, 0
+
+
+def _wait_for_lines(asked: threading.Event) -> None:
+    for _ in sys.stdin:
+        asked.set()
+
+
+if __name__ == "__main__":
+    witness(sys.argv[1])

@@ -1,0 +1,164 @@
+"""Recording: what a capture holds of its requests and steps, apart from its schedule: arrivals, tokens, step times."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from core.capture.file import CaptureFile, Turn
+from core.capture.recorded_executor import RecordedExecutor
+from core.engine import EngineCore
+from core.inputs import EngineReply
+from ipc.arrays import Ints
+from ipc.errors import CaptureFileError
+from ipc.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs, RequestFailed, unpack_numbers
+from ipc.pooling_messages import AddPooling
+from tools.replay.output_rows import OutputRow, output_rows
+from tools.replay.rerun import replay_config
+from tools.replay.what_if.step_time import FeatureWatcher
+
+#: (client, request number)
+RequestKey = tuple[int, int]
+
+
+class Recorded(msgspec.Struct):
+    """One request. Times: ns on the capture's clock; 0 = not in the capture."""
+
+    client: int
+    message: AddRequest
+    received_ns: int  # by the border; by the step that took it in, in captures from before format 1.3
+    tokens: list[list[int]]  # of each choice, those in AddRequest.delivered first
+    token_times: list[int]  # of the steps that yielded a token of choice 0
+    ended_ns: int = 0  # 0: it is open where the capture ends
+    aborted_ns: int = 0  # 0: its client did not abort it
+    num_open: int = 1  # choices
+
+    @property
+    def key(self) -> RequestKey:
+        """Return the request's name within its capture."""
+        return self.client, self.message.number
+
+
+class Recording(msgspec.Struct):
+    """The requests in order of arrival, and the steps that ran a plan."""
+
+    requests: list[Recorded]
+    features: Ints  # [steps, 8], see step_time.FEATURES
+    durations: Ints  # ns [steps]
+    gap_ns: int  # from one step's end to the next one's begin, where there is work: the median
+    empty_ns: int  # duration of a step without a plan: the median
+    num_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    begin_ns: int  # the first request's arrival
+    end_ns: int  # of the last step
+
+
+def read_recording(file: CaptureFile) -> Recording:
+    """Run a capture's steps with its own tokens, and return what it holds.
+
+    Errors: CaptureFileError, also where this version of the engine decides otherwise than the captured one.
+    """
+    executor, watcher = RecordedExecutor(file.header.model), FeatureWatcher()
+    engine = EngineCore(replay_config(file.header), executor, file.header.epoch, [watcher])
+    watcher.table = engine.scheduler.table
+    reader, features, durations = _Reader(), list[Ints](), list[int]()
+    gaps, empty, last_end_ns, end_ns = list[int](), list[int](), 0, 0
+    for turn in file.turns():
+        step = turn.step
+        executor.feed(step)
+        reader.receive(turn)
+        if last_end_ns:
+            gaps.append(step.now_ns - last_end_ns)
+        end_ns = step.now_ns + step.elapsed_ns
+        try:
+            replies = engine.step(turn.inbox, step.now_ns)
+        except Exception as error:
+            if step.error:
+                break
+            raise CaptureFileError(
+                f"{file.path}: step {turn.step_index} is decided otherwise by this version of the engine "
+                f"({type(error).__name__}: {error}); --mode resched shows the difference"
+            ) from None
+        reader.note(replies, end_ns)
+        if (found := watcher.take()) is None:
+            empty.append(step.elapsed_ns)
+        else:
+            features.append(found)
+            durations.append(step.elapsed_ns)
+        last_end_ns = end_ns if engine.has_work else 0
+    if not features:
+        raise CaptureFileError(f"{file.path}: no step of it ran anything, so there is nothing to measure")
+    stats = engine.scheduler.stats
+    return Recording(
+        reader.requests,
+        np.stack(features),
+        np.array(durations),
+        int(np.median(gaps)) if gaps else 0,
+        int(np.median(empty)) if empty else 10_000,
+        stats.num_generation_tokens,
+        stats.prefix_cache_hits,
+        stats.num_preemptions,
+        reader.requests[0].received_ns if reader.requests else 0,
+        end_ns,
+    )
+
+
+class _Reader:
+    """Follows the requests from their arrival to their end."""
+
+    def __init__(self) -> None:
+        self.requests: list[Recorded] = []
+        self._live: dict[RequestKey, Recorded] = {}
+
+    def receive(self, turn: Turn) -> None:
+        now_ns = turn.step.now_ns
+        for (client, message), received_ns in zip(turn.inbox, turn.received_ns, strict=True):
+            if isinstance(message, AddPooling) or (isinstance(message, AddRequest) and message.params.use_beam_search):
+                what = "a pooling request" if isinstance(message, AddPooling) else "a beam search"
+                raise CaptureFileError(
+                    f"step {turn.step_index}: {what} of client {client}, which --what-if does not simulate: "
+                    "use a capture of requests that sample tokens"
+                )
+            if isinstance(message, AddRequest) and (client, message.number) not in self._live:
+                tokens = [np.frombuffer(part, "<i4").tolist() for part in message.delivered]
+                tokens += [[] for _ in range(message.params.n - len(tokens))]
+                one = Recorded(client, message, received_ns or now_ns, tokens, [], num_open=message.params.n)
+                self._live[client, message.number] = one
+                self.requests.append(one)
+            elif isinstance(message, Abort):
+                self._abort(client, message, now_ns)
+            elif isinstance(message, Goodbye):
+                for key in [key for key in self._live if key[0] == client]:
+                    one = self._live.pop(key)
+                    one.aborted_ns = one.ended_ns = now_ns
+
+    def _abort(self, client: int, message: Abort, now_ns: int) -> None:
+        for number in unpack_numbers(message.numbers):
+            one = self._live.get((client, number))
+            if one is not None and (not message.choices or one.num_open == 1):
+                one.aborted_ns = now_ns
+
+    def note(self, replies: Sequence[tuple[int, EngineReply]], end_ns: int) -> None:
+        for client, reply in replies:
+            if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
+                self._live.pop((client, reply.number)).ended_ns = end_ns
+            elif isinstance(reply, Outputs):
+                for row in output_rows(reply):
+                    if (one := self._live.get((client, row.number))) is not None:
+                        self._note_row(one, row, end_ns)
+
+    def _note_row(self, one: Recorded, row: OutputRow, end_ns: int) -> None:
+        one.tokens[row.choice] += row.tokens
+        if row.choice == 0:
+            one.token_times += [end_ns] * len(row.tokens)
+        if row.finish:
+            self._end(one, row.finish, end_ns)
+
+    def _end(self, one: Recorded, reason: FinishReason, end_ns: int) -> None:
+        one.num_open -= 1
+        if reason != FinishReason.ABORT:
+            one.aborted_ns = 0
+        if not one.num_open:
+            one.ended_ns = end_ns
+            self._live.pop((one.client, one.message.number), None)
