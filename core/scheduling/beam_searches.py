@@ -81,7 +81,6 @@ class BeamSearches:
         search = BeamSearch(first.sampling, len(requests), max_tokens, self._eos)
         self._groups[first.client, first.number] = _Group(list(requests), search)
         for request in requests:
-            request.choices = requests
             request.max_total_tokens = request.num_tokens + 1
 
     def mend(self, draft: Draft) -> None:

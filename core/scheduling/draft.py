@@ -10,7 +10,6 @@ from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
 from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
 
 
 class DraftTokens(NamedTuple):
@@ -76,13 +75,12 @@ class Draft:
         """Tell the executor of the requests that start, in these rows."""
         for row, start in zip(rows.tolist(), self.starts, strict=True):
             request, num_computed, block_ids = start.request, start.num_computed_tokens, start.block_ids
-            match request.params:
-                case PoolingParams() as pooling:
-                    self.added_pooling.append(NewPooling(row, request.token_ids, num_computed, block_ids, pooling))
-                case SamplingParams() as sampling:
-                    num_prompt, seed, choice = request.num_prompt_tokens, request.seed, request.choice
-                    new = NewRow(row, request.token_ids, num_prompt, num_computed, block_ids, sampling, seed, choice)
-                    self.added.append(new)
+            if (sampling := request.sampling) is not None:
+                num_prompt, seed, choice = request.num_prompt_tokens, request.seed, request.choice
+                new = NewRow(row, request.token_ids, num_prompt, num_computed, block_ids, sampling, seed, choice)
+                self.added.append(new)
+            elif isinstance(pooling := request.params, PoolingParams):
+                self.added_pooling.append(NewPooling(row, request.token_ids, num_computed, block_ids, pooling))
 
     def renew(self, table: BatchTable, carried: Carried) -> None:
         """Tell the executor anew of rows whose tokens and blocks have changed; new blocks of this plan are left out."""

@@ -77,9 +77,10 @@ class Ends:
 
     def finish(self, rows: Rows) -> None:
         """End the requests of these rows, which have all their tokens."""
-        ending = [self._batch.table.request[row] for row in rows.tolist()]
-        for request in [request for request in ending if request is not None and request.choices]:
-            self._leads.finish(request)
+        if self._leads:
+            ending = [self._batch.table.request[row] for row in rows.tolist()]
+            for request in [request for request in ending if request is not None and request.choices]:
+                self._leads.finish(request)
         self._forget(self._batch.release(rows))
         self._stats.num_finished += len(rows)
 
@@ -95,10 +96,10 @@ class Ends:
             self.finish(ended)
 
     def _forget(self, requests: list[Request]) -> None:
-        end, is_held = self._policy.end, self._waiting.is_held
+        end, held = self._policy.end, self._waiting.held_clients
         for request in requests:
             request.is_finished = True
-            if not is_held(request.client):
+            if request.client not in held:
                 end(request)
             if request.tenant:
                 self._parties.leave(request)

@@ -19,12 +19,18 @@ class Leads:
         self._forks = forks
         self._waiting = waiting
         self._running: list[Request] = []
+        self._num_live = 0  # messages with several choices or beams of which one is live
+
+    def __bool__(self) -> bool:
+        """Return whether any live message has several choices or beams."""
+        return self._num_live > 0
 
     def enter(self, choices: list[Request]) -> None:
-        """Let all of several choices of a new message but the first follow that. They are in no queue yet.
+        """Let all choices or beams of a new message but the first follow that. They are in no queue yet.
 
         A prompt of one token is computed by each choice: there is nothing to share.
         """
+        self._num_live += 1
         for request in choices:
             request.choices = choices
             request.follows = request is not choices[0] and request.num_prompt_tokens > 1
@@ -59,6 +65,7 @@ class Leads:
             self._release(following[:1])
         if all(choice.is_finished for choice in request.choices):
             self._forks.drop(request.choices)
+            self._num_live -= 1
 
     def _release(self, choices: list[Request]) -> None:
         for choice in choices:

@@ -108,9 +108,7 @@ class Preemption:
         if params is not None and params.prompt_logprobs is not None and not has_output:
             return None  # prompt logprobs of a step in flight would be lost; computed again, they are reported
         if request.searches:
-            return (
-                None  # beams share blocks, and copies on the host would not; its last block may be still to be copied
-            )
+            return None  # beams share blocks, and copies on the host would not
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
         count = ceil_div(kept, self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):

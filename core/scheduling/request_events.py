@@ -4,18 +4,14 @@ Steps without such events cost nothing.
 """
 
 import struct
-from typing import TypeAlias
 
 from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.scheduling.decisions import Preempted
 from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
 
-#: Number, choice, kind, cause, amount, time.
-_Event: TypeAlias = tuple[int, int, int, int, int, int]
-
 _QUEUED, _SCHEDULED, _PREEMPTED, _RESUMED = map(int, EventKind)
-_FORMATS = "IHBBIq"  # struct codes of an event's fields
+_FORMATS = "IHBBIq"  # struct codes of an event's fields: number, choice, kind, cause, amount, time
 
 
 class RequestEventLog:
@@ -25,7 +21,7 @@ class RequestEventLog:
     """
 
     def __init__(self) -> None:
-        self._events: dict[int, list[_Event]] = {}  # by client
+        self._events: dict[int, list[int]] = {}  # by client: the fields of one event after those of another
 
     def __bool__(self) -> bool:
         """Return whether any event waits."""
@@ -40,12 +36,12 @@ class RequestEventLog:
         """Record starts. Call this before has_started of their requests is set."""
         for start in starts:
             request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host
-            events, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
-            if request.has_started:
-                events.append((number, choice, _RESUMED, 0, num_found, now_ns))
+            fields, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
+            if not request.has_started:
+                fields += (number, choice, _QUEUED, 0, 0, request.arrival_ns)
+                fields += (number, choice, _SCHEDULED, 0, num_found, now_ns)
             else:
-                events.append((number, choice, _QUEUED, 0, 0, request.arrival_ns))
-                events.append((number, choice, _SCHEDULED, 0, num_found, now_ns))
+                fields += (number, choice, _RESUMED, 0, num_found, now_ns)
 
     def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
         """Record preemptions."""
@@ -57,13 +53,16 @@ class RequestEventLog:
         self._add_preempted(request, EventCause.HOLD, 0, now_ns)
 
     def _add_preempted(self, request: Request, cause: EventCause, num_swapped: int, now_ns: int) -> None:
-        event = (request.number, request.choice, _PREEMPTED, int(cause), num_swapped, now_ns)
-        self._events.setdefault(request.client, []).append(event)
+        fields = (request.number, request.choice, _PREEMPTED, int(cause), num_swapped, now_ns)
+        self._events.setdefault(request.client, []).extend(fields)
 
     def take(self, client: int) -> RequestEvents | None:
         """Return this client's events since the last call; None for none."""
-        events = self._events.pop(client, None)
-        if events is None:
+        fields = self._events.pop(client, None)
+        if fields is None:
             return None
-        columns = zip(_FORMATS, zip(*events, strict=True), strict=True)
-        return RequestEvents(*[struct.pack(f"<{len(events)}{kind}", *column) for kind, column in columns])
+        width = len(_FORMATS)
+        count = len(fields) // width
+        return RequestEvents(
+            *[struct.pack(f"<{count}{kind}", *fields[place::width]) for place, kind in enumerate(_FORMATS)]
+        )

@@ -100,7 +100,7 @@ class Scheduler:
                 self.outputs.add_finish(request, request.num_output_tokens, finish, stop_token)
                 over.append(request)
         live = [request for request in choices if request not in over] if over else choices
-        if len(live) > 1:
+        if len(live) > 1 or is_search:
             self._leads.enter(live)
         if is_search:
             self._enter_search(live)
@@ -227,7 +227,8 @@ class Scheduler:
     def schedule(self, now_ns: int) -> SchedulerOutput:
         """Return the next plan, empty when nothing can run, and advance num_computed_tokens before it runs."""
         self._ends.fail_overdue(now_ns)
-        self._leads.release_followers()
+        if self._leads:
+            self._leads.release_followers()
         draft = Draft(self._step, now_ns, self._token_budget)
         if self.beams:
             self.beams.mend(draft)
@@ -361,7 +362,8 @@ class Scheduler:
         """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
         rows = self.batch.launch(draft.starts)
         draft.add_rows(rows)
-        self._leads.start(draft.starts)
+        if self._leads:
+            self._leads.start(draft.starts)
         self.outputs.add_starts(draft.starts, draft.now_ns)
         self.stats.count_starts(draft.starts)
         for start in draft.starts:

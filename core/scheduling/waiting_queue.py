@@ -4,6 +4,8 @@ Requests of a client on hold wait apart. So do choices whose prompt another choi
 shut, requests that have not started.
 """
 
+from collections.abc import Collection
+
 from core.batch.request import Request
 from core.scheduling.waiting_lines import FairLine, Line
 
@@ -36,6 +38,11 @@ class WaitingQueue:
     def num_held(self) -> int:
         """Return the number of requests of clients on hold."""
         return self._num_held
+
+    @property
+    def held_clients(self) -> Collection[int]:
+        """Return the clients on hold."""
+        return self._held.keys()
 
     @property
     def num_unbegun(self) -> int:
