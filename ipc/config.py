@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ipc.config_checks import check_model, check_weights
 from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat
 from ipc.neutral_options import check_neutral, is_neutral
@@ -23,6 +24,7 @@ RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 CpuKernels = Literal["auto", "c", "torch"]
+Quantization = Literal["auto", "stored", "none", "int8"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,6 +56,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "model",
             "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it, else float32",
             spellings={"float": "float32"},
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Option(
+            "model",
+            "matrices in memory: stored = as a quantized file has them, none = dequantized at load (no token changes), "
+            "int8 = products in 8 bits, other tokens; auto = stored or none, by the CPU",
+            flags=("-q",),
         ),
     ] = "auto"
     device: Annotated[
@@ -292,8 +303,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ConfigError(
                 f"generation_config must be 'auto', 'vllm' or the path of a folder; got {self.generation_config!r}"
             )
-        _check_weights(self.client_weights)
-        _check_model(self.model)
+        check_weights(self.client_weights)
+        check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
@@ -310,8 +321,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 #: Every option by name, in the order of the fields.
 OPTIONS = declared_options(EngineConfig)
-_MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
-_MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 #: vLLM's name -> ours, for options that are named differently.
 _OTHER_NAMES = {other: name for name, declared in OPTIONS.items() for other in declared.option.names}
 #: vLLM's swap_space, in GiB; ours is swap_space_bytes.
@@ -366,26 +375,3 @@ def _with_revision(model: object, revision: object) -> str:
             f"got model={model!r:.80}"
         )
     return f"{model}@{revision}"
-
-
-def _check_weights(weights: object) -> None:
-    if not isinstance(weights, dict) or not all(isinstance(name, str) and name for name in weights):
-        raise ConfigError(f"client_weights must be a dict of client names and weights; got {weights!r:.80}")
-    for name, weight in weights.items():
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not is_number or not _MIN_WEIGHT <= weight <= _MAX_WEIGHT:
-            raise ConfigError(
-                f"client_weights: the weight of {name!r:.80} must be a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}; "
-                f"got {weight!r:.80}"
-            )
-
-
-def _check_model(model: object) -> None:
-    if model is None:
-        return
-    if not isinstance(model, str) or not model:
-        raise ConfigError(f"model must be a model folder, a .gguf file or a Hugging Face name; got {model!r:.80}")
-    if any("\ud800" <= character <= "\udfff" for character in model) or "\0" in model:
-        raise ConfigError(f"model must be valid UTF-8 without NUL; got {model!r:.80}")
-    if (size := len(model.encode())) > _MAX_MODEL_BYTES:
-        raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")

@@ -167,7 +167,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "pooler_config": (),
     "prefill_context_parallel_size": (1,),
     "qlora_adapter_name_or_path": (),
-    "quantization": (),
     "reasoning_parser": ("",),
     "reasoning_parser_plugin": ("",),
     "rope_scaling": ({},),
@@ -191,7 +190,6 @@ _INSTEAD = {
     "data_parallel_size": "start several engines",
     "download_dir": "the environment variable HF_HOME names the cache's folder",
     "hf_token": "set the environment variable HF_TOKEN",
-    "quantization": "the format of the files decides",
     "served_model_name": "engine-core http --served-model-name gives names",
     "speculative_model": "use speculative_config",
 }

@@ -11,13 +11,16 @@ from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
 from core.model_files.pooling import pools, read_pooler
+from core.models.config import ModelConfig
 from core.models.interface import Model
 from core.models.llama import Llama
+from core.models.weight_form import WeightForm, best_form
 from core.pooling.pooler import Pooler
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint
+from kernels.cpu.library import CpuLibrary
 from kernels.elements import Dtype
 
 
@@ -39,6 +42,8 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
         if config.device == "cuda":
+            if config.quantization in ("stored", "int8"):
+                raise ConfigError(f"quantization={config.quantization!r} is of device='cpu': a GPU's is 'none'")
             if pools(config, path, model_config):
                 raise ConfigError(f"{path} pools, and device='cuda' generates only: use device='cpu'")
             weights = open_weights(config.load_format, path, model_config, dtype)
@@ -51,11 +56,14 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
         library = start_cpu_kernels(config)
         if library is None or config.numerics == "L0":
             start_torch(config)
+        form = _weight_form(config, model_config, library)
         weights = open_weights(config.load_format, path, model_config, dtype, library)
-        native = Llama(model_config, weights.tensors, dtype, config.numerics, library)
+        native = Llama(model_config, weights.tensors, dtype, config.numerics, library, form=form)
         pooler = read_pooler(config, path, native) if pools(config, path, model_config) else None
         _return_free_memory()
         return LoadedModel(native, weights.fingerprint, weights.label, pooler)
+    if config.quantization in ("stored", "int8"):
+        raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
     if config.runner == "pooling":
         raise ConfigError(f"{path}: models that run through transformers' code do not pool: leave runner at 'auto'")
     if config.device == "cuda":
@@ -73,6 +81,21 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
     if made_up:
         return LoadedModel(model, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
     return LoadedModel(model, model_fingerprint(path), "")
+
+
+def _weight_form(config: EngineConfig, model_config: ModelConfig, library: CpuLibrary | None) -> WeightForm:
+    """Return the form of matrices in memory. Errors: ConfigError for one that only the C kernels have, without them."""
+    if config.quantization == "none":
+        return WeightForm.DENSE
+    if library is None or config.numerics == "L0":
+        if config.quantization == "auto":
+            return WeightForm.DENSE
+        raise ConfigError(
+            f"quantization={config.quantization!r} needs the C kernels, at numerics level L2: use quantization='none'"
+        )
+    if config.quantization == "auto":
+        return best_form(library, model_config)
+    return WeightForm.STORED if config.quantization == "stored" else WeightForm.INT8
 
 
 def _return_free_memory() -> None:

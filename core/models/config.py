@@ -46,3 +46,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Number of weights that a step multiplies with, head included."""
+        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim  # Q and O, K, V
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size

@@ -10,6 +10,7 @@ from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
 from core.models.unchanged import unchanged
+from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
@@ -56,9 +57,11 @@ class CpuOperations:
 
     is_exact = True
 
-    def __init__(self, config: ModelConfig, dtype: Dtype, library: CpuLibrary) -> None:
-        self._config, self._dtype, self.library = config, dtype, library
-        self._is_kept = not exceed_caches(_matrix_bytes(config, dtype))
+    def __init__(
+        self, config: ModelConfig, dtype: Dtype, library: CpuLibrary, form: WeightForm = WeightForm.STORED
+    ) -> None:
+        self._config, self._dtype, self.library, self.form = config, dtype, library, form
+        self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
         self.tables = of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
         self._attention = CpuAttention(library)
         self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
@@ -78,7 +81,8 @@ class CpuOperations:
         if isinstance(head, PackedMatrix):
             return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
         part = table.parts[0]
-        if self._dtype == BFLOAT16 and part.type_name not in PLAIN_TYPES and len(table.parts) == 1:
+        is_stored = self._dtype == BFLOAT16 and self.form is not WeightForm.DENSE
+        if is_stored and part.type_name not in PLAIN_TYPES and len(table.parts) == 1:
             return CpuEmbedding(self.library, BlockRows(part.type_name, part.data.copy()), scale)
         return CpuEmbedding(self.library, table.own(self._dtype), scale)
 
@@ -109,7 +113,9 @@ class CpuOperations:
         gate: str | None = None,
     ) -> PackedMatrix:
         """Pack the weight as it is stored if bfloat16 products can read it so, else as numbers of the model's dtype."""
-        stored = weight.quantized(self.library, is_gated=gate is not None) if self._dtype == BFLOAT16 else None
+        stored = None
+        if self._dtype == BFLOAT16 and self.form is WeightForm.STORED:
+            stored = weight.quantized(self.library, is_gated=gate is not None)
         numbers = weight.dense(self._dtype) if stored is None else stored
         return PackedMatrix(self.library, numbers, bias, out_dtype=out_dtype, gate=gate, is_kept=self._is_kept)
 
@@ -161,10 +167,3 @@ class CpuOperations:
         return CpuKVCache(
             config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
         )
-
-
-def _matrix_bytes(config: ModelConfig, dtype: Dtype) -> int:
-    """Return the bytes of the weights of all products of the model."""
-    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim  # Q and O, K, V
-    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    return (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size) * dtype.itemsize

@@ -15,6 +15,7 @@ from core.models.operations import AttentionWork, Operations, Product, choose_op
 from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
 from core.models.stored_matrix import StoredMatrix, Weight
 from core.models.tensor import Tensor
+from core.models.weight_form import WeightForm
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
@@ -38,12 +39,13 @@ class Llama:
         numerics: Numerics = "L2",
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
+        form: WeightForm = WeightForm.STORED,
     ) -> None:
         """Pack the weights and build the layers.
 
         weights: (Hugging Face name, weight) pairs, best in the order of expected_shapes: each is packed as soon as its
         parts are read, and not kept. library: the C kernels, with their threads started; None = torch's operations.
-        operations: replace those that numerics and library select.
+        form: of the matrices in memory. operations: replace those that numerics, library and form select.
         Errors: ModelFileError naming tensors that are missing.
         """
         self.config = config
@@ -51,7 +53,7 @@ class Llama:
         self.max_model_len = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
-        self.operations = operations = operations or choose_operations(config, dtype, numerics, library)
+        self.operations = operations = operations or choose_operations(config, dtype, numerics, library, form)
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         # Rounded to dtype, like the embeddings: models with such a factor are trained with the rounded one.

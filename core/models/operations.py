@@ -7,6 +7,7 @@ from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
+from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from kernels.cpu.library import CpuLibrary
@@ -126,11 +127,17 @@ class Operations(Protocol):
         """Allocate a KV cache. Errors: MemoryError."""
 
 
-def choose_operations(config: ModelConfig, dtype: Dtype, numerics: Numerics, library: CpuLibrary | None) -> Operations:
-    """Return the C kernels' operations; torch's if there is no library or numerics is L0."""
+def choose_operations(
+    config: ModelConfig,
+    dtype: Dtype,
+    numerics: Numerics,
+    library: CpuLibrary | None,
+    form: WeightForm = WeightForm.STORED,
+) -> Operations:
+    """Return the C kernels' operations; torch's, which dequantize, if there is no library or numerics is L0."""
     if library is None or numerics == "L0":
         # Imported here: only this path needs torch.
         from core.models.torch_operations import TorchOperations
 
         return TorchOperations(config, dtype)
-    return CpuOperations(config, dtype, library)
+    return CpuOperations(config, dtype, library, form)

@@ -36,6 +36,7 @@ class CpuLibrary:
     def __init__(self, variant: str, path: Path) -> None:
         """Load the library. Errors: OSError; CpuLibraryError if its structs differ from kernels/cpu/structs.py."""
         self.variant = variant
+        self.num_threads = 1
         self._functions = ctypes.CDLL(str(path))
         check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
@@ -51,10 +52,11 @@ class CpuLibrary:
     def start_threads(self, num_threads: int) -> None:
         """Run kernels on num_threads threads, the calling thread included. Idle threads use no CPU."""
         self._start(num_threads)
+        self.num_threads = num_threads
 
     def stop_threads(self) -> None:
         """End all threads but the calling one."""
-        self._start(1)
+        self.start_threads(1)
 
     def wake_threads(self) -> None:
         """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long."""

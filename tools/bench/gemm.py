@@ -2,13 +2,15 @@
 
 Weights come from memory, as in an engine: each product has so many copies that few are still in the cache at their next
 turn. A time is the least of many, because other work on the machine only adds to it. The bandwidth of memory meanwhile
-is a record of its own: torch adds up more bytes than the caches hold, the median of many runs.
+is a record of its own: torch adds up more bytes than the caches hold, the median of many runs. Of a GGUF file with
+quantized matrices the C kernel's products are measured as stored, too: those of the first layer and the head.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,25 +18,30 @@ import torch
 
 from core.device import num_threads, start_cpu_kernels
 from core.model_files.model_config import ModelConfig, read_model_config
+from core.model_files.weights import load_weights
+from core.models.stored_matrix import StoredMatrix
+from core.models.weight_parts import WeightParts
 from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
 from ipc.version import NAME, VERSION
 from kernels.cpu.decoder import exceed_caches
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
-from kernels.elements import ELEMENT_TYPES, Dtype, Numbers, element_name
+from kernels.cpu.quantized import QuantizedMatrix
+from kernels.elements import BFLOAT16, ELEMENT_TYPES, Dtype, Numbers, element_name
 from kernels.torch.linear import plain_product, prepacked_product
 from kernels.torch.tensors import DTYPES, to_array
 
 _HEAD_ROWS = 32  # at most: the head computes one row for each request that samples
 
 _COPIES_BYTES = 96 << 20  # three times a large cache
-_MAX_COPIES = 64
+_MAX_COPIES = 256
 _SECONDS = 0.3  # for each product
 _READ_BYTES = 256 << 20
 _READ_SECONDS = 1.0
 
 Product = Callable[[Any], object]
+Weight = torch.Tensor | StoredMatrix
 
 
 class Shape(NamedTuple):
@@ -51,38 +58,75 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
 
     Errors: ModelFileError, UnsupportedModelError; ConfigError without C kernels if the config demands them.
     """
-    shapes = _shapes(read_model_config(resolve_model(config.model)))
+    path = resolve_model(config.model)
+    model_config = read_model_config(path)
+    shapes = _shapes(model_config)
     dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     threads = num_threads(config)
     library = start_cpu_kernels(config)
-    kernels: dict[str, Callable[[torch.Tensor], Product]] = {
-        "onednn-prepacked": prepacked_product,
-        "linear": plain_product,
+    kernels: dict[str, tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]] = {
+        "onednn-prepacked": (prepacked_product, {}),
+        "linear": (plain_product, {}),
     }
     if library is not None:
-        made, streams = library, exceed_caches(sum(_num_weights(shape) for shape in shapes) * dtype.itemsize)
-        kernels = {f"c-{library.variant}": lambda weight: _packed(made, to_array(weight), streams), **kernels}
+        kernels = _c_kernels(library, path, model_config, shapes, dtype) | kernels
     yield _measure_read(library, threads, rep)
-    for kernel, pack in kernels.items():
+    for kernel, (pack, stored) in kernels.items():
         torch.set_num_threads(1 if kernel.startswith("c-") else threads)
         common: dict[str, Any] = {"engine": NAME, "version": VERSION, "workload": "gemm", "kernel": kernel}
         common |= {"dtype": element_name(dtype), "threads": threads, "rep": rep}
-        totals = dict.fromkeys(rows, 0.0)
+        totals, total_bytes = dict.fromkeys(rows, 0.0), 0
         for shape in shapes:
-            for num_rows, seconds in _measure(shape, pack, dtype, rows).items():
+            weight = stored.get(shape.name) or _random(shape, dtype)
+            total_bytes += _num_bytes(weight) * shape.layers
+            for num_rows, seconds in _measure(shape, weight, pack, dtype, rows).items():
                 totals[num_rows] += seconds * shape.layers
-                yield common | _record(shape.name, [shape._replace(layers=1)], num_rows, seconds, dtype)
+                one = [shape._replace(layers=1)]
+                yield common | _record(shape.name, one, num_rows, seconds, _num_bytes(weight))
         for num_rows, seconds in totals.items():
-            yield common | _record("all", shapes, num_rows, seconds, dtype)
+            yield common | _record("all", shapes, num_rows, seconds, total_bytes)
     if library is not None:
         library.stop_threads()
 
 
-def _packed(library: CpuLibrary, weight: Numbers, streams: bool) -> Product:
+def _c_kernels(
+    library: CpuLibrary, path: Path, config: ModelConfig, shapes: Sequence[Shape], dtype: Dtype
+) -> dict[str, tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]]:
+    """Return the C kernel's ways to multiply by their names, with the matrices of those that take a file's."""
+    streams = exceed_caches(sum(_num_weights(shape) for shape in shapes) * dtype.itemsize)
+    name = f"c-{library.variant}"
+    kernels: dict[str, tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]] = {
+        name: (lambda weight: _packed(library, to_array(weight), streams), {})
+    }
+    stored = _stored_matrices(path, config, library) if path.suffix == ".gguf" and dtype == BFLOAT16 else {}
+    if stored and all(matrix.quantized(library) is not None for matrix in stored.values()):
+        kernels[f"{name}-stored"] = (lambda matrix: _packed(library, matrix.quantized(library), streams), stored)
+    return kernels
+
+
+def _stored_matrices(path: Path, config: ModelConfig, library: CpuLibrary) -> dict[str, StoredMatrix]:
+    """Return the matrices of a file's head and first layer by their products' names, as they are stored."""
+    parts = WeightParts(load_weights(path, config, BFLOAT16, library))
+    embedding = parts.take_matrix("model.embed_tokens.weight")
+
+    def of_layer(*names: str) -> StoredMatrix:
+        return parts.take_matrix(*(f"model.layers.0.{name}_proj.weight" for name in names))
+
+    return {
+        "qkv": of_layer("self_attn.q", "self_attn.k", "self_attn.v"),
+        "o": of_layer("self_attn.o"),
+        "gate_up": of_layer("mlp.gate", "mlp.up"),
+        "down": of_layer("mlp.down"),
+        "head": embedding if config.tie_word_embeddings else parts.take_matrix("lm_head.weight"),
+    }
+
+
+def _packed(library: CpuLibrary, weight: Numbers | QuantizedMatrix | None, streams: bool) -> Product:
     """Return the weight as the engine has it.
 
     The model's size decides whether its weights are read past the caches, and whether they are compact.
     """
+    assert weight is not None
     matrix = PackedMatrix(library, weight, is_kept=not streams)
     matrix.arguments.streams = streams
     return lambda x: matrix(to_array(x))
@@ -90,6 +134,16 @@ def _packed(library: CpuLibrary, weight: Numbers, streams: bool) -> Product:
 
 def _num_weights(shape: Shape) -> int:
     return shape.out_features * shape.in_features * shape.layers
+
+
+def _random(shape: Shape, dtype: Dtype) -> torch.Tensor:
+    return torch.randn(shape.out_features, shape.in_features, dtype=DTYPES[dtype])
+
+
+def _num_bytes(weight: Weight) -> int:
+    if isinstance(weight, StoredMatrix):
+        return sum(part.data.nbytes for part in weight.parts)
+    return weight.nbytes
 
 
 def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[str, Any]:
@@ -123,11 +177,10 @@ def _shapes(config: ModelConfig) -> list[Shape]:
 
 @torch.inference_mode()
 def _measure(
-    shape: Shape, pack: Callable[[torch.Tensor], Product], dtype: Dtype, rows: Sequence[int]
+    shape: Shape, weight: Weight, pack: Callable[[Any], Product], dtype: Dtype, rows: Sequence[int]
 ) -> dict[int, float]:
     """Return the seconds of one product for each number of rows."""
-    weight = torch.randn(shape.out_features, shape.in_features, dtype=DTYPES[dtype])
-    products = [pack(weight) for _ in range(min(_MAX_COPIES, math.ceil(_COPIES_BYTES / weight.nbytes)))]
+    products = [pack(weight) for _ in range(min(_MAX_COPIES, math.ceil(_COPIES_BYTES / _num_bytes(weight))))]
     best: dict[int, float] = {}
     for num_rows in rows:
         x = torch.randn(_rows(shape.name, num_rows), shape.in_features, dtype=DTYPES[dtype])
@@ -146,12 +199,8 @@ def _rows(name: str, num_rows: int) -> int:
     return min(num_rows, _HEAD_ROWS) if name == "head" else num_rows
 
 
-def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, dtype: Dtype) -> dict[str, Any]:
-    """Return one record.
-
-    Bytes are the weights' in this dtype, read once; where weights are compact, three quarters of that are read.
-    """
-    num_weights = sum(map(_num_weights, shapes))
+def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, num_bytes: int) -> dict[str, Any]:
+    """Return one record. num_bytes: of the weights; where bfloat16 weights are compact, three quarters are read."""
     num_products = sum(_num_weights(shape) * _rows(shape.name, num_rows) for shape in shapes)
     return {
         "product": name,
@@ -159,5 +208,5 @@ def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, d
         "rows": num_rows,
         "us": round(seconds * 1e6, 2),
         "gflop_s": round(2 * num_products / seconds / 1e9, 1),
-        "gb_s": round(num_weights * dtype.itemsize / seconds / 1e9, 2),
+        "gb_s": round(num_bytes / seconds / 1e9, 2),
     }

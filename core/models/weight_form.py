@@ -1,0 +1,34 @@
+"""WeightForm: how a model's matrices lie in memory, and the form that this machine multiplies fastest."""
+
+from enum import Enum
+
+from core.models.config import ModelConfig
+from ipc.memory import usable_memory_bytes
+from kernels.cpu.library import CpuLibrary
+from kernels.elements import BFLOAT16
+
+#: With more threads, memory delivers dequantized weights more slowly than the threads decode stored ones.
+_FEW_THREADS = 2
+#: Dequantized weights may take one part in so many of the memory.
+_MEMORY_PARTS = 4
+
+
+class WeightForm(Enum):
+    """How a model's matrices lie in memory."""
+
+    STORED = "as stored, where products can read that"
+    DENSE = "dequantized"
+    INT8 = "as stored or quantized to 8 bits, for products in 8 bits"
+
+
+def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
+    """Return the form in which bfloat16 products of a quantized file are fastest: STORED or DENSE, with equal results.
+
+    A weight as stored takes five instructions to decode, a compact one half of one. Where `vdpbf16ps` runs at its full
+    rate (the variant avx512bf16 is chosen on such CPUs only) decoding is what a product of stored weights waits for. On
+    AMD Zen 5 they took 1.1 to 2 times as long with one thread (1 to 256 rows), 1.2 to 1.5 times with two (1 to 32). The
+    variant in float32 is faster with stored weights from 4 rows on.
+    """
+    is_slower = library.variant == "avx512bf16" and library.num_threads <= _FEW_THREADS
+    fits = config.num_matrix_weights * BFLOAT16.itemsize * _MEMORY_PARTS <= usable_memory_bytes()
+    return WeightForm.DENSE if is_slower and fits else WeightForm.STORED
