@@ -11,6 +11,7 @@ import numpy as np
 
 from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
+from core.scheduling.row_shares import RowShares
 from core.scheduling.virtual_time import TOKEN, VirtualTime
 from core.scheduling.waiting_lines import FairLine, Line
 from ipc.arrays import Bools, Ints, Rows
@@ -52,7 +53,10 @@ class Policy(Protocol):
         """Return the rows in the order in which they are served."""
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
-        """Return which of the rows make room for this waiting request, bool [n]."""
+        """Return which of the rows make room for this waiting request, bool [n].
+
+        rows: all that run. Those of a party are in the order of rank and arrival.
+        """
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         """Return columns [n], the most significant first: the row with the largest values is the first victim."""
@@ -132,15 +136,17 @@ class Fair:
 
     A party is a client, or a tenant whom clients name in their requests.
 
-    A waiting request takes room from a client that is more than `quantum` tokens ahead of its own. Within its own
-    client, it takes room from less urgent requests. Tokens computed again after a preemption are not counted. Else two
+    A waiting request takes room from a party that is more than `quantum` tokens ahead of its own, and borrowed rows
+    (core/scheduling/row_shares.py) from one that is not behind it. Within its own party, it takes room from less urgent
+    requests. Tokens computed again after a preemption are not counted. Else two
     clients with long prompts would take each other's room for ever, each ahead again before it has one new token.
     """
 
-    def __init__(self, table: BatchTable, quantum: int) -> None:
+    def __init__(self, table: BatchTable, quantum: int, max_num_seqs: int) -> None:
         self._table = table
         self._quantum = quantum * TOKEN
         self._times = VirtualTime()
+        self._shares = RowShares(self._times, max_num_seqs)
         self.line: FairLine = FairLine(self._times)
 
     def arrive(self, request: Request) -> None:
@@ -178,12 +184,17 @@ class Fair:
         return rows[order]
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
-        """Return which rows are less urgent ones of the same client, or of a client too far ahead."""
-        own = self._table.party[rows] == request.party
-        less_urgent = self._table.level[rows] > request.level
-        ahead = self._at(rows) > self._times.of(request.party) + self._quantum
-        yields: Bools = np.where(own, less_urgent, ahead)
-        return yields
+        """Return which rows are less urgent ones of the same party, or borrowed, or of a party too far ahead."""
+        parties = self._table.party[rows]
+        own = parties == request.party
+        less_urgent: Bools = self._table.level[rows] > request.level
+        if own.all():
+            return less_urgent
+        lead = self._times.at(parties) - self._times.of(request.party)
+        yields = lead > self._quantum
+        if int(np.count_nonzero(own)) < self._shares.of(request.party):
+            yields |= (lead >= 0) & self._shares.borrowed(parties)
+        return np.where(own, less_urgent, yields)
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
         """Return virtual time, client and level: the least urgent row of the client furthest ahead goes first."""
@@ -201,4 +212,4 @@ def build_policy(config: EngineConfig, table: BatchTable) -> Policy:
         case "priority":
             return Priority(table, config.priority_aging_seconds)
         case "fair":
-            return Fair(table, config.fair_quantum)
+            return Fair(table, config.fair_quantum, config.max_num_seqs)

@@ -24,11 +24,27 @@ class VirtualTime:
         self._times = np.zeros(16, np.int64)
         self._costs = np.full(16, TOKEN, np.int64)  # virtual time of one token
         self._num_present = np.zeros(16, np.int64)  # live requests
+        self._lifted_to = np.full(16, -1, np.int64)  # the time to which the client was lifted when it came last
         self._latest = 0  # the least time of the clients present, or of those last present
 
     def of(self, client: int) -> int:
         """Return the virtual time of a client."""
         return int(self._times[self._slots[client]])
+
+    def place(self, client: int) -> tuple[int, bool, int]:
+        """Return a client's place among those that wait: the smallest is served first.
+
+        Of equal virtual times, one to which a client was lifted, and of which it has had nothing yet, goes first: else
+        it would wait until those at work have had another step.
+        """
+        slot = self._slots[client]
+        time = int(self._times[slot])
+        return time, time != int(self._lifted_to[slot]), client
+
+    def weights(self, clients: Ints) -> tuple[Ints, int]:
+        """Return the weight of each of these clients, and the sum of those of all present, in units of 2**-16."""
+        weights = TOKEN * TOKEN // self._costs
+        return weights[self._slots_of(clients)], int(weights[self._num_present > 0].sum())
 
     def set_weight(self, client: int, weight: float) -> None:
         """Set a client's weight > 0: its share against clients of weight 1."""
@@ -41,7 +57,8 @@ class VirtualTime:
             present = self._times[self._num_present > 0]
             if len(present):
                 self._latest = int(present.min())
-            self._times[slot] = max(int(self._times[slot]), self._latest)
+            if self._times[slot] < self._latest:
+                self._times[slot] = self._lifted_to[slot] = self._latest
         self._num_present[slot] += 1
         return slot
 
@@ -58,7 +75,7 @@ class VirtualTime:
         if slot is not None:
             assert not self._num_present[slot], f"client {client} has {self._num_present[slot]} requests"
             del self._slots[client]
-            self._times[slot], self._costs[slot] = 0, TOKEN
+            self._times[slot], self._costs[slot], self._lifted_to[slot] = 0, TOKEN, -1
             self._free.append(slot)
 
     def charge(self, clients: Ints, counts: Ints) -> None:
@@ -89,6 +106,7 @@ class VirtualTime:
                     self._times = np.concatenate([self._times, np.zeros(size, np.int64)])
                     self._costs = np.concatenate([self._costs, np.full(size, TOKEN, np.int64)])
                     self._num_present = np.concatenate([self._num_present, np.zeros(size, np.int64)])
+                    self._lifted_to = np.concatenate([self._lifted_to, np.full(size, -1, np.int64)])
                 self._free.append(size)
             slot = self._slots[client] = self._free.pop()
         return slot

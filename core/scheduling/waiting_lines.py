@@ -83,12 +83,12 @@ class Line:
 
 
 class FairLine:
-    """A line per client or tenant. The one that has been served least, in virtual time, goes first; ties by number."""
+    """A line per client or tenant. The one that has been served least, in virtual time, goes first."""
 
     def __init__(self, times: VirtualTime) -> None:
         self._times = times
         self._lines: dict[int, Line] = {}
-        self._heap: list[tuple[int, int]] = []  # (virtual time when entered, client); one entry for each line
+        self._heap: list[tuple[int, bool, int]] = []  # the client's place when entered; one entry for each line
         self._length = 0
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class FairLine:
         line = self._lines.get(request.party)
         if line is None:
             line = self._lines[request.party] = Line()
-            heapq.heappush(self._heap, (self._times.of(request.party), request.party))
+            heapq.heappush(self._heap, self._times.place(request.party))
         line.push(request)
         self._length += 1
 
@@ -113,13 +113,14 @@ class FairLine:
         """Return the first request, None when nothing waits."""
         heap = self._heap
         while heap:
-            time, client = heap[0]
+            entered = heap[0]
+            client = entered[-1]
             first = self._lines[client].peek()
             if first is None:
                 del self._lines[client]
                 heapq.heappop(heap)
-            elif (now := self._times.of(client)) != time:
-                heapq.heapreplace(heap, (now, client))
+            elif (now := self._times.place(client)) != entered:
+                heapq.heapreplace(heap, now)
             else:
                 return first
         return None
@@ -159,7 +160,4 @@ class FairLine:
 
     def _clients(self) -> list[int]:
         """Return the clients that have waiting requests, the least served first."""
-        return sorted((client for client in self._lines if len(self._lines[client])), key=self._place)
-
-    def _place(self, client: int) -> tuple[int, int]:
-        return self._times.of(client), client
+        return sorted((client for client in self._lines if len(self._lines[client])), key=self._times.place)

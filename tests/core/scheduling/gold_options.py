@@ -72,7 +72,7 @@ class GoldWithOptions(Gold):
             if holds or len(self.refused) > lookahead or self.overtaken[passed] >= lookahead:
                 return None
         waiting = [q for q in self.waiting if q not in self.refused and (q.begun or not self.shut)]
-        return min(waiting, key=self.policy.place, default=None)
+        return min(waiting, key=self.policy.queue, default=None)
 
     # Prompts: limited in a step while others live, or in number, or whole and in steps of their own.
 

@@ -13,6 +13,8 @@ class GoldPolicy:
         self.weights: dict[int, float] = {}
         self.times: dict[int, int] = {}  # of each party: 65536 for a token, divided by its weight
         self.latest = 0
+        self.lifted: dict[int, int] = {}  # to which time a party was lifted when it came last
+        self.num_rows = config.max_num_seqs
 
     def join(self, q: Entry, live: list[Entry]) -> None:
         q.priority = q.rank = 0 if self.name == "fcfs" else q.priority
@@ -22,7 +24,8 @@ class GoldPolicy:
         present = {other.party for other in live}
         if q.party not in present:  # who was away has saved nothing up
             self.latest = min((self.times[client] for client in present), default=self.latest)
-            self.times[q.party] = max(self.times.get(q.party, 0), self.latest)
+            if self.times.setdefault(q.party, 0) < self.latest:
+                self.times[q.party] = self.lifted[q.party] = self.latest
 
     def leave(self, last: Entry) -> None:
         """Nobody is left."""
@@ -32,7 +35,10 @@ class GoldPolicy:
         """Charge the rows for their tokens of this step."""
         for r in rows:
             new = min(r.n, max(0, r.computed + r.n - r.served))  # what is computed again is free
-            self.times[r.party] += new * max(1, round(65536 / self.weights.get(r.party, 1)))
+            self.times[r.party] += new * self.cost(r.party)
+
+    def cost(self, party: int) -> int:
+        return max(1, round(65536 / self.weights.get(party, 1)))
 
     def turn(self, r: Entry) -> tuple[int, int]:
         return (self.times[r.party], r.party) if self.name == "fair" else (0, 0)
@@ -41,13 +47,27 @@ class GoldPolicy:
         """The smallest is served first."""
         return (*self.turn(r), r.rank, r.serial)
 
+    def queue(self, q: Entry) -> tuple[int, ...]:
+        """The smallest starts first; of equals, a party that has had nothing since it was lifted."""
+        time, party = self.turn(q)
+        return (time, time != self.lifted.get(q.party) and self.name == "fair", party, q.rank, q.serial)
+
     def value(self, r: Entry) -> tuple[int, ...]:
         """The smallest is the first victim."""
         time, client = self.turn(r)
         return (-time, -client, -r.priority)
 
-    def must_yield(self, r: Entry, q: Entry) -> bool:
-        """Whether r, which runs, makes room for q, which waits."""
+    def must_yield(self, r: Entry, q: Entry, rows: list[Entry], live: list[Entry]) -> bool:
+        """Whether r, one of the rows that run, makes room for q, which waits."""
         if self.name == "fair" and r.party != q.party:
-            return self.times[r.party] > self.times[q.party] + self.quantum
+            lead = self.times[r.party] - self.times[q.party]
+            own = [other for other in rows if other.party == q.party]
+            his = sorted([other for other in rows if other.party == r.party], key=lambda r: (r.rank, r.serial))
+            may_ask = lead >= 0 and len(own) < self.due(q.party, live)
+            return lead > self.quantum or (may_ask and his.index(r) >= self.due(r.party, live))
         return r.priority > q.priority and (self.name == "fair" or r.rank > q.rank)
+
+    def due(self, party: int, live: list[Entry]) -> int:
+        """Rows of the batch that are due to a party: one at least."""
+        total = sum(2**32 // self.cost(other) for other in {q.party for q in live})
+        return max(1, self.num_rows * (2**32 // self.cost(party)) // total)

@@ -131,17 +131,22 @@ class Gold:
     def first(self) -> Entry | None:
         """The next entry to start; no entry overtakes one that cannot start."""
         waiting = [q for q in self.waiting if q.begun or not self.shut]
-        return min(waiting, key=self.policy.place) if waiting and not self.refused else None
+        return min(waiting, key=self.policy.queue) if waiting and not self.refused else None
 
     def admit(self) -> None:
         first, is_full = self.first(), not self.budget() or len(self.running) >= self.c.max_num_seqs
-        if first and is_full and not any(self.policy.must_yield(r, first) for r in self.running):
+        if first and is_full and not self.yielding(first):
             self.refused[first] = "NO_ROW" if self.budget() else "NO_BUDGET"
             return
         while q := self.first():
             if refusal := self.attempt(q):
                 self.refused[q] = refusal
         self.b.settle()
+
+    def yielding(self, q: Entry) -> list[Entry]:
+        """Those that make room for it."""
+        rows, live = [r for r in self.running if r not in self.starts], self.running + self.waiting
+        return [r for r in rows if self.policy.must_yield(r, q, rows, live)]
 
     def left(self, q: Entry, hits: list[Block]) -> int:
         """Blocks for it to start with; the oftener it was preempted, the more of them stay free beside others."""
@@ -154,8 +159,7 @@ class Gold:
             return "PREEMPTED"
         hits = self.find(q)
         lack = self.b.lacks(q, len(q.tokens)) - len(hits) - self.left(q, hits)
-        yields = [r for r in self.running if r not in self.starts and self.policy.must_yield(r, q)]
-        yields.sort(key=self.sacrifice)
+        yields = sorted(self.yielding(q), key=self.sacrifice)
         enough = [i for i in range(len(yields) + 1) if self.b.given(yields[:i], hits) >= lack]
         go = next((i for i in enough if len(self.running) - i < self.c.max_num_seqs), None)  # so many, no more
         if go is None:

@@ -1,5 +1,6 @@
 """Tenants: shares, prefix cache and places of the queue go by whom a request is for, not by who sends it."""
 
+import random
 from collections import Counter
 
 import msgspec
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.scheduling import parties
+from core.scheduling.row_shares import RowShares
 from ipc.messages import AddRequest
 from tests.core.driving import ByHand, add_message, small_config
 
@@ -64,6 +66,78 @@ def test_a_polite_tenants_next_step_is_its_own() -> None:
             hand.step()
             steps += 1
         assert steps <= 4, f"{steps} steps for two tokens"
+
+
+@pytest.mark.parametrize("num_newcomers", [1, 3])
+def test_a_newcomers_first_token_comes_with_the_next_step(num_newcomers: int) -> None:
+    """However few tokens the greedy one is ahead, as long as it holds more rows than are due to it."""
+    hand = by_hand(max_num_seqs=8, budget=64, fair_quantum=2**30)
+    for number in range(100):
+        hand.add(of_tenant(number, "greedy"), 1)
+    served(hand, 5)
+    for at in range(num_newcomers):
+        hand.add(of_tenant(1000 + at, f"newcomer {at}"), 1)
+    counts = served(hand, 2)
+    assert all(counts[1000 + at] == 2 + 1 for at in range(num_newcomers)), "the prompt, then a token"
+    assert hand.scheduler.stats.num_preemptions == num_newcomers
+
+
+def test_rows_go_to_those_with_fewer_than_are_due_to_them_and_do_not_come_back() -> None:
+    """Four rows, two tenants of which one has the weight of three: 1 and 3 rows, after three preemptions in all."""
+    hand = by_hand(max_num_seqs=4, budget=64, fair_quantum=2**30, client_weights={"heavy": 3.0})
+    for number in range(8):
+        hand.add(of_tenant(number, "light"), 1)
+    served(hand, 5)
+    for number in range(8, 16):
+        hand.add(of_tenant(number, "heavy"), 1)
+    served(hand, 20)
+    counts = served(hand, 80)
+    assert sorted(counts) == [0, 8, 9, 10], "the first of each"
+    assert hand.scheduler.stats.num_preemptions == 3
+
+
+def test_more_tenants_than_rows_do_not_take_each_others() -> None:
+    hand = by_hand(max_num_seqs=2, budget=64, fair_quantum=2**30)
+    for number in range(6):
+        hand.add(of_tenant(number, f"tenant {number}"), 1)
+    served(hand, 100)
+    assert hand.scheduler.stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_start_takes_one_row_at_most(seed: int) -> None:
+    """Tenants of random weights come and go at random: no more preemptions than requests, and all of them end."""
+    rng = random.Random(seed)
+    weights = {f"tenant {number}": rng.choice([0.5, 1.0, 3.0]) for number in range(5)}
+    hand = by_hand(max_num_seqs=6, budget=40, fair_quantum=2**30, client_weights=weights)
+    number = 0
+    while number < 60 or hand.scheduler.has_unfinished_requests:
+        for _ in range(rng.randrange(4) if number < 60 else 0):
+            max_tokens = rng.choice([1, 4, 20])
+            hand.add(of_tenant(number, f"tenant {rng.choice([0, 0, 0, 1, 2, 3, 4])}", max_tokens=max_tokens), 1)
+            number += 1
+        hand.step()
+    hand.scheduler.check_integrity()
+    assert 3 < hand.scheduler.stats.num_preemptions < number
+
+
+def test_a_tenant_alone_costs_no_look_at_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: with one tenant, whose requests fill all rows and wait, nothing of the shares is worked out."""
+    calls = Counter[str]()
+
+    def count(self: RowShares, *args: object) -> int:
+        calls["of"] += 1
+        return 0
+
+    monkeypatch.setattr(RowShares, "of", count)
+    hand = by_hand(max_num_seqs=4, budget=64)
+    for number in range(20):
+        hand.add(of_tenant(number, "alone", max_tokens=20), 1)
+    served(hand, 60)
+    assert not calls
+    hand.add(of_tenant(20, "other"), 1)
+    served(hand, 2)
+    assert calls["of"]
 
 
 def test_what_one_tenant_has_cached_no_other_finds() -> None:
