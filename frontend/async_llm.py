@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
@@ -15,12 +14,15 @@ from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import ModelDescription, describe_model
 from frontend.pooling import prepare_pooling, submit_pooling
+from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.state import Output, State
 from frontend.session import EngineHandle, Message
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
+from frontend.waker import Waker
+from ipc.beam_search import BeamSearchParams
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.messages import Statistics
 from ipc.pooling_params import PoolingParams, PoolingTask
@@ -66,7 +68,7 @@ class AsyncLLM:
             client_name=client_name,
             options=options,
         )
-        self._waker: _Waker | None = None
+        self._waker: Waker | None = None
         self._numbers: dict[str, int | None] = {}  # by name of live requests; None during tokenization
         self._num_unnamed = 0
         self._finalizer = weakref.finalize(self, self._engine.close)
@@ -140,6 +142,25 @@ class AsyncLLM:
         )
         begin = self._generating(prompt, sampling_params, priority, deadline, tenant, add_special_tokens=False)
         return self._serve(begin, request_id)
+
+    async def beam_search(
+        self,
+        prompt: PromptInput,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        tenant: str = "",
+    ) -> BeamSearchOutput:
+        """Return the most likely outputs of one prompt; see LLM.beam_search(). Errors: those of generate()."""
+        options = {"lora_request": lora_request, "priority": priority, "deadline": deadline, "tenant": tenant}
+        async for output in self.generate(prompt, sampling_params(params), request_id, **options):  # type: ignore[arg-type]
+            last = output  # one alone: a search shows nothing before its end
+        tokenizer = self._engine.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(last.prompt_token_ids)
+        return beam_search_output(last, params, text)
 
     def encode(
         self,
@@ -313,10 +334,10 @@ class AsyncLLM:
 
         return begin
 
-    def _bind(self) -> "_Waker":
+    def _bind(self) -> Waker:
         loop = asyncio.get_running_loop()
         if self._waker is None:
-            self._waker = _Waker(self._engine.client, loop)
+            self._waker = Waker(self._engine.client, loop)
         if self._waker.loop is not loop:
             raise EngineCoreError("this AsyncLLM is bound to the event loop of its first generate(); make one per loop")
         return self._waker
@@ -349,42 +370,3 @@ async def _beside_the_loop(prompt: PromptInput, prepare: Callable[..., Prepared]
     if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
         return await asyncio.to_thread(prepare, *arguments)
     return prepare(*arguments)
-
-
-class _Waker:
-    """Wakes iterators of the event loop when their requests have news: one callback per received batch.
-
-    The client holds a reference to it, so it must not refer to the AsyncLLM, which could never be collected then.
-    """
-
-    def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._client = client
-        self._news: dict[int, asyncio.Event] = {}
-        self._scheduled = threading.Event()
-        client.add_listener(self._on_news)
-
-    def register(self, number: int) -> asyncio.Event:
-        """Return the event that is set when the request has news. Called in the loop, so no news is missed."""
-        event = self._news[number] = asyncio.Event()
-        return event
-
-    def forget(self, number: int) -> None:
-        del self._news[number]
-
-    def _on_news(self) -> None:
-        """Schedule _wake() in the loop, unless it is scheduled. Called by the client's IO thread."""
-        if self._scheduled.is_set():
-            return
-        self._scheduled.set()
-        try:
-            self.loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:  # the loop is closed, so there is no iterator to wake
-            return
-
-    def _wake(self) -> None:
-        self._scheduled.clear()
-        numbers = self._client.take_ready().tolist()
-        for number in self._news if self._client.error is not None else numbers:
-            if number in self._news:
-                self._news[number].set()

@@ -16,11 +16,9 @@ _FIXED: dict[str, tuple[tuple[object, ...], str]] = {
     "top_p": ((1.0,), "a beam search draws nothing"),
     "top_k": ((0, -1), "a beam search draws nothing"),
     "min_p": ((0.0,), "a beam search draws nothing"),
-    "stop": ((None, [], ()), "a stop string ends no beam: use stop_token_ids"),
-    "logprobs": ((None, 0), "logprobs=0 gives those of its own tokens, and there are no others"),
-    "prompt_logprobs": ((None,), "logprobs=0 gives those of its own tokens, and there are no others"),
-    "structured_outputs": ((None,), "a grammar follows one text, and a beam search many"),
+    "stop": ((None, [], ()), "the engine, which ends beams, sees no text: use stop_token_ids"),
 }
+_ALL_LOGPROBS = -1
 
 
 def num_rows(params: Any) -> int:
@@ -33,10 +31,11 @@ def num_candidates(params: Any, num_eos: int) -> int:
     """Return how many of a beam's likeliest next tokens can matter to its search.
 
     Of one beam's candidates at most `beams` go on or finish, and as many as there are ending tokens may stand before
-    them. num_eos: EOS tokens of the model.
+    them. Those that logprobs reports are among them. num_eos: EOS tokens of the model.
     """
     num_ends = (0 if params.ignore_eos else num_eos) + len(params.stop_token_ids or ())
-    return num_rows(params) + num_ends
+    needed: int = max(num_rows(params) + num_ends, params.logprobs or 0)
+    return needed
 
 
 def check_beam_search(params: Any) -> None:
@@ -52,7 +51,7 @@ def check_beam_search(params: Any) -> None:
     width = params.n if params.best_of is None else params.best_of
     if isinstance(width, bool) or not isinstance(width, int) or not params.n <= width <= MAX_BEAMS:
         raise InvalidRequestError(
-            f"best_of, the number of beams, must be in [n={params.n}, {MAX_BEAMS}], got {width!r}"
+            f"best_of (the number of beams) must be in [n={params.n}, {MAX_BEAMS}], got {width!r}"
         )
     params.best_of = width
     penalty, most = params.length_penalty, MAX_LENGTH_PENALTY
@@ -64,6 +63,11 @@ def check_beam_search(params: Any) -> None:
     for name, (values, reason) in _FIXED.items():
         if (given := getattr(params, name)) not in values:
             raise InvalidRequestError(f"{name}={given!r} and use_beam_search exclude each other: {reason}")
+    if params.logprobs == _ALL_LOGPROBS:
+        raise InvalidRequestError(
+            "logprobs=-1 and use_beam_search exclude each other: each beam would keep the whole vocabulary for each of "
+            "its tokens; say how many"
+        )
     if params.max_tokens is not None and isinstance(params.max_tokens, int) and params.max_tokens > MAX_BEAM_TOKENS:
         raise InvalidRequestError(f"max_tokens of a beam search is at most {MAX_BEAM_TOKENS}, got {params.max_tokens}")
 

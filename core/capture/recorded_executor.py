@@ -95,7 +95,7 @@ def _candidates(step: Step, num_rows: int) -> LogprobColumns | None:
         return None
     values = np.frombuffer(step.candidate_values, "<f4").astype(np.float32, copy=False)
     fits = len(rows) == len(counts) and len(token_ids) == len(values) == int(counts.sum())
-    if not fits or int(counts.min()) < 1 or not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+    if not fits or int(counts.min()) < 0 or not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
         raise NotRecordedError(f"the candidates of step {step.result_step} do not fit the {num_rows} rows of its plan")
     none = np.zeros(len(rows), np.int32)
     return LogprobColumns(rows, none, counts, none, token_ids, values)

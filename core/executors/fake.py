@@ -152,8 +152,8 @@ class FakeExecutor:
             self._num_candidates[pooling.row] = 0
             self._pooling[pooling.row] = pooling.params
         samples = table.advance(plan)
-        candidates = self._candidates(plan, samples)
-        samples &= self._num_candidates[plan.rows] == 0
+        candidates, searches = self._candidates(plan, samples)
+        samples[searches] = False
         rows = plan.rows[samples]
         if len(plan.num_draft_tokens):
             token_ids, counts = self._verify(plan, samples)
@@ -175,7 +175,8 @@ class FakeExecutor:
     def _add_sampling(self, new: NewRow, params: SamplingParams) -> None:
         self._checksum[new.row] = checksum(new.token_ids)
         if params.structured_outputs is not None:
-            self._matchers.add(new.row, params.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+            output, takes_drafts = new.token_ids[new.num_prompt_tokens :], not params.use_beam_search
+            self._matchers.add(new.row, params.structured_outputs, output, takes_drafts=takes_drafts)
         self._seed[new.row] = choice_seed(new.seed, new.choice) if params.temperature > 0 else 0
         self._num_candidates[new.row] = num_candidates(params, 1) if params.use_beam_search else 0
         num_logprobs = None if params.use_beam_search else params.logprobs
@@ -204,18 +205,33 @@ class FakeExecutor:
         values = np.concatenate([each.ravel() for each in vectors])
         return PooledColumns(np.array(indices, np.int32), counts, widths, values)
 
-    def _candidates(self, plan: SchedulerOutput, samples: Bools) -> LogprobColumns | None:
-        """Return the candidates of the rows of beam searches whose tokens are all computed; None for none."""
+    def _candidates(self, plan: SchedulerOutput, samples: Bools) -> tuple[LogprobColumns | None, list[int]]:
+        """Return the candidates of the rows of beam searches whose tokens are all computed, and these rows' indices.
+
+        None for none. A row whose grammar allows no token is not among them.
+        """
         which = np.flatnonzero(samples & (self._num_candidates[plan.rows] > 0))
-        parts = []
+        parts, searches = [], list[int]()
         for index, row in zip(which.tolist(), plan.rows[which].tolist(), strict=True):
             at, lengths = slice(row, row + 1), self._table.num_tokens[row : row + 1]
             positions, count = lengths.astype(np.uint64), int(self._num_candidates[row])
-            ids, values = fake_candidates(self._checksum[at], positions, count, self.info.vocab_size)
-            ones = np.ones(1, np.int32)
-            columns = np.array([index], np.int32), lengths.astype(np.int32), ones * len(ids[0]), ones
-            parts.append(LogprobColumns(*columns, ids[0], values[0]))
-        return concat_logprobs(parts)
+            allowed = self._allowed(row)
+            if not len(allowed):
+                continue
+            places, values = fake_candidates(self._checksum[at], positions, count, len(allowed))
+            ones, ids = np.ones(1, np.int32), allowed[places[0]]
+            columns = np.array([index], np.int32), lengths.astype(np.int32), ones * len(ids), ones
+            parts.append(LogprobColumns(*columns, ids, values[0]))
+            searches.append(index)
+        return concat_logprobs(parts), searches
+
+    def _allowed(self, row: int) -> Int32s:
+        """Return the ids that the row's grammar allows now; all of them where it has none."""
+        everything = np.arange(self.info.vocab_size, dtype=np.int32)
+        if not len(self._matchers) or not self._matchers.is_constrained[row]:
+            return everything
+        bits = np.unpackbits(self._matchers.masks(np.array([row])).view(np.uint8), axis=1, bitorder="little")
+        return everything[bits[0, : self.info.vocab_size] > 0]
 
     def _sample(self, rows: Rows) -> Int32s:
         """The next token of each; it counts in the checksum, and is not in the table yet.

@@ -25,13 +25,13 @@ _MAX_RENEWALS = 2
 class _Row:
     """A constrained row: its matcher, and what makes it again."""
 
-    def __init__(self, params: StructuredOutputsParams) -> None:
+    def __init__(self, params: StructuredOutputsParams, *, takes_drafts: bool) -> None:
         self.params = params  # its life keeps the grammar compiled
         self.output: list[int] = []  # tokens that the matcher has consumed
         self.matcher: LLMatcher | None = None
         self.error = ""  # of the compilation
         self.num_renewals = 0
-        self.takes_drafts = True
+        self.takes_drafts = takes_drafts
 
 
 class RowMatchers:
@@ -51,10 +51,10 @@ class RowMatchers:
         """Return the number of constrained rows."""
         return len(self._rows)
 
-    def add(self, row: int, params: StructuredOutputsParams, output: TokenIds) -> None:
-        """Add a row with the tokens of its output so far."""
+    def add(self, row: int, params: StructuredOutputsParams, output: TokenIds, *, takes_drafts: bool = True) -> None:
+        """Add a row with the tokens of its output so far. takes_drafts: it may get several tokens in a step."""
         self.is_constrained[row] = True
-        added = self._rows[row] = _Row(params)
+        added = self._rows[row] = _Row(params, takes_drafts=takes_drafts)
         added.output = output.tolist()
         try:
             added.matcher = self._grammars.matcher(params)

@@ -32,12 +32,13 @@ def gather_candidates(
 ) -> LogprobColumns:
     """Return the counts[i] likeliest tokens of each of these rows of logprobs [S, V], ties by lower id.
 
-    rows, counts, in_plan, positions [n]: index of the row in logprobs, number of candidates, index in the plan's rows,
-    and position of the token in the row.
+    Forbidden tokens, whose log probability is minus infinity, are no candidates. rows, counts, in_plan, positions [n]:
+    index of the row in logprobs, number of candidates, index in the plan's rows, and position of the token in the row.
     """
     counts = np.minimum(counts, logprobs.shape[1])
     tokens = [most_likely(logprobs[row], count) for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
-    token_ids = np.concatenate(tokens)
+    tokens = [ids[logprobs[row, ids] > -np.inf] for row, ids in zip(rows.tolist(), tokens, strict=True)]
+    token_ids, counts = np.concatenate(tokens), np.array([len(ids) for ids in tokens])
     return LogprobColumns(
         rows=in_plan.astype(np.int32),
         positions=positions.astype(np.int32),

@@ -24,9 +24,10 @@ class StructuredOutputs(EditGroup):
 
     def add(self, new: NewRow) -> bool:
         """Add the row if its parameters use the option; return whether they do."""
-        if new.params.structured_outputs is None:
+        params, output = new.params, new.token_ids[new.num_prompt_tokens :]
+        if params.structured_outputs is None:
             return False
-        self._matchers.add(new.row, new.params.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+        self._matchers.add(new.row, params.structured_outputs, output, takes_drafts=not params.use_beam_search)
         return True
 
     def remove(self, row: int) -> None:

@@ -1,14 +1,15 @@
 """The rules of a beam search: which beams go on, which sequences are finished, and when the search ends.
 
 They are transformers' rules (GenerationMixin._beam_search, 5.x), for one request as if it were alone: float32 scores,
-and among equals the earlier beam, then the smaller token id.
+and among equals the earlier beam, then the smaller token id. A forbidden token is no candidate, so there may be fewer
+sequences than beams. (There, it has the score minus infinity and may stand in a sequence for want of others.)
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Floats, Int32s, Ints
+from ipc.arrays import Floats, Int32s
 from ipc.messages import FinishReason
 from ipc.sampling_params import SamplingParams
 
@@ -16,13 +17,24 @@ from ipc.sampling_params import SamplingParams
 _NEVER = np.float32(-1e9)
 
 
+class Candidates(NamedTuple):
+    """The likeliest next tokens of one beam, the likeliest first."""
+
+    token_ids: Int32s  # [K]
+    logprobs: Floats  # [K]
+
+
 class Token(NamedTuple):
     """A token of a beam, and the beam up to it."""
 
     before: "Token | None"
-    token_id: int
-    logprob: float
-    rank: int  # among its beam's candidates, from 1
+    offers: Candidates  # of its beam, itself among them
+    place: int  # among them
+
+    @property
+    def token_id(self) -> int:
+        """Return its id."""
+        return int(self.offers.token_ids[self.place])
 
 
 class Finished(NamedTuple):
@@ -31,13 +43,6 @@ class Finished(NamedTuple):
     last: Token
     reason: FinishReason
     stop_token: int | None  # one of stop_token_ids that has ended it
-
-
-class Candidates(NamedTuple):
-    """The likeliest next tokens of one beam, the likeliest first."""
-
-    token_ids: Int32s  # [K]
-    logprobs: Floats  # [K]
 
 
 class NextBeams(NamedTuple):
@@ -66,29 +71,32 @@ class BeamSearch:
         self._num_tokens = 0  # of each beam
 
     def advance(self, candidates: list[Candidates]) -> NextBeams | None:
-        """Take each beam's candidates, and return the next beams; None: the search has ended."""
+        """Take each beam's candidates, and return the next beams; None: the search has ended.
+
+        Where fewer beams can go on than the search has, the others become copies of the best one.
+        """
         offers = np.array([len(one.token_ids) for one in candidates])
         owners, places = np.arange(len(candidates)).repeat(offers), np.concatenate([np.arange(n) for n in offers])
         token_ids = np.concatenate([one.token_ids for one in candidates])
         logprobs = np.concatenate([one.logprobs for one in candidates])
         totals = logprobs + self._scores[owners]
         order = np.argsort(-totals, kind="stable")[: self._num_kept]
-        owners, places, token_ids, logprobs = owners[order], places[order], token_ids[order], logprobs[order]
-        totals = totals[order]
+        owners, places, token_ids, totals = owners[order], places[order], token_ids[order], totals[order]
         self._num_tokens += 1
         ends = np.isin(token_ids, self._ends) | (self._num_tokens >= self._max_tokens)
         tokens = [
-            Token(self.beams[owner], *one)
-            for owner, *one in zip(
-                owners.tolist(), token_ids.tolist(), logprobs.tolist(), (places + 1).tolist(), strict=True
-            )
+            Token(self.beams[owner], candidates[owner], place)
+            for owner, place in zip(owners.tolist(), places.tolist(), strict=True)
         ]
         self._finish(totals, ends, tokens)
         running = totals + np.where(ends, _NEVER, np.float32(0))
         best = np.argsort(-running, kind="stable")[: self._width]
-        self._scores = running[best]
+        all_end = not np.count_nonzero(running > _NEVER / 2)
+        copies = np.zeros(self._width - len(best), np.int64)
+        self._scores = np.append(running[best], np.full(len(copies), _NEVER))
+        best = np.append(best, best[copies]) if len(best) else best
         self.beams = [tokens[index] for index in best.tolist()]
-        if not self._goes_on(bool(ends.all())):
+        if not self._goes_on(all_end):
             return None
         return NextBeams(owners[best].tolist(), token_ids[best].tolist())
 
@@ -98,7 +106,7 @@ class BeamSearch:
 
     def _finish(self, totals: Floats, ends: "np.ndarray[tuple[int], np.dtype[np.bool_]]", tokens: list[Token]) -> None:
         """Let the sequences that end, and are among the first of all candidates, be among the best finished ones."""
-        enters = ends & (np.arange(len(totals)) < self._width)
+        enters = ends & (np.arange(len(totals)) < self._width) & (totals > _NEVER / 2)
         scores = totals / np.float32(self._num_tokens**self._penalty)
         if self._early_stopping is True and None not in self._finished:
             scores += _NEVER
@@ -127,13 +135,23 @@ class BeamSearch:
         return self._may_improve and not (is_full and self._early_stopping is True) and not all_end
 
 
-def sequence(last: Token) -> tuple[Int32s, Floats, Ints]:
-    """Return the token ids, log probabilities and ranks of a beam, from its first token to this one."""
+def sequence(last: Token) -> list[Token]:
+    """Return the tokens of a beam from its first one to this one."""
     tokens, token = [last], last
     while token.before is not None:
         token = token.before
         tokens.append(token)
     tokens.reverse()
-    ids = np.array([one.token_id for one in tokens], np.int32)
-    logprobs = np.array([one.logprob for one in tokens], np.float32)
-    return ids, logprobs, np.array([one.rank for one in tokens])
+    return tokens
+
+
+def reported(tokens: list[Token], num_top: int) -> tuple[Int32s, Int32s, Floats]:
+    """Return (counts [T], token_ids, values) of what is told of a sequence's tokens.
+
+    Of each position its token, and then the num_top likeliest candidates of its beam, or all if it had fewer.
+    """
+    places = [np.append(one.place, np.arange(min(num_top, len(one.offers.token_ids)))) for one in tokens]
+    counts = np.array([len(each) for each in places], np.int32)
+    pairs = list(zip(tokens, places, strict=True))
+    token_ids = np.concatenate([one.offers.token_ids[each] for one, each in pairs])
+    return counts, token_ids, np.concatenate([one.offers.logprobs[each] for one, each in pairs])

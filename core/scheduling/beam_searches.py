@@ -11,7 +11,7 @@ import numpy as np
 from core.batch.batch import Batch
 from core.batch.request import NO_ROW, Request
 from core.execution.plan import LogprobColumns, SchedulerOutput
-from core.scheduling.beam_rules import BeamSearch, Candidates, Finished, NextBeams, sequence
+from core.scheduling.beam_rules import BeamSearch, Candidates, Finished, NextBeams, Token, reported, sequence
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
 from core.scheduling.ends import Ends
@@ -148,24 +148,21 @@ class BeamSearches:
         first = group.beams[0]
         del self._groups[first.client, first.number]
         results = group.search.results(first.params.n)
-        self._report(first, results)
+        if results:
+            self._report(first, results)
+        for beam in group.beams:
+            if len(results) <= beam.choice < first.params.n:  # there are no more sequences
+                self._outputs.add_finish(beam, 0, FinishReason.ABORT)
         self._stats.num_finished += len(results) - len(group.beams)  # choices are counted, not beams
         self._ends.finish(np.array([beam.row for beam in group.beams]))
 
     def _report(self, request: Request, results: list[Finished]) -> None:
         count = len(results)
-        parts = [sequence(one.last) for one in results]
-        counts = np.array([len(token_ids) for token_ids, _, _ in parts])
+        sequences = [sequence(one.last) for one in results]
+        counts = np.array([len(tokens) for tokens in sequences])
         client, number, choices = np.full(count, request.client), np.full(count, request.number), np.arange(count)
         if request.sampling is not None and request.sampling.logprobs is not None:
-            columns = LogprobColumns(
-                rows=np.arange(count).repeat(counts).astype(np.int32),
-                positions=(request.num_prompt_tokens + np.concatenate([np.arange(n) for n in counts])).astype(np.int32),
-                counts=np.ones(int(counts.sum()), np.int32),
-                ranks=np.concatenate([ranks for _, _, ranks in parts]).astype(np.int32),
-                token_ids=np.concatenate([token_ids for token_ids, _, _ in parts]),
-                values=np.concatenate([logprobs for _, logprobs, _ in parts]),
-            )
+            columns = _logprobs(sequences, request.num_prompt_tokens, request.sampling.logprobs)
             owners = client.repeat(counts), number.repeat(counts), choices.repeat(counts)
             self._outputs.add_logprobs(*owners, columns)
         self._stats.num_generation_tokens += int(counts.sum())
@@ -174,7 +171,7 @@ class BeamSearches:
             number,
             choices,
             np.zeros(count, np.int64),
-            np.concatenate([token_ids for token_ids, _, _ in parts]),
+            np.array([token.token_id for tokens in sequences for token in tokens], np.int32),
             np.array([one.reason for one in results], np.uint8),
             np.array([one.stop_token is not None for one in results]),
             counts,
@@ -200,3 +197,17 @@ class BeamSearches:
         group = self._groups.get((request.client, request.number))
         if group is not None:
             group.is_broken = True
+
+
+def _logprobs(sequences: list[list[Token]], first: int, num_top: int) -> LogprobColumns:
+    """Return what is told of the tokens of some sequences, whose first tokens have the position `first`."""
+    counts, token_ids, values = zip(*(reported(tokens, num_top) for tokens in sequences), strict=True)
+    lengths = np.array([len(tokens) for tokens in sequences])
+    return LogprobColumns(
+        rows=np.arange(len(sequences)).repeat(lengths).astype(np.int32),
+        positions=(first + np.concatenate([np.arange(length) for length in lengths])).astype(np.int32),
+        counts=np.concatenate(counts),
+        ranks=np.array([1 + token.place for tokens in sequences for token in tokens], np.int32),
+        token_ids=np.concatenate(token_ids),
+        values=np.concatenate(values),
+    )

@@ -43,6 +43,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     model: str | None = None
     max_tokens: int | None = None
@@ -65,10 +69,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: Any = None
 
     # Refused by name.
-    best_of: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -135,13 +135,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 _GRAMMAR = "use response_format or structured_outputs"
-_BEAMS = "ask for n choices and take the best by its logprobs"
 #: Field -> (values that change nothing, what to do instead). None is always such a value.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "best_of": ((1,), _BEAMS),
-    "use_beam_search": ((False,), _BEAMS),
-    "length_penalty": ((1.0, 1), _BEAMS),
-    "early_stopping": ((False,), _BEAMS),
     "guided_json": ((), _GRAMMAR),
     "guided_regex": ((), _GRAMMAR),
     "guided_choice": ((), _GRAMMAR),

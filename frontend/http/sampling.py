@@ -1,4 +1,7 @@
-"""Sampling parameters of a body: the body's fields, then the model's own defaults, then OpenAI's."""
+"""Sampling parameters of a body: the body's fields, then the model's own defaults, then OpenAI's.
+
+A beam search draws nothing, so the model's defaults for draws are not for it.
+"""
 
 from typing import Any
 
@@ -8,6 +11,7 @@ from ipc.sampling_params import RequestOutputKind, SamplingParams
 
 #: Fields of a body with the names and meanings of SamplingParams.
 _NAMES = SamplingFields.__struct_fields__[: SamplingFields.__struct_fields__.index("model")]
+_OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def read_sampling(
@@ -20,6 +24,8 @@ def read_sampling(
     """
     refuse_fields(body)
     given = {name: value for name in _NAMES if (value := getattr(body, name)) is not None}
+    if body.use_beam_search:
+        defaults = {name: value for name, value in defaults.items() if name not in _OF_DRAWS} | {"temperature": 0.0}
     limit = body.max_tokens if body.max_tokens is not None else defaults.get("max_tokens", max_tokens)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     structure = read_structure(body.response_format, body.structured_outputs)

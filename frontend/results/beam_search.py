@@ -23,7 +23,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The beam_width best sequences of one prompt, the best first."""
+    """The beam_width best sequences of one prompt, the best first; fewer where there are no more."""
 
     sequences: list[BeamSearchSequence]
 
@@ -49,7 +49,8 @@ def sampling_params(params: BeamSearchParams) -> SamplingParams:
 
 def beam_search_output(output: RequestOutput, params: BeamSearchParams, prompt_text: str) -> BeamSearchOutput:
     """Return a finished request's result. prompt_text: goes before the text of each sequence."""
-    return BeamSearchOutput([_sequence(one, output.prompt_token_ids, params, prompt_text) for one in output.outputs])
+    prompt, found = output.prompt_token_ids, [one for one in output.outputs if one.token_ids]
+    return BeamSearchOutput([_sequence(one, prompt, params, prompt_text) for one in found])
 
 
 def _sequence(

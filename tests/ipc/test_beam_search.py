@@ -25,15 +25,17 @@ def test_candidates_suffice_where_all_beams_end() -> None:
     assert num_candidates(make(n=4), 1) == 5
     assert num_candidates(make(n=4, ignore_eos=True), 3) == 4
     assert num_candidates(make(n=4, stop_token_ids=[7]), 2) == 7
+    assert num_candidates(make(n=4, logprobs=3), 1) == 5
+    assert num_candidates(make(n=4, logprobs=20), 1) == 20
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"n": 3, "best_of": 2}, r"best_of, the number of beams, must be in \[n=3, 64\], got 2"),
-        ({"best_of": MAX_BEAMS + 1}, "best_of, the number of beams"),
-        ({"best_of": 2.0}, "best_of, the number of beams"),
-        ({"best_of": True}, "best_of, the number of beams"),
+        ({"n": 3, "best_of": 2}, r"best_of \(the number of beams\) must be in \[n=3, 64\], got 2"),
+        ({"best_of": MAX_BEAMS + 1}, r"best_of \(the number of beams\)"),
+        ({"best_of": 2.0}, r"best_of \(the number of beams\)"),
+        ({"best_of": True}, r"best_of \(the number of beams\)"),
         ({"length_penalty": MAX_LENGTH_PENALTY + 1}, "length_penalty must be a number in"),
         ({"length_penalty": float("nan")}, "length_penalty must be a number in"),
         ({"length_penalty": "1"}, "length_penalty must be a number in"),
@@ -43,8 +45,7 @@ def test_candidates_suffice_where_all_beams_end() -> None:
         ({"top_k": 5}, "top_k=5 and use_beam_search"),
         ({"min_p": 0.1}, "min_p=0.1 and use_beam_search"),
         ({"stop": ["x"]}, "use stop_token_ids"),
-        ({"logprobs": 2}, "logprobs=0 gives those of its own tokens"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs=1 and use_beam_search"),
+        ({"logprobs": -1}, "logprobs=-1 and use_beam_search exclude each other: each beam would keep"),
         ({"max_tokens": 65_536}, "max_tokens of a beam search is at most 65535"),
         ({"use_beam_search": 1}, "use_beam_search must be True or False"),
         ({"use_beam_search": False, "best_of": 3}, "best_of=3 is the number of beams of use_beam_search: sample n"),

@@ -1,120 +1,27 @@
 """Beam search with a model: transformers' sequences and scores, and the same bits in any company."""
 
 import itertools
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from core.engine import EngineCore
-from core.execution.executor import FinishedStep, ModelInfo
-from core.execution.plan import SchedulerOutput
-from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
-from core.models.llama import Llama
-from core.runner.model_runner import ModelRunner
-from frontend.client.received_logprobs import logprob_columns_of
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, Outputs
+from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
-from kernels.cpu.library import load_cpu_library
-from kernels.elements import FLOAT32
-from tests.core.driving import small_config
+from tests.core.runner.beam_runs import MAX_TOKENS, message, reference, run
 
 VOCAB_SIZE = 60
 EOS = (2, 7)
-MAX_TOKENS = 20
 PROMPTS = [np.random.default_rng(0).integers(8, VOCAB_SIZE, length).tolist() for length in (5, 17, 33)]
 
 #: beams, length_penalty, early_stopping, repetition_penalty, stop_token_ids
 EVERY = list(itertools.product((2, 4, 8), (-1.0, 0.0, 1.0, 2.0), (True, False, "never"), (1.0, 1.3), ((), (11,))))
 
 
-@lru_cache(1)
-def reference(folder: Path) -> Any:
-    """A model of transformers with random weights, and its files in the folder."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=list(EOS),
-        pad_token_id=0,
-        initializer_range=0.25,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return model
-
-
-class Executor:
-    """Runs plans with a ModelRunner of the C kernels."""
-
-    def __init__(self, model: Llama, config: EngineConfig) -> None:
-        assert config.num_blocks_override is not None
-        self.info = ModelInfo("tiny", "", "float32", VOCAB_SIZE, 256, EOS, "L2")
-        self._runner = ModelRunner(
-            model,
-            num_rows=config.max_num_seqs,
-            num_blocks=config.num_blocks_override,
-            block_size=config.block_size,
-            eos_token_ids=EOS,
-        )
-
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
-        return FinishedStep(self._runner.execute(plan))
-
-
-@lru_cache(1)
-def our_model(folder: Path) -> Llama:
-    reference(folder)
-    config = read_model_config(folder)
-    return Llama(config, load_weights(folder, config, FLOAT32), FLOAT32, library=load_cpu_library(None))
-
-
-Sequences = dict[tuple[int, int], tuple[list[int], list[float]]]
-
-
-def run(folder: Path, messages: list[AddRequest], **options: Any) -> tuple[Sequences, EngineCore]:
-    """Return the tokens and log probabilities by (number, choice)."""
-    config = small_config(**{"num_blocks": 900, "max_num_seqs": 64, "budget": 256, "max_model_len": 120, **options})
-    core = EngineCore(config, Executor(our_model(folder), config))  # type: ignore[arg-type]
-    tokens, values = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[float]]()
-    inbox = [(0, message) for message in messages]
-    while inbox or core.has_work:
-        for _, reply in core.step(inbox, 0):
-            assert isinstance(reply, Outputs), reply
-            columns = [np.frombuffer(getattr(reply, name), "<u4").tolist() for name in ("numbers", "positions")]
-            choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * len(columns[0])
-            counts, ids = np.frombuffer(reply.counts, "<u2").tolist(), np.frombuffer(reply.tokens, "<i4").tolist()
-            for number, choice, count in zip(columns[0], choices, counts, strict=True):
-                tokens.setdefault((number, choice), []).extend(ids[:count])
-                ids = ids[count:]
-            if reply.logprobs is not None:
-                for number, choice, _, one in logprob_columns_of(reply.logprobs).split():
-                    values.setdefault((number, choice), []).append(float(one.values[0]))
-        core.scheduler.check_integrity()
-        inbox = []
-    return {key: (ids, values[key]) for key, ids in tokens.items()}, core
-
-
-def message(number: int, prompt: list[int], beams: int, **options: Any) -> AddRequest:
-    params = SamplingParams(use_beam_search=True, n=beams, temperature=0, max_tokens=MAX_TOKENS, logprobs=0, **options)
-    return AddRequest(number, np.array(prompt, "<i4").tobytes(), params, number)
-
-
 def check(folder: Path, cases: list[Any]) -> None:
     """All cases run in one engine at once; each equals transformers' search alone."""
-    torch, model = pytest.importorskip("torch"), reference(folder)
+    torch, model = pytest.importorskip("torch"), reference(folder, VOCAB_SIZE, EOS)
     runs = [(case, prompt) for case in cases for prompt in PROMPTS]
     messages = [
         message(
@@ -147,7 +54,7 @@ def check(folder: Path, cases: list[Any]) -> None:
                 **options,
             )
         for choice in range(beams):
-            tokens, values = found[number, choice]
+            tokens, values = found[number, choice].tokens, found[number, choice].values
             sequence = wanted.sequences[choice, len(prompt) :].tolist()
             assert sequence[: len(tokens)] == tokens, (runs[number], choice)
             assert set(sequence[len(tokens) :]) <= {EOS[0]}  # what transformers fills up with
@@ -157,7 +64,9 @@ def check(folder: Path, cases: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("beams")
+    made = tmp_path_factory.mktemp("beams")
+    reference(made, VOCAB_SIZE, EOS)
+    return made
 
 
 def test_sequences_and_scores_are_those_of_transformers(folder: Path) -> None:
@@ -174,8 +83,8 @@ def test_one_beam_is_greedy_decoding(folder: Path) -> None:
     prompt = np.array(PROMPTS[1], "<i4").tobytes()
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0)
     found, _ = run(folder, [message(0, PROMPTS[1], 1), AddRequest(1, prompt, greedy, 1)])
-    assert found[0, 0][0] == found[1, 0][0]
-    assert np.allclose(found[0, 0][1], found[1, 0][1], atol=1e-6)
+    assert found[0, 0].tokens == found[1, 0].tokens
+    assert np.allclose(found[0, 0].values, found[1, 0].values, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +107,7 @@ def test_bits_do_not_depend_on_the_company(folder: Path, options: dict[str, Any]
     together, core = run(folder, messages, **options)
     for one in alone:
         for key, sequence in one.items():
-            assert together[key] == sequence
+            assert (together[key].tokens, together[key].values) == (sequence.tokens, sequence.values)
     assert (core.scheduler.stats.num_preemptions > 0) == (options.get("num_blocks") == 75)
 
 
@@ -206,5 +115,39 @@ def test_a_temperature_divides_logits(folder: Path) -> None:
     hot, _ = run(folder, [message(0, PROMPTS[0], 4)])
     params = SamplingParams(use_beam_search=True, n=4, temperature=3.0, max_tokens=MAX_TOKENS, logprobs=0)
     other, _ = run(folder, [AddRequest(0, np.array(PROMPTS[0], "<i4").tobytes(), params, 0)])
-    assert other != hot
-    assert all(value <= 0 for _, values in other.values() for value in values)
+    assert [one.values for one in other.values()] != [one.values for one in hot.values()]
+    assert all(value <= 0 for one in other.values() for value in one.values)
+
+
+def test_logprobs_are_those_of_the_likeliest_candidates(folder: Path) -> None:
+    """More of them change no sequence; the likeliest one is each position's greedy token."""
+    plain, _ = run(folder, [message(0, PROMPTS[1], 4)])
+    several, _ = run(folder, [message(0, PROMPTS[1], 4, logprobs=30)])
+    for key, one in plain.items():
+        assert (several[key].tokens, several[key].values) == (one.tokens, one.values)
+        for place, (position, found) in enumerate(sorted(several[key].logprobs.items())):
+            assert position == len(PROMPTS[1]) + place
+            assert found.token_ids[0] == one.tokens[place] == found.token_ids[found.rank]
+            assert len(found.token_ids) == 31
+            assert (np.diff(found.values[1:]) <= 0).all()
+    greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=30)
+    (alone,) = run(folder, [AddRequest(0, np.array(PROMPTS[1], "<i4").tobytes(), greedy, 0)])[0].values()
+    first = several[0, 0].logprobs[len(PROMPTS[1])]
+    assert first.token_ids[1:].tolist() == alone.logprobs[len(PROMPTS[1])].token_ids[1:].tolist()
+    assert np.allclose(first.values[1:], alone.logprobs[len(PROMPTS[1])].values[1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 8}, {"num_blocks": 60, "prefix_caching": False}], ids=str)
+def test_a_prompts_log_probabilities_come_with_the_best_sequence(folder: Path, options: dict[str, Any]) -> None:
+    prompt = np.array(PROMPTS[1], "<i4").tobytes()
+    plain = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=0)
+    (alone,) = run(folder, [AddRequest(0, prompt, plain, 0)])[0].values()
+    searches = [message(n, PROMPTS[1], 4, prompt_logprobs=2) for n in range(3)]
+    found, _ = run(folder, searches, **options)
+    for (_, choice), one in found.items():
+        told = {position: told for position, told in one.logprobs.items() if position < len(PROMPTS[1])}
+        assert sorted(told) == (list(range(1, len(PROMPTS[1]))) if choice == 0 else [])
+        for position, each in told.items():
+            wanted = alone.logprobs[position]
+            assert each.token_ids.tolist() == wanted.token_ids.tolist()
+            assert each.values.tolist() == wanted.values.tolist()

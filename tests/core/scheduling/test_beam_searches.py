@@ -40,7 +40,7 @@ def alone(message: AddRequest) -> list[tuple[list[int], FinishReason]]:
             candidates.append(Candidates(ids[0], values[0]))
         chosen = rules.advance(candidates)
         if chosen is None:
-            return [(sequence(one.last)[0].tolist(), one.reason) for one in rules.results(params.n)]
+            return [([token.token_id for token in sequence(one.last)], one.reason) for one in rules.results(params.n)]
         texts = [[*texts[parent], token] for parent, token in zip(chosen.parents, chosen.token_ids, strict=True)]
 
 
