@@ -50,6 +50,7 @@ DEFAULTS = {
     "step": [],
     "speculation": [],
     "structured": [],
+    "beam-search": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
@@ -170,6 +171,12 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         )
     if parsed.benchmark == "startup":
         _run_startup(parsed, options)
+        return
+    if parsed.benchmark == "beam-search":
+        from tools.bench.beam_search import measure_beam_search
+
+        for record in measure_beam_search(options, rounds=parsed.reps):
+            print_record(record)
         return
     if parsed.benchmark in ("gemm", "kernels", "step", "structured"):
         _run_kernels(parsed, options)
