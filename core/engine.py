@@ -67,6 +67,15 @@ class EngineCore:
         """Return the number of requests without a row (not started, or preempted) and of their tokens."""
         return len(self.scheduler.waiting), self.scheduler.waiting.num_tokens
 
+    def state(self) -> list[Any]:
+        """Return all that later steps depend on, besides what the engine was made with. It is not a copy."""
+        return [self._num_requests, self.scheduler, self.kv_feed, self.pipeline.plans]
+
+    def take_over(self, state: list[Any]) -> None:
+        """Go on as the engine whose state this is, which had the same config. Call this before the first step."""
+        self._num_requests, self.scheduler, self.kv_feed, plans = state
+        self.pipeline.resume(plans)
+
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         """Take in (client, message) pairs, run one step, and return the (client, message) pairs to send."""
         replies = self._receive(inbox, now_ns)

@@ -239,6 +239,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "capture", "log every request and decision to this new file, for `engine-core replay`; it holds all prompts"
         ),
     ] = None
+    capture_rotate_bytes: Annotated[
+        int,
+        Option(
+            "capture", "begin a further file FILE-2, FILE-3, ... after so many bytes, as 512M, 2G; 0 = never", 0, 2**50
+        ),
+    ] = 0
+    capture_keep_files: Annotated[
+        int, Option("capture", "how many of these files are kept, the last ones; 0 = all", 0, 2**20)
+    ] = 0
     fake_vocab_size: Annotated[int, Option("fake executor", "vocabulary of the fake executor", 4, 2**24)] = 32_000
     fake_eos_token_id: Annotated[int, Option("fake executor", "end token of the fake executor", 0, 2**24)] = 2
     fake_max_model_len: Annotated[int, Option("fake executor", "max_model_len of the fake executor", 2, 2**24)] = (

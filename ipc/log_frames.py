@@ -58,12 +58,12 @@ def read_frame(data: Data, offset: int) -> Frame | None:
     return Frame(offset, sequence, tag, payload)
 
 
-def read_frames(data: Data) -> Iterator[Frame]:
-    """Yield the frames from the beginning on, up to a torn tail: a rest of the data that holds no sound frame.
+def read_frames(data: Data, offset: int = 0) -> Iterator[Frame]:
+    """Yield the frames from that of `offset` on, up to a torn tail: a rest of the data that holds no sound frame.
 
     Errors: CaptureFileError when a sound frame lies behind one that is not: damage in the middle.
     """
-    offset, sequence = 0, -1
+    sequence = -1
     while (frame := read_frame(data, offset)) is not None:
         yield frame
         offset, sequence = frame.end, frame.sequence

@@ -1,4 +1,4 @@
-"""`engine-core explain`: why a request of a running engine does not run, or the state of all requests."""
+"""`engine-core explain`: why a request of a running or captured engine does not run, or the state of all requests."""
 
 import re
 import sys
@@ -20,22 +20,28 @@ def main(arguments: Sequence[str]) -> int:
     """Print the explanation of one request or of the scheduler, and return the exit status. Errors: ConfigError."""
     parser = ArgumentParser(
         prog="engine-core explain",
-        usage="engine-core explain [REQUEST] [--connect ADDR] [--limit N] [--json]",
-        description="Say why a request of a running engine does not run. Without REQUEST: the scheduler in short.",
+        usage="engine-core explain [REQUEST] [--connect ADDR | --at STEP FILE] [--limit N] [--json]",
+        description="Say why a request of a running engine does not run, or did not run then. Without REQUEST: the "
+        "scheduler in short.",
     )
     parser.add_argument("request", nargs="?", metavar="REQUEST", help="SESSION/NUMBER, as the table shows it")
     parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
+    parser.add_argument(
+        "--at", nargs=2, metavar=("STEP", "FILE"), help="of the engine that wrote this capture, after this step of it"
+    )
     parser.add_argument(
         "--limit", type=int, default=20, metavar="N", help="requests in the table; default: %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
     parsed = parser.parse_args(arguments)
     session, number = read_request(parsed.request)
-    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="explain")
-    try:
-        explanation = client.explain(number, session=session, limit=parsed.limit)
-    finally:
-        client.close()
+    if parsed.at is not None:
+        if parsed.connect is not None:
+            parser.error("--at looks into a file: leave out --connect")
+        step, path = parsed.at
+        explanation = _at(step, path, session, number, parsed.limit)
+    else:
+        explanation = _now(parsed.connect, session, number, parsed.limit)
     if parsed.json:
         sys.stdout.write(to_json(explanation) + "\n")
     elif parsed.request is not None:
@@ -43,6 +49,23 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(describe_all(explanation)))
     return 0
+
+
+def _now(address: str | None, session: int, number: int, limit: int) -> Explanation:
+    client = EngineClient(ZmqTransport(address_to_connect(address)), name="explain")
+    try:
+        return client.explain(number, session=session, limit=limit)
+    finally:
+        client.close()
+
+
+def _at(step: str, path: str, session: int, number: int, limit: int) -> Explanation:
+    # Imported late: a look at a running engine needs no scheduler of its own.
+    from tools.replay.explain_at import explain_at
+
+    if not re.fullmatch(r"[0-9]{1,18}", step):
+        raise ConfigError(f"a step is a number from 0 on, as `engine-core replay` counts them; got --at {step!r:.40}")
+    return explain_at(path, int(step), session, number, limit)
 
 
 def read_request(text: str | None) -> tuple[int, int]:

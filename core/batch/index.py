@@ -1,6 +1,7 @@
 """RequestIndex: the live requests by client and number (one for each choice) and by deadline."""
 
 import heapq
+from typing import Any
 
 from core.batch.request import Request
 
@@ -31,6 +32,19 @@ class RequestIndex:
     def all(self) -> list[Request]:
         """Return every live request; O(n)."""
         return [request for client in self._clients for request in self.of_client(client)]
+
+    def parts(self) -> dict[str, Any]:
+        """Return the index as one list, for a snapshot (core/capture/snapshot.py)."""
+        clients = self._clients.values()
+        requests = [request for numbers in clients for choices in numbers.values() for request in choices]
+        return {**self.__dict__, "_clients": requests}
+
+    def set_parts(self, parts: dict[str, Any]) -> None:
+        """Become the index with these parts."""
+        requests: list[Request] = parts["_clients"]
+        self.__dict__.update(parts, _clients={})
+        for request in requests:
+            self._clients.setdefault(request.client, {}).setdefault(request.number, []).append(request)
 
     def add(self, request: Request, deadline_ns: int) -> None:
         """Add a request. deadline_ns: on the clock of the step; 0 = none."""

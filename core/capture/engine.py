@@ -10,7 +10,20 @@ from typing import Protocol
 
 import numpy as np
 
-from core.capture.records import FORMAT_MAJOR, FORMAT_MINOR, MAGIC, NO_RESULT, Header, Input, Step, encode_config
+from core import log
+from core.capture.records import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    MAGIC,
+    NO_RESULT,
+    Checkpoint,
+    Header,
+    Input,
+    Step,
+    encode_config,
+)
+from core.capture.restore import restore
+from core.capture.snapshot import Snapshot, UnknownObjectError
 from core.capture.writer import CaptureWriter, open_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
@@ -28,6 +41,13 @@ class CaptureLog(Protocol):
 
     def add(self, record: Input | Step) -> None:
         """Take the next record."""
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Return whether a checkpoint is due. It is asked for after each step."""
+
+    def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
+        """Take the engine's state behind the last record; see Checkpoint."""
 
 
 class CapturedEngine:
@@ -48,6 +68,8 @@ class CapturedEngine:
     ) -> None:
         self._log = log
         self._received = received
+        self._num_steps = self._num_inputs = 0
+        self._can_checkpoint = True
         self._last_rows = self._last_counts = b""  # of the last plan
         self._forget()
         self.engine = EngineCore(config, executor, epoch, [*watchers, self])
@@ -79,7 +101,33 @@ class CapturedEngine:
             self._log.add(self._record(now_ns, f"{type(error).__name__}: {error}"))
             raise
         self._log.add(self._record(now_ns))
+        self._num_steps += 1
+        self._num_inputs += len(inbox)
+        if self._log.wants_checkpoint and self._can_checkpoint:
+            self._checkpoint()
         return replies
+
+    def _checkpoint(self) -> None:
+        try:
+            snapshot = Snapshot(self.engine.state())
+        except UnknownObjectError as error:  # of a scheduler that is not ours alone
+            self._can_checkpoint = False
+            log.say(f"engine-core: this engine makes no checkpoints: {error}")
+            return
+        self._log.add_checkpoint(snapshot, self._num_steps, self._num_inputs)
+        self.write_columns()
+
+    def write_columns(self) -> None:
+        """Let the next step have its rows and counts in full, because a replay may start with it."""
+        self._last_rows = self._last_counts = b""
+
+    def start_at(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint of an engine with the same config. Call this before the first step.
+
+        Errors: CaptureFileError.
+        """
+        self.engine.take_over(restore(checkpoint.state))
+        self._num_steps, self._num_inputs = checkpoint.num_steps, checkpoint.num_inputs
 
     def _forget(self) -> None:
         self._planned_ns = self._result_ns = 0
@@ -159,7 +207,7 @@ def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_vers
         wall_ns=time.time_ns(),
         monotonic_ns=time.monotonic_ns(),
     )
-    return CaptureWriter(path, open_capture(path), header)
+    return CaptureWriter(path, open_capture(path), header, config.capture_rotate_bytes, config.capture_keep_files)
 
 
 def capture_path(config: EngineConfig, epoch: int) -> str | None:

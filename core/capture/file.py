@@ -10,10 +10,12 @@ from core.capture.records import (
     FORMAT_MAJOR,
     MAGIC,
     TAGS,
+    Checkpoint,
     Close,
     Gap,
     Header,
     Input,
+    Record,
     Step,
     decode_format,
     decode_record,
@@ -21,17 +23,25 @@ from core.capture.records import (
 from core.inputs import EngineInput
 from ipc.errors import CaptureFileError, ModelFileError
 from ipc.files.mapped_file import map_file
-from ipc.log_frames import Frame, read_frames
+from ipc.log_frames import Frame, read_frame, read_frames
 
 
 class Turn(NamedTuple):
     """One call of the step, as it was logged."""
 
-    step_index: int  # counted from 0
+    step_index: int  # counted from 0, from the engine's start
     offset: int  # of the Step's frame, bytes
     inbox: list[tuple[int, EngineInput]]
     received_ns: list[int]  # when each message was received; 0: not known
     step: Step
+    follows_checkpoint: bool = False  # it lies behind one, so its columns are whole
+
+
+class Place(NamedTuple):
+    """A checkpoint in a file."""
+
+    frame: Frame
+    num_steps: int  # before it, since the engine's start
 
 
 class CaptureFile:
@@ -47,6 +57,7 @@ class CaptureFile:
         self.num_lost = 0  # records in gaps: the engine could not write them in time
         self.num_unknown = 0  # records of a later minor version of the format
         self.close: Close | None = None  # None: the engine was killed, is still running, or its disk was full
+        self.checkpoints: list[Place] = []
         self._counts = dict.fromkeys(TAGS.values(), 0)
         end = 0
         try:
@@ -71,25 +82,56 @@ class CaptureFile:
         """Return the number of input messages in the file."""
         return self._counts[TAGS[Input]]
 
-    def turns(self) -> Iterator[Turn]:
+    @property
+    def begins_inside(self) -> bool:
+        """Return whether the file begins with a checkpoint of an engine that had run before."""
+        return bool(self.checkpoints) and self.checkpoints[0].frame.sequence == 1
+
+    @property
+    def first_step(self) -> int:
+        """Return the index of the file's first step, counted from the engine's start."""
+        return self.checkpoints[0].num_steps if self.begins_inside else 0
+
+    def last_checkpoint(self, step: int) -> Place | None:
+        """Return the last checkpoint at or before a step; None: there is none, so a replay starts with the engine."""
+        return max((place for place in self.checkpoints if place.num_steps <= step), default=None, key=_num_steps)
+
+    def checkpoint(self, place: Place) -> Checkpoint:
+        """Return a checkpoint of this file. Errors: CaptureFileError."""
+        frame = read_frame(self._data, place.frame.offset)
+        assert frame is not None, place
+        record = self._decode(frame)
+        assert isinstance(record, Checkpoint), record
+        return record
+
+    def turns(self, start: Place | None = None) -> Iterator[Turn]:
         """Yield every step with the inputs drained before it; inputs after the last step are left out.
 
-        Errors: CaptureFileError for a record whose content is not what its tag says.
+        start: the checkpoint from which on; None = from the beginning of the file. Errors: CaptureFileError for a
+        record whose content is not what its tag says.
         """
         inbox: list[tuple[int, EngineInput]] = []
         received_ns: list[int] = []
-        index = 0
-        for frame in read_frames(self._data):
-            try:
-                record = decode_record(frame.tag, frame.payload)
-            except CaptureFileError as error:
-                raise CaptureFileError(f"{self.path}: {_place(frame)}: {error}") from None
+        index, offset, is_behind = self.first_step, 0, False
+        if start is not None:
+            index, offset = start.num_steps, start.frame.offset
+        for frame in read_frames(self._data, offset):
+            if frame.tag == TAGS[Checkpoint]:
+                is_behind = True
+                continue
+            record = self._decode(frame)
             if isinstance(record, Input):
                 inbox.append((record.client, record.message))
                 received_ns.append(record.received_ns)
             elif isinstance(record, Step):
-                yield Turn(index, frame.offset, inbox, received_ns, record)
-                inbox, received_ns, index = [], [], index + 1
+                yield Turn(index, frame.offset, inbox, received_ns, record, is_behind)
+                inbox, received_ns, index, is_behind = [], [], index + 1, False
+
+    def _decode(self, frame: Frame) -> Record | None:
+        try:
+            return decode_record(frame.tag, frame.payload)
+        except CaptureFileError as error:
+            raise CaptureFileError(f"{self.path}: {_place(frame)}: {error}") from None
 
     def _check_order(self, frame: Frame) -> None:
         if frame.offset == 0:
@@ -112,6 +154,10 @@ class CaptureFile:
             self.num_unknown += 1
             return
         self._counts[frame.tag] += 1
+        if frame.tag == TAGS[Checkpoint]:
+            record = decode_record(frame.tag, frame.payload)
+            assert isinstance(record, Checkpoint), record
+            self.checkpoints.append(Place(frame._replace(payload=b""), record.num_steps))
         if frame.tag == TAGS[Header] and frame.offset:
             raise CaptureFileError(f"{_place(frame)}: a second header")
         if frame.tag == TAGS[Close]:
@@ -143,6 +189,10 @@ def _read_header(frame: Frame) -> Header:
     header = decode_record(frame.tag, frame.payload)
     assert isinstance(header, Header), header
     return header
+
+
+def _num_steps(place: Place) -> int:
+    return place.num_steps
 
 
 def _place(frame: Frame) -> str:

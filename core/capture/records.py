@@ -16,7 +16,7 @@ from ipc.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 3
+FORMAT_MINOR = 4
 #: In Step.result_step: no plan's result arrived in this step.
 NO_RESULT = -1
 
@@ -101,10 +101,21 @@ class Close(msgspec.Struct, frozen=True, array_like=True):
     num_lost: int
 
 
-Record: TypeAlias = Header | Input | Step | Gap | Close
+class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's whole state between two steps, from which a replay can start. Written with format 1.4.
+
+    num_steps: calls of EngineCore.step before it, since the engine started; num_inputs: messages in them.
+    """
+
+    num_steps: int
+    num_inputs: int
+    state: bytes  # a snapshot of EngineCore.state(); see core/capture/snapshot.py
+
+
+Record: TypeAlias = Header | Input | Step | Gap | Close | Checkpoint
 
 #: Tags of the frames. An unknown tag comes from a later minor version of the format.
-TAGS: dict[type[Record], int] = {Header: 1, Input: 2, Step: 3, Gap: 4, Close: 5}
+TAGS: dict[type[Record], int] = {Header: 1, Input: 2, Step: 3, Gap: 4, Close: 5, Checkpoint: 6}
 
 
 class LoggedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=False, forbid_unknown_fields=True):

@@ -36,6 +36,16 @@ class Pipeline:
         """Return the number of steps that have begun and whose results were not taken yet."""
         return len(self._steps)
 
+    @property
+    def plans(self) -> list[SchedulerOutput]:
+        """Return the plans of the steps in flight, the oldest first."""
+        return [plan for plan, _ in self._steps]
+
+    def resume(self, plans: Sequence[SchedulerOutput]) -> None:
+        """Begin steps again that were in flight in another pipeline, without telling watchers of them."""
+        assert not self._steps, f"{len(self._steps)} steps are in flight already"
+        self._steps.extend((plan, self._executor.execute(plan)) for plan in plans)
+
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
         """Begin the plan, and return a finished step's plan and output, or None.
 

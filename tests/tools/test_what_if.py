@@ -14,6 +14,7 @@ import pytest
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.file import CaptureFile
 from core.capture.records import TAGS, Input, Step, encode_record
+from core.capture.snapshot import Snapshot
 from core.executors.fake import FakeExecutor
 from core.inputs import EngineInput
 from ipc.config import EngineConfig
@@ -65,6 +66,11 @@ def record(path: Path, config: EngineConfig, arrivals: list[Arrival], noise: flo
     executor.initialize_cache(config)
 
     class Log:
+        wants_checkpoint = False
+
+        def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
+            raise AssertionError("none is wanted")
+
         def add(self, record: Input | Step) -> None:
             records.append(record)
 

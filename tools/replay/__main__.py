@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         file = CaptureFile(parsed.file)
         _check_complete(file)
+        if parsed.what_if or parsed.perfetto or parsed.mode != "resched":
+            _check_whole(file)
         if parsed.what_if:
             run_what_if(file, parsed.what_if, is_open=parsed.arrivals == "recorded", as_json=parsed.json)
             return EXIT_SAME
@@ -130,6 +132,15 @@ def _check_complete(file: CaptureFile) -> None:
         raise CaptureFileError(f"{file.path}: {file.num_lost} records are missing (the disk was too slow for them)")
     if not file.num_steps and file.close is None:
         raise CaptureFileError(f"{file.path}: there is no whole step in it ({file.num_dropped_bytes} bytes dropped)")
+
+
+def _check_whole(file: CaptureFile) -> None:
+    """Check that the file has all of its requests. Errors: CaptureFileError if it begins with a checkpoint."""
+    if file.begins_inside:
+        raise CaptureFileError(
+            f"{file.path}: it begins with a checkpoint at step {file.first_step}, so some of its requests arrived "
+            f"before: of the modes only resched can run it"
+        )
 
 
 def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from core.capture.file import Turn
 from core.capture.records import Step
+from core.engine import EngineCore
 from core.inputs import EngineReply
 from ipc.messages import Outputs
 
@@ -44,6 +45,18 @@ class Batch:
         self._counts: list[int] = []
         self._num_plans = 0
         self._of_plan: dict[int, list[RequestKey | None]] = {}  # by number of the plan, until its result arrives
+
+    @staticmethod
+    def of(engine: EngineCore) -> "Batch":
+        """Return the requests in the rows of an engine that goes on from a checkpoint."""
+        batch, table = Batch(), engine.scheduler.table
+        rows = engine.scheduler.running.tolist()
+        batch._requests = {row: (int(table.client[row]), int(table.number[row])) for row in rows}
+        plans = engine.pipeline.plans
+        for plan in plans:
+            batch._of_plan[plan.step] = [batch._requests.get(row) for row in plan.rows.tolist()]
+        batch._num_plans = engine.scheduler.stats.num_steps
+        return batch
 
     def copy(self) -> "Batch":
         """Return a copy that can be changed by itself."""

@@ -1,7 +1,7 @@
 """A capture run again through the engine core, step by step, with recorded tokens or with the model."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -9,9 +9,11 @@ import msgspec
 from core.batch.table import BatchTable
 from core.border.validation import validate_request
 from core.capture.engine import CapturedEngine
-from core.capture.file import CaptureFile, Turn
+from core.capture.file import CaptureFile, Place, Turn
 from core.capture.recorded_executor import RecordedExecutor
 from core.capture.records import Header, Input, Step, decode_config
+from core.capture.snapshot import Snapshot
+from core.engine import EngineCore
 from core.execution.executor import Executor
 from core.execution.pipeline import StepWatcher
 from core.executors.by_name import load_executor
@@ -45,10 +47,14 @@ class _Comparison:
     """The log of the replaying engine: keeps the last step until it is compared."""
 
     step: Step
+    wants_checkpoint = False
 
     def add(self, record: Input | Step) -> None:
         if isinstance(record, Step):
             self.step = record
+
+    def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
+        raise AssertionError("none is wanted")
 
 
 def recorded_executor(file: CaptureFile) -> RecordedExecutor:
@@ -93,6 +99,60 @@ class TableWatcher(StepWatcher, Protocol):
     table: BatchTable
 
 
+class Replay:
+    """A capture's engine while its steps run again, from the beginning of the file or from a checkpoint in it.
+
+    config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: told of every plan.
+    Errors: CaptureFileError for options or a state that no engine can have had.
+    """
+
+    def __init__(
+        self,
+        file: CaptureFile,
+        config: EngineConfig,
+        executor: Executor,
+        start: Place | None = None,
+        watcher: TableWatcher | None = None,
+    ) -> None:
+        self._file, self._executor, self._log = file, executor, _Comparison()
+        self._start = file.checkpoints[0] if start is None and file.begins_inside else start
+        try:
+            watchers = [watcher] if watcher else []
+            self._captured = CapturedEngine(config, executor, self._log, file.header.epoch, watchers)
+        except Exception as error:  # any kind: the options come from the file
+            raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
+        self._batch = Batch()
+        if self._start is not None:
+            self._captured.start_at(file.checkpoint(self._start))
+            self._batch = Batch.of(self.engine)
+        if watcher is not None:
+            watcher.table = self.engine.scheduler.table
+
+    @property
+    def engine(self) -> EngineCore:
+        """Return the engine as the steps so far have left it."""
+        return self._captured.engine
+
+    def steps(self) -> Iterator[tuple[Turn, Difference | None, Sequence[tuple[int, EngineReply]]]]:
+        """Run one step after the other; yield each, its difference from the recorded one, and the engine's replies.
+
+        The last one differs, or ended the captured engine, or is the last of the file.
+        """
+        for turn in self._file.turns(self._start):
+            _check_inputs(self._file, turn)
+            if turn.follows_checkpoint:
+                self._captured.write_columns()
+            if isinstance(self._executor, RecordedExecutor):
+                self._executor.feed(turn.step)
+            replies: Sequence[tuple[int, EngineReply]] = ()
+            with contextlib.suppress(Exception):  # the engine has noted the exception in its record
+                replies = self._captured.step(turn.inbox, turn.step.now_ns)
+            difference = find_difference(turn, self._log.step, self._batch, replies)
+            yield turn, difference, replies
+            if difference is not None or turn.step.error:
+                return
+
+
 def rerun(
     file: CaptureFile,
     config: EngineConfig,
@@ -100,36 +160,26 @@ def rerun(
     *,
     on_turn: OnTurn | None = None,
     watcher: TableWatcher | None = None,
+    start: Place | None = None,
 ) -> Rerun:
     """Run every step, up to the first difference.
 
-    on_turn: called with each turn that was equal, and the engine's replies. watcher: told of every plan.
+    on_turn: called with each turn that was equal, and the engine's replies. watcher, start: see Replay.
     Errors: CaptureFileError for records that no engine can have written.
     """
-    log = _Comparison()
-    try:
-        engine = CapturedEngine(config, executor, log, file.header.epoch, [watcher] if watcher else [])
-    except Exception as error:  # any kind: the options come from the file
-        raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
-    if watcher is not None:
-        watcher.table = engine.engine.scheduler.table
-    batch, difference, num_steps, engine_error = Batch(), None, 0, ""
+    replay = Replay(file, config, executor, start, watcher)
+    difference, num_steps, engine_error = None, 0, ""
     num_requests = num_aborted = 0
-    for turn in file.turns():
-        added, aborted = _check_inputs(file, turn)
-        num_requests, num_aborted, num_steps = num_requests + added, num_aborted + aborted, num_steps + 1
-        if isinstance(executor, RecordedExecutor):
-            executor.feed(turn.step)
-        replies: Sequence[tuple[int, EngineReply]] = ()
-        with contextlib.suppress(Exception):  # the engine has noted the exception in its record
-            replies = engine.step(turn.inbox, turn.step.now_ns)
-        difference = find_difference(turn, log.step, batch, replies)
+    for turn, difference, replies in replay.steps():
+        num_steps += 1
+        num_requests += sum(isinstance(message, Submission) for _, message in turn.inbox)
+        num_aborted += sum(
+            len(unpack_numbers(message.numbers)) for _, message in turn.inbox if isinstance(message, Abort)
+        )
         engine_error = turn.step.error
-        if difference is not None or engine_error:
-            break
-        if on_turn is not None:
+        if on_turn is not None and difference is None and not engine_error:
             on_turn(turn, replies)
-    stats = engine.engine.scheduler.stats
+    stats = replay.engine.scheduler.stats
     return Rerun(
         num_steps=num_steps,
         num_requests=num_requests,
@@ -142,27 +192,20 @@ def rerun(
     )
 
 
-def _check_inputs(file: CaptureFile, turn: Turn) -> tuple[int, int]:
-    """Return (requests, aborted requests) of the inbox.
-
-    Errors: CaptureFileError for a message that the IO thread would have refused.
-    """
-    num_requests = num_aborted = 0
+def _check_inputs(file: CaptureFile, turn: Turn) -> None:
+    """Check the inbox. Errors: CaptureFileError for a message that the IO thread would have refused."""
     model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:
-        if isinstance(message, Submission):
-            num_requests += 1
-            try:
-                validate_request(
-                    message,
-                    vocab_size=model.vocab_size,
-                    max_model_len=model.max_model_len,
-                    max_logprobs=max_logprobs,
-                    tasks=model.tasks,
-                )
-            except InvalidRequestError as error:
-                where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
-                raise CaptureFileError(f"{where}: {error}") from None
-        elif isinstance(message, Abort):
-            num_aborted += len(unpack_numbers(message.numbers))
-    return num_requests, num_aborted
+        if not isinstance(message, Submission):
+            continue
+        try:
+            validate_request(
+                message,
+                vocab_size=model.vocab_size,
+                max_model_len=model.max_model_len,
+                max_logprobs=max_logprobs,
+                tasks=model.tasks,
+            )
+        except InvalidRequestError as error:
+            where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
+            raise CaptureFileError(f"{where}: {error}") from None

@@ -1,0 +1,252 @@
+"""Snapshot: the state of an engine core as data: all objects that its later steps depend on, found by following them.
+
+No object lists its own fields, so none can be forgotten; one with parts() and set_parts() gives larger parts. It
+is taken between two steps, in two parts. The engine thread copies what may change (columns, containers, attributes).
+Another thread turns the copies into bytes.
+
+A snapshot's bytes are zlib's, over msgpack: [batches of nodes, value]. A node is an object that others may share, and
+a value refers to one by its number. core/capture/restore.py reads them. No code is in them: classes are named, and
+only those of PACKAGES are known.
+"""
+
+import copy
+import gc
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from core.batch.request import Request
+
+#: Packages whose classes a snapshot may name.
+PACKAGES = ("core.batch", "core.execution", "core.kv", "core.proposers", "core.scheduling", "ipc")
+#: The package that the checkout's folders are in: "" there, "engine_core." in a wheel. Snapshots do not name it.
+HOME_PACKAGE = __name__.removesuffix("core.capture.snapshot")
+#: Code of msgpack's extension type whose 4 bytes, little-endian, are the number of a node.
+REFERENCE = 1
+#: Nodes that encode() turns into data without a pause: some 0.2 ms.
+_BATCH = 32
+
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_encoder = msgspec.msgpack.Encoder()
+
+
+class UnknownObjectError(Exception):
+    """Error: the state has an object of a kind that a snapshot does not know."""
+
+
+class Snapshot:
+    """The state that can be reached from `root`, as it is now. Errors: UnknownObjectError."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._nodes: list[tuple[object, Any]] = []  # an object, and a copy of its parts
+        self._place: dict[int, int] = {}  # by id of the object, which its node keeps alive
+        collects = gc.isenabled()
+        gc.disable()  # thousands of copies would set it off, and none of them is garbage: it was half of the time
+        try:
+            self._take(root)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _take(self, root: object) -> None:
+        pending = [root]
+        while pending:
+            value = pending.pop()
+            if id(value) in self._place:
+                continue
+            if type(value) is Request:
+                self._take_request(value, pending)
+                continue
+            take = _TAKERS.get(type(value)) or _taker_of(type(value))
+            parts, children = take(value)
+            if parts is not None:
+                self._place[id(value)] = len(self._nodes)
+                self._nodes.append((value, parts))
+            pending += children
+
+    def _take_request(self, request: Request, pending: list[Any]) -> None:
+        """Take a request, one of thousands. Its hashes and its tokens, which are never written to, are no nodes."""
+        parts: Request = request.__copy__()  # type: ignore[attr-defined]
+        parts.block_hashes = request.block_hashes.copy()
+        self._place[id(request)] = len(self._nodes)
+        self._nodes.append((request, parts))
+        if request.choices:
+            pending.append(request.choices)
+        if request.swapped is not None:
+            pending.append(request.swapped)
+
+    def __len__(self) -> int:
+        """Return the number of nodes."""
+        return len(self._nodes)
+
+    def encode(self, pause: Callable[[], None] = lambda: None) -> bytes:
+        """Return the bytes. Any thread may call this; pause is called now and then, to let other threads run."""
+        batches = []
+        for first in range(0, len(self._nodes), _BATCH):
+            pause()
+            batch = [self._node(value, parts) for value, parts in self._nodes[first : first + _BATCH]]
+            batches.append(msgspec.Raw(_encoder.encode(batch)))
+        pause()
+        data = _encoder.encode([batches, self._value(self._root)])
+        pause()
+        return zlib.compress(data, 1)
+
+    def _node(self, value: object, parts: Any) -> list[Any]:
+        """Return [kind, ...] of one node."""
+        kind = type(value)
+        match value:
+            case np.ndarray():
+                if isinstance(parts, np.ndarray):
+                    return ["array", parts.dtype.str, parts.shape, parts.tobytes()]
+                return ["view", value.dtype.str, value.shape, value.strides, parts[1], self._value(parts[0])]
+            case list():
+                return ["list", *self._values(parts)]
+            case deque():
+                return ["deque", *self._values(parts)]
+            case set():
+                return ["set", *self._values(parts)]
+            case dict():
+                return ["dict", kind is OrderedDict, *self._values(chain.from_iterable(parts.items()))]
+            case msgspec.Struct():
+                return ["struct", class_name(kind), *self._values(msgspec.structs.astuple(parts))]
+            case _:
+                pass
+        return ["object", class_name(kind), list(parts), *self._values(parts.values())]
+
+    def _values(self, values: Iterable[object]) -> Iterator[Any]:
+        return map(self._value, values)
+
+    def _value(self, value: Any) -> Any:
+        """Return an atom as it is, a reference to a node, or [kind, ...] of a value that nothing can change."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if (place := self._place.get(id(value))) is not None:
+            return msgspec.msgpack.Ext(REFERENCE, place.to_bytes(4, "little"))
+        match value:
+            case Enum():
+                return ["enum", class_name(kind), value.value]
+            case np.generic():
+                return ["scalar", value.dtype.str, value.tobytes()]
+            case np.dtype():
+                return ["dtype", value.str]
+            case MethodType():
+                return ["method", self._value(value.__self__), value.__name__]
+            case tuple():
+                return ["tuple", class_name(kind) if kind is not tuple else "", *self._values(value)]
+            case list():
+                return ["list", *value]
+            case np.ndarray():
+                return ["array", value.dtype.str, value.tobytes()]
+            case _:
+                pass
+        return ["message", class_name(kind), _encoder.encode(value)]
+
+
+def class_name(kind: type) -> str:
+    """Return "module:name" of a class of ours. Errors: UnknownObjectError for another class."""
+    module = kind.__module__.removeprefix(HOME_PACKAGE)
+    if not any(module == package or module.startswith(f"{package}.") for package in PACKAGES):
+        raise UnknownObjectError(f"{module}:{kind.__qualname__} is of no package that a snapshot may name")
+    return f"{module}:{kind.__qualname__}"
+
+
+# --- what is copied of each kind of object: (a copy of its parts, objects to follow) ---------------------------------
+
+_Taken = tuple[Any, Iterable[Any]]
+
+
+def _others(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if type(value) not in _ATOMS]
+
+
+def _take_inline(value: Any) -> _Taken:
+    """Take a value without parts that could change."""
+    return None, ()
+
+
+def _take_tuple(value: tuple[Any, ...]) -> _Taken:
+    return None, _others(value)
+
+
+def _take_method(value: MethodType) -> _Taken:
+    return None, [value.__self__]
+
+
+def _take_list(value: list[Any]) -> _Taken:
+    parts = value.copy()
+    kinds = set(map(type, parts))
+    if kinds <= _ATOMS:
+        return parts, ()
+    return parts, _others(chain.from_iterable(parts) if kinds == {tuple} else parts)
+
+
+def _take_items(value: Iterable[Any]) -> _Taken:
+    parts = list(value)
+    return parts, _others(parts)
+
+
+def _take_dict(value: dict[Any, Any]) -> _Taken:
+    parts = value.copy()
+    if _ATOMS.issuperset({*map(type, parts), *map(type, parts.values())}):
+        return parts, ()
+    return parts, _others(chain.from_iterable(parts.items()))
+
+
+def _take_array(value: np.ndarray[Any, Any]) -> _Taken:
+    base = value.base
+    if not isinstance(base, np.ndarray):
+        return value.copy(), ()
+    places = [one.__array_interface__["data"][0] for one in (value, base)]
+    return (base, places[0] - places[1]), (base,)
+
+
+def _take_struct(value: msgspec.Struct) -> _Taken:
+    parts = copy.copy(value)
+    return parts, _others(msgspec.structs.astuple(parts))
+
+
+def _take_object(value: Any) -> _Taken:
+    parts = value.parts() if hasattr(value, "parts") else dict(value.__dict__)
+    return parts, _others(parts.values())
+
+
+_TAKERS: dict[type, Callable[[Any], _Taken]] = {
+    **dict.fromkeys(_ATOMS, _take_inline),
+    tuple: _take_tuple,
+    MethodType: _take_method,
+    list: _take_list,
+    deque: _take_items,
+    set: _take_items,
+    dict: _take_dict,
+    OrderedDict: _take_dict,
+    np.ndarray: _take_array,
+}
+
+
+def _taker_of(kind: type) -> Callable[[Any], _Taken]:
+    """Return, and remember, how objects of a class are taken. Errors: UnknownObjectError."""
+    if issubclass(kind, np.generic | np.dtype):
+        taker = _take_inline
+    else:
+        name = class_name(kind)
+        if issubclass(kind, Enum):
+            taker = _take_inline
+        elif issubclass(kind, tuple):
+            taker = _take_tuple
+        elif issubclass(kind, msgspec.Struct):
+            taker = _take_inline if name.startswith("ipc.") else _take_struct  # messages do not change
+        elif hasattr(kind, "__slots__"):
+            raise UnknownObjectError(f"{name} has slots")
+        else:
+            taker = _take_object
+    _TAKERS[kind] = taker
+    return taker

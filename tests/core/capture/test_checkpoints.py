@@ -1,0 +1,171 @@
+"""Checkpoints: a replay from each of them makes the decisions of the engine that went on. That engine is the oracle."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.capture import writer as capture_writer
+from core.capture.engine import CapturedEngine, start_capture
+from core.capture.file import CaptureFile
+from core.capture.restore import restore
+from core.capture.snapshot import Snapshot, UnknownObjectError
+from core.engine import EngineCore
+from core.executors.by_name import load_executor
+from core.inputs import EngineInput, HoldClient, ReleaseClient
+from ipc.config import EngineConfig
+from ipc.errors import CaptureFileError
+from ipc.messages import AddRequest, Pause, PauseMode, Resume
+from ipc.pooling_messages import AddPooling
+from ipc.pooling_params import PoolingParams
+from ipc.sampling_params import SamplingParams
+from ipc.scheduling_messages import FollowKVEvents
+from ipc.speculation import SpeculativeConfig
+from tests.captures import CONFIG, make_request
+from tools.replay.__main__ import main
+from tools.replay.rerun import recorded_executor, replay_config, rerun
+
+#: Options that give the scheduler other states.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deep": {"async_scheduling": True},
+    "fair": {"scheduling_policy": "fair", "fair_quantum": 16},
+    "priority": {"scheduling_policy": "priority", "async_scheduling": True},
+    "swap": {"preemption_mode": "swap", "num_swap_blocks": 12, "num_blocks_override": 18},
+    "whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 120},
+    "limits": {"max_num_partial_prefills": 1, "scheduler_delay_factor": 1.5, "num_blocks_override": 16},
+    "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
+    "several": {"fake_tokens_per_step": 3, "enable_prefix_caching": False},
+}
+
+
+def make_any(number: int, rng: random.Random) -> AddRequest | AddPooling:
+    """Plain requests, several choices, beam searches and embeddings, with salts, tenants, priorities and deadlines."""
+    message = make_request(number, rng)
+    if number % 11 == 4:
+        return AddPooling(number, message.prompt_token_ids, PoolingParams(task="embed"))
+    changes: dict[str, Any] = {
+        "priority": rng.randrange(-2, 3),
+        "cache_salt": rng.choice(["", "", "a"]),
+        "tenant": rng.choice(["", "one", "two"]),
+        "deadline_ms": rng.choice([0, 0, 30]),
+    }
+    if number % 5 == 2:
+        changes["params"] = SamplingParams(n=3, temperature=0.9, max_tokens=rng.randrange(1, 20))
+    elif number % 7 == 3:
+        changes["params"] = SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=rng.randrange(1, 12))
+    return msgspec.structs.replace(message, **changes)
+
+
+def other_inputs(rng: random.Random) -> list[tuple[int, EngineInput]]:
+    """What clients and the border do beside requests."""
+    kinds: list[Callable[[], EngineInput]] = [
+        HoldClient,
+        ReleaseClient,
+        lambda: Pause(1, PauseMode.NEW),
+        lambda: Resume(2),
+        lambda: FollowKVEvents(3),
+    ]
+    return [(rng.randrange(3), rng.choice(kinds)())] if rng.random() < 0.15 else []
+
+
+def capture(path: Path, config: EngineConfig, seed: int, num_steps: int) -> None:
+    """Write a capture of a run with all kinds of requests and of messages beside them."""
+    rng = random.Random(seed)
+    executor = load_executor(config)
+    executor.initialize_cache(config)
+    writer = start_capture(str(path), config, executor.info, "test", 0)
+    engine = CapturedEngine(config, executor, writer)
+    number = 0
+    for index in range(num_steps):
+        inbox = other_inputs(rng)
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            inbox.append((number % 3, make_any(number, rng)))
+            number += 1
+        engine.step(inbox, 10**12 + index * 1_000_000)
+        engine.engine.scheduler.check_integrity()
+    writer.close()
+    executor.close()
+
+
+def replay_from_each(path: Path) -> int:
+    """Replay a file from its beginning and from each checkpoint; return the number of checkpoints."""
+    file = CaptureFile(path)
+    config = replay_config(file.header)
+    for place in (None, *file.checkpoints):
+        run = rerun(file, config, recorded_executor(file), start=place)
+        assert run.difference is None, (place, run.difference)
+        assert run.num_steps == file.num_steps - (0 if place is None else place.num_steps - file.first_step)
+    return len(file.checkpoints)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 4000)
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_replay_from_each_checkpoint_decides_as_the_engine_that_went_on(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.cap"
+    capture(path, msgspec.structs.replace(CONFIG, **VARIANTS[name]), seed=1, num_steps=120)
+    assert replay_from_each(path) >= 2
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SOAK_CHECKPOINTS", "60"))))
+def test_random_captures_replay_from_each_checkpoint(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    config = msgspec.structs.replace(CONFIG, **VARIANTS[rng.choice(list(VARIANTS))], max_num_seqs=rng.choice([2, 4, 8]))
+    capture(tmp_path / "a.cap", config, seed, num_steps=400)
+    assert replay_from_each(tmp_path / "a.cap") >= 3
+
+
+def test_files_rotate_and_each_replays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
+    path = tmp_path / "a.cap"
+    capture(path, msgspec.structs.replace(CONFIG, capture_rotate_bytes=6000, capture_keep_files=3), 2, num_steps=200)
+    files = sorted(tmp_path.iterdir(), key=lambda one: CaptureFile(one).first_step)
+    assert len(files) == 3
+    assert path not in files
+    ends = 0
+    for one in files:
+        file = CaptureFile(one)
+        assert file.begins_inside
+        assert file.close is not None
+        assert file.first_step == ends or not ends
+        ends = file.first_step + file.num_steps
+        assert main([str(one)]) == 0
+    assert ends == 200
+
+
+def test_a_file_that_begins_inside_says_what_it_cannot_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
+    path = tmp_path / "a.cap"
+    capture(path, msgspec.structs.replace(CONFIG, capture_rotate_bytes=20_000), 2, num_steps=150)
+    second = f"{path}-2"
+    for options in (["--mode", "full"], ["--what-if", "max_num_seqs=2"], ["--mode", "live", "--connect", "ipc:///x"]):
+        assert main([second, *options]) == 4
+        assert "begins with a checkpoint at step" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_no_engines_is_refused() -> None:
+    for data in (b"", b"nonsense"):
+        with pytest.raises(CaptureFileError, match="a checkpoint that"):
+            restore(data)
+    engine = EngineCore(CONFIG, load_executor(CONFIG))
+    whole = Snapshot(engine.state()).encode()
+    with pytest.raises(CaptureFileError):
+        restore(whole[:-20])
+    with pytest.raises(UnknownObjectError, match="os:"):
+        Snapshot([os.stat("/")])
+    state = restore(whole)
+    state[1].check_integrity()
