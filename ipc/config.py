@@ -64,7 +64,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "model",
             "matrices in memory: stored = as a quantized file has them, none = dequantized at load (no token changes), "
             "int8 = products in 8 bits, other tokens; auto = stored or none, by the CPU",
-            flags=("-q",),
         ),
     ] = "auto"
     device: Annotated[
