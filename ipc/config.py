@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ipc.config_checks import check_model, check_weights
+from ipc.config_checks import check_executor, check_model, check_weights
 from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat
 from ipc.neutral_options import check_neutral, is_neutral
@@ -16,7 +16,6 @@ from ipc.speculation import SpeculativeConfig, parse_speculative_config
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Numerics = Literal["L0", "L2"]
-ExecutorName = Literal["local", "fake"]
 Device = Literal["cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
@@ -44,9 +43,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             flags=("-m", "--model-path", "--model-id", "-hf", "-hfr", "--hf-repo"),
         ),
     ] = None
-    executor: Annotated[ExecutorName, Option("machine", "'fake' answers with made-up tokens and needs no model")] = (
-        "local"
-    )
+    executor: Annotated[
+        str,
+        Option(
+            "machine",
+            "what runs the steps: local = the model in the engine's process, fake = made-up tokens without a model; "
+            "another name is a plug-in's (docs/executors.md)",
+        ),
+    ] = "local"
+    executor_options: Annotated[
+        dict[str, str],
+        Option("machine", "an option of a plug-in executor; may be given again", flags=("--executor-option",)),
+    ] = {}
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
     ] = "auto"
@@ -312,6 +320,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 f"generation_config must be 'auto', 'vllm' or the path of a folder; got {self.generation_config!r}"
             )
         check_weights(self.client_weights)
+        check_executor(self.executor, self.executor_options)
         check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")

@@ -1,8 +1,11 @@
-"""Checks of the options whose values are no plain choices or numbers: a model's name, and the weights of clients."""
+"""Checks of the options whose values are no plain choices or numbers: names of models and executors, weights."""
 
 from ipc.errors import ConfigError
 
+#: Executors that are no plug-ins.
+BUILT_IN_EXECUTORS = ("local", "fake")
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
+_MAX_EXECUTOR_LENGTH = 128
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 
 
@@ -29,3 +32,13 @@ def check_model(model: object) -> None:
         raise ConfigError(f"model must be valid UTF-8 without NUL; got {model!r:.80}")
     if (size := len(model.encode())) > _MAX_MODEL_BYTES:
         raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
+
+
+def check_executor(name: object, options: object) -> None:
+    """Check what names an executor, not whether it is there, and its own options. Errors: ConfigError."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_EXECUTOR_LENGTH:
+        raise ConfigError(f"executor must be 'local', 'fake' or the name of a plug-in; got {name!r:.80}")
+    if not isinstance(options, dict) or not all(isinstance(word, str) for pair in options.items() for word in pair):
+        raise ConfigError(f"executor_options must be a dict of texts; got {options!r:.80}")
+    if options and name in BUILT_IN_EXECUTORS:
+        raise ConfigError(f"executor_options are a plug-in's, and executor={name!r} has none: {', '.join(options)}")

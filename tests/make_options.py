@@ -39,6 +39,8 @@ def _values(declared: DeclaredOption) -> str:
         return f"{'integer' if declared.plain is int else 'number'} {declared.bounds}"
     if declared.plain is SpeculativeConfig:
         return "JSON object"
+    if declared.name == "executor_options":
+        return "key and value"
     return "text" if declared.plain is str else "name and weight"
 
 

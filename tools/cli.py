@@ -33,6 +33,7 @@ COMMANDS = {
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "prove": ("tools.prove", "show that tokens do not depend on neighbours, preemption and cache"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
+    "check-executor": ("tools.check_executor.__main__", "check that a plug-in executor keeps its contract"),
     "completion": ("tools.completion", "print the completion of bash, zsh or fish"),
 }
 #: Headings of --help; commands that stand under none of them come last.

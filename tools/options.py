@@ -118,6 +118,10 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
         return {"type": str, "metavar": "NO,YES"}
     if declared.name == "client_weights":
         return {"action": _Weights, "metavar": "NAME=W"}
+    if declared.name == "executor_options":
+        return {"action": _Pairs, "metavar": "KEY=VALUE"}
+    if declared.name == "executor":
+        return {"type": str, "metavar": "NAME"}
     if declared.plain is SpeculativeConfig:
         return {"type": str, "metavar": "JSON"}
     if declared.plain is bool:
@@ -145,6 +149,18 @@ class _Weights(argparse.Action):
         except ValueError:  # msgspec's errors are ValueErrors too
             parser.error(f'argument {option}: expected NAME=W or {{"NAME": W}}, got {values!r}')
         setattr(namespace, self.dest, weights)
+
+
+class _Pairs(argparse.Action):
+    """Parser of KEY=VALUE; several flags are merged."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        key, is_given, value = values.partition("=")
+        if not key or not is_given:
+            parser.error(f"argument {option}: expected KEY=VALUE, got {values!r}")
+        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | {key: value})
 
 
 def _spell(default: object) -> str:

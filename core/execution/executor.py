@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from core.grammars.grammars import Grammars
 
 
+#: Version (major, minor) of what executors are written against: this file, core/execution/plan.py and
+#: core/execution/runner_table.py. A plug-in has the major that it was written for, and a minor up to this one.
+EXECUTOR_API = (1, 0)
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about an executor's model, known once it is loaded."""
 

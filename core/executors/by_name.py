@@ -1,14 +1,23 @@
-"""The import of the executor that a config names. torch is imported with it, and not before."""
+"""The import of the executor that a config names: one of this package, or a plug-in. torch is imported with it, and not
+before.
+"""
 
 import importlib
 from types import ModuleType
 
 from core.execution.executor import Executor, check_triton
+from core.executors.plug_ins import import_plug_in
 from ipc.config import EngineConfig
+from ipc.config_checks import BUILT_IN_EXECUTORS
 
 
 def import_executor(config: EngineConfig) -> ModuleType:
-    """Import the module of the config's executor, which imports torch. Errors: ConfigError if triton is missing."""
+    """Import the module of the config's executor, which may import torch.
+
+    Errors: ConfigError if triton is missing, or the plug-in that the config names.
+    """
+    if config.executor not in BUILT_IN_EXECUTORS:
+        return import_plug_in(config.executor)
     on_gpu = config.executor == "local" and config.device == "cuda"
     if on_gpu:
         check_triton()

@@ -1,0 +1,70 @@
+"""Plug-in executors: executors of other distributions, found by the name that they are registered under.
+
+A distribution registers a module in the entry-point group GROUP (packaging.python.org, "Entry points specification").
+Nothing is imported that a config does not name.
+"""
+
+import difflib
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from core.execution.executor import EXECUTOR_API
+from ipc.config_checks import BUILT_IN_EXECUTORS
+from ipc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "engine_core.executors"
+
+
+def import_plug_in(name: str) -> ModuleType:
+    """Import the module that is registered under this name. It has create(config), which returns an Executor.
+
+    Errors: ConfigError where no distribution registers the name, or several do; where the module cannot be imported or
+    lacks create; where its EXECUTOR_API is not one that this engine serves.
+    """
+    found = _find(name)
+    at = f"executor {name!r} ({found.value}, of {_distribution(found)})"
+    try:
+        module = importlib.import_module(found.value)
+    except ImportError as error:
+        raise ConfigError(f"{at} cannot be imported: {error}") from error
+    version = getattr(module, "EXECUTOR_API", None)
+    if not _is_served(version):
+        ours = f"{EXECUTOR_API[0]}.0 to {EXECUTOR_API[0]}.{EXECUTOR_API[1]}"
+        raise ConfigError(f"{at} is written for EXECUTOR_API {version!r}, and this engine serves {ours}")
+    if not callable(getattr(module, "create", None)):
+        raise ConfigError(f"{at} has no create(config)")
+    return module
+
+
+def _find(name: str) -> "EntryPoint":
+    from importlib.metadata import entry_points  # takes 40 ms, and only plug-ins need it
+
+    registered = entry_points(group=GROUP)
+    found = {entry.value: entry for entry in registered if entry.name == name}  # a path may list one of them twice
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        owners = " and ".join(sorted(f"{_distribution(entry)} ({entry.value})" for entry in found.values()))
+        raise ConfigError(f"executor {name!r} is registered by {owners}: uninstall one of them")
+    names = [*BUILT_IN_EXECUTORS, *sorted(registered.names)]
+    near = difflib.get_close_matches(name, names, n=1)
+    raise ConfigError(
+        f"there is no executor {name!r}: there are {', '.join(names)}"
+        + (f"; did you mean {near[0]}?" if near else f"; a plug-in registers its own in the group {GROUP}")
+    )
+
+
+def _distribution(entry: "EntryPoint") -> str:
+    return "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def _is_served(version: object) -> bool:
+    match version:
+        case (int(major), int(minor)):
+            return major == EXECUTOR_API[0] and minor <= EXECUTOR_API[1]
+        case _:
+            return False

@@ -1,0 +1,56 @@
+"""The names that an executor in another distribution is built upon; docs/executors.md explains them.
+
+EXECUTOR_API is their version: the major changes with what breaks an executor, the minor with what is new.
+"""
+
+from core.execution.executor import (
+    EXECUTOR_API,
+    Costs,
+    Executor,
+    FinishedStep,
+    ModelInfo,
+    StepCosts,
+    StepHandle,
+)
+from core.execution.plan import (
+    FAILED_TOKEN,
+    NO_TOKEN,
+    LogprobColumns,
+    ModelRunnerOutput,
+    NewPooling,
+    NewRow,
+    PooledColumns,
+    SchedulerOutput,
+)
+from core.execution.runner_table import RunnerTable
+from core.executors.fake import FakeExecutor
+from core.executors.local import LocalExecutor
+from core.grammars.grammars import Grammars, model_grammars
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+
+__all__ = [
+    "EXECUTOR_API",
+    "FAILED_TOKEN",
+    "NO_TOKEN",
+    "ConfigError",
+    "Costs",
+    "EngineConfig",
+    "Executor",
+    "FakeExecutor",
+    "FinishedStep",
+    "Grammars",
+    "LocalExecutor",
+    "LogprobColumns",
+    "ModelInfo",
+    "ModelRunnerOutput",
+    "NewPooling",
+    "NewRow",
+    "OutOfMemoryError",
+    "PooledColumns",
+    "RunnerTable",
+    "SchedulerOutput",
+    "StepCosts",
+    "StepHandle",
+    "model_grammars",
+]

@@ -1,0 +1,118 @@
+"""Plug-in executors: found by their names in real distributions' metadata, and refused with the reason."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from core.execution.executor import EXECUTOR_API
+from core.executors.by_name import import_executor, load_executor
+from core.executors.fake import FakeExecutor
+from core.executors.plug_ins import GROUP
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+
+Install = Callable[..., None]
+
+GOOD = """
+from core.executors.fake import FakeExecutor
+EXECUTOR_API = (1, 0)
+create = FakeExecutor
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs a distribution with one module and its entry points, as an installer lays them out."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules = set(sys.modules)
+
+    def make(distribution: str, source: str, **entries: str) -> None:
+        (tmp_path / f"{distribution}_module.py").write_text(source)
+        info = tmp_path / f"{distribution}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
+        lines = [f"{name} = {module or f'{distribution}_module'}" for name, module in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+        importlib.invalidate_caches()
+
+    yield make
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def test_a_plug_in_is_created_with_the_config(install: Install) -> None:
+    install("ascend", GOOD, npu="")
+    executor = load_executor(EngineConfig(executor="npu", executor_options={"a": "b"}, fake_vocab_size=77))
+    assert isinstance(executor, FakeExecutor)
+    assert executor.info.vocab_size == 77
+
+
+def test_only_what_is_named_is_imported(install: Install) -> None:
+    install("ascend", GOOD, npu="")
+    install("broken", "raise RuntimeError('imported')", other="")
+    import_executor(EngineConfig(executor="npu"))
+    assert "broken_module" not in sys.modules
+    with pytest.raises(RuntimeError, match="imported"):
+        import_executor(EngineConfig(executor="other"))
+
+
+def test_a_built_in_name_stays_ours(install: Install) -> None:
+    install("thief", GOOD, fake="")
+    assert import_executor(EngineConfig(executor="fake")).__name__ == "core.executors.fake"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nup", "there is no executor 'nup': there are local, fake, npu; did you mean npu?"),
+        ("quantum", f"there are local, fake, npu; a plug-in registers its own in the group {GROUP}"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_there_are(install: Install, name: str, text: str) -> None:
+    install("ascend", GOOD, npu="")
+    with pytest.raises(ConfigError) as caught:
+        import_executor(EngineConfig(executor=name))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (GOOD.replace("(1, 0)", "(2, 0)"), r"is written for EXECUTOR_API \(2, 0\), and this engine serves 1.0 to 1.0"),
+        (GOOD.replace("(1, 0)", f"(1, {EXECUTOR_API[1] + 1})"), "is written for EXECUTOR_API"),
+        (GOOD.replace("EXECUTOR_API", "OTHER"), "is written for EXECUTOR_API None"),
+        ("EXECUTOR_API = (1, 0)", r"executor 'npu' \(ascend_module, of ascend 1.5\) has no create\(config\)"),
+        ("import not_installed_anywhere", "cannot be imported: No module named 'not_installed_anywhere'"),
+    ],
+)
+def test_a_plug_in_that_does_not_fit_is_refused(install: Install, source: str, text: str) -> None:
+    install("ascend", source, npu="")
+    with pytest.raises(ConfigError, match=text):
+        import_executor(EngineConfig(executor="npu"))
+
+
+def test_two_distributions_with_one_name_are_refused(install: Install) -> None:
+    install("ascend", GOOD, npu="")
+    install("descend", GOOD, npu="")
+    with pytest.raises(
+        ConfigError, match=r"by ascend 1.5 \(ascend_module\) and descend 1.5 \(descend_module\): uninstall"
+    ):
+        import_executor(EngineConfig(executor="npu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"executor": ""}, "executor must be 'local', 'fake' or the name of a plug-in; got ''"),
+        ({"executor": "a" * 129}, "the name of a plug-in"),
+        ({"executor": "a\n"}, "the name of a plug-in"),
+        ({"executor": "fake", "executor_options": {"a": "b"}}, "executor='fake' has none: a"),
+        ({"executor": "npu", "executor_options": {"a": 1}}, "executor_options must be a dict of texts"),
+    ],
+)
+def test_names_and_options_are_checked_with_the_config(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(**options)  # type: ignore[arg-type]
