@@ -42,6 +42,11 @@ class WheelHook(BuildHookInterface[Any]):
         try:
             compiler = cpu_build.find_compiler()
             for variant in cpu_build.variants_of_machine():
+                try:
+                    cpu_build.check_instructions(variant, compiler)
+                except cpu_build.CannotCompileError as error:
+                    self.app.display_warning(f"the wheel has no kernels {variant}: {error}")
+                    continue
                 built = cpu_build.build(variant, compiler, Path(self._folder.name))
                 libraries[f"{variant}-{cpu_build.source_hash(variant)}.so"] = cpu_build.with_digest(built)
         except cpu_build.CpuLibraryError as error:

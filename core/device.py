@@ -11,7 +11,7 @@ from core.execution.executor import check_triton
 from ipc.config import EngineConfig
 from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
-from kernels.cpu.build import CpuLibraryError
+from kernels.cpu.build import CpuLibraryError, variant_of
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
     if config.cpu_kernels == "torch":
         return None
     try:
-        library = load_cpu_library()
+        library = load_cpu_library(variant_of(config.cpu_kernels))
     except CpuLibraryError as error:
-        if config.cpu_kernels == "c":
-            raise ConfigError(f"cpu_kernels=c is not available here: {error}; cpu_kernels=torch needs none") from error
+        if config.cpu_kernels != "auto":
+            raise ConfigError(
+                f"cpu_kernels={config.cpu_kernels} is not available here: {error}; cpu_kernels=torch needs none"
+            ) from error
         if find_spec("torch") is None:
             raise ConfigError(
                 f"there are no C kernels here: {error}; install a C compiler, or torch, which computes without them: "
@@ -45,6 +47,10 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
             ) from error
         log.say(f"engine-core: slower, and numerics level L0, without C kernels: {error}")
         return None
+    if library.emulates_amx:
+        log.say(
+            "engine-core: slow: this machine grants no AMX, so the kernels amx compute its bits by other instructions"
+        )
     library.start_threads(num_threads(config))
     return library
 

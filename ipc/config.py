@@ -22,7 +22,7 @@ PreemptionMode = Literal["recompute", "swap", "auto"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
-CpuKernels = Literal["auto", "c", "torch"]
+CpuKernels = Literal["auto", "c", "amx", "avx512bf16", "avx512", "avx2", "portable", "torch"]
 Quantization = Literal["auto", "stored", "none", "int8"]
 
 
@@ -296,7 +296,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "raw_logprobs"
     cpu_kernels: Annotated[
         CpuKernels,
-        Option("machine", "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, else torch's"),
+        Option(
+            "machine",
+            "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, else torch's; "
+            "c or the name of a variant: these, or no start",
+        ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)

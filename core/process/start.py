@@ -84,9 +84,11 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     report("import")
     if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
         # Imported late: the check that `kernels` is ours runs after the import of core.
+        from kernels.cpu.build import variant_of
         from kernels.cpu.library_file import find_library_soon
 
-        find_library_soon(lambda: report("compile kernels"))  # beside the import of the executor
+        wanted = variant_of(config.cpu_kernels)
+        find_library_soon(wanted, lambda: report("compile kernels"))  # beside the import of the executor
     with keeping_all():
         import_executor(config)
     report("load model")

@@ -1,6 +1,6 @@
 #include "attention.h"
 
-#include "attention_rows.h"
+#include "attention_amx.h"
 #include "pool.h"
 
 /* Distance in chunks from the one that is read to the one that is prefetched, from memory to a core's first level
@@ -181,6 +181,8 @@ static void run_item(const Attention *args, const AttentionItem *item, const Att
         find_later(&work, &tile);
         if (args->shape.dtype == FLOAT32)
             attend_float32(&work, &tile);
+        else if (HAS_AMX)
+            attend_amx(&work, &tile);
         else
             attend_bfloat16(&work, &tile);
     }

@@ -19,6 +19,13 @@
 #endif
 #define MAX_VECTORS 4
 
+/* Rows of a Block at most. */
+#if defined(__AMX_BF16__)
+#define BLOCK_ROWS 16
+#else
+#define BLOCK_ROWS MAX_ROWS
+#endif
+
 /* The tokens of a tile that a row sees: [first, last]. */
 typedef struct {
     int first, last; /* relative to the tile's first token; may be outside the tile */
@@ -26,13 +33,13 @@ typedef struct {
 
 /* Scores of some rows for a tile, then their weights. */
 typedef struct {
-    float scores[MAX_ROWS][TILE] __attribute__((aligned(64)));
-    uint32_t weights[MAX_ROWS][TILE] __attribute__((aligned(64))); /* units: bfloat16 pairs, or float32 */
-    Floats highest[MAX_ROWS]; /* of the scores, lane by lane */
-    Floats sums[MAX_ROWS];    /* of the weights, lane by lane */
+    float scores[BLOCK_ROWS][TILE] __attribute__((aligned(64)));
+    uint32_t weights[BLOCK_ROWS][TILE] __attribute__((aligned(64))); /* units: bfloat16 pairs, or float32 */
+    Floats highest[BLOCK_ROWS]; /* of the scores, lane by lane */
+    Floats sums[BLOCK_ROWS];    /* of the weights, lane by lane */
     float maximum[LANES];     /* of each row's scores; 0 if it sees nothing */
     float kept[LANES], added[LANES]; /* each row's factors: of the sums before, and of this tile's */
-    Seen seen[MAX_ROWS];
+    Seen seen[BLOCK_ROWS];
     int begin, end; /* chunks [begin, end) that at least one row sees */
     int whole_begin, whole_end; /* vectors of tokens that all rows see in full */
     int fetches; /* whether to prefetch the chunks that are read later */

@@ -6,6 +6,8 @@ give equal bits everywhere. -ffast-math is not used, for the same reason.
 """
 
 import contextlib
+import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -33,6 +35,7 @@ class Variant(NamedTuple):
 
     flags: tuple[str, ...]
     needs: frozenset[str]
+    probe: str = ""  # C that only compilers and assemblers which know the instructions compile; "" = all do
 
 
 _AVX2 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
@@ -41,8 +44,13 @@ _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx
 _CPU_INFO = Path("/proc/cpuinfo")
 _INTEL = "GenuineIntel"  # its vendor_id
 
+#: What a CPU with AMX has. Without it the variant amx is emulated.
+AMX = frozenset(["amx_tile", "amx_bf16"])
+_AMX_PROBE = 'void probe(void) { __asm__ volatile("tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttilerelease"); }'
+
 #: Best first, but for usable_variants().
 VARIANTS = {
+    "amx": Variant(("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), _AVX512, _AMX_PROBE),
     "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
     "avx512": Variant(("-march=x86-64-v4",), _AVX512),
     "avx2": Variant(("-march=x86-64-v3",), _AVX2),
@@ -54,6 +62,10 @@ class CpuLibraryError(Exception):
     """The C kernels cannot be built or loaded; the message gives the reason."""
 
 
+class CannotCompileError(CpuLibraryError):
+    """There is no compiler, or none that knows the variant's instructions."""
+
+
 class Compiler(NamedTuple):
     """A C compiler that runs on this machine."""
 
@@ -62,16 +74,53 @@ class Compiler(NamedTuple):
 
 
 def usable_variants() -> list[str]:
-    """Return the variants that this CPU runs, best first. The result depends on the CPU alone."""
-    try:
-        words = set(_CPU_INFO.read_text().split())
-    except OSError:
-        words = set()
-    usable = [name for name, variant in VARIANTS.items() if variant.needs <= words]
-    if _INTEL in words and usable[:2] == ["avx512bf16", "avx512"]:
+    """Return the variants that this CPU runs at their speed, best first. The result depends on CPU and kernel alone."""
+    words = _cpu_words()
+    usable = [name for name in runnable_variants() if name != "amx" or has_amx()]
+    if _INTEL in words and {"avx512bf16", "avx512"} <= set(usable):
         # Intel's vdpbf16ps has half the rate of AMD's: from 8 rows on a product takes longer than one in float32.
-        usable[:2] = reversed(usable[:2])
+        usable.remove("avx512bf16")
+        usable.insert(usable.index("avx512") + 1, "avx512bf16")
     return usable
+
+
+def runnable_variants() -> list[str]:
+    """Return all variants that this CPU runs: the usable ones, and amx where it is emulated."""
+    words = _cpu_words()
+    return [name for name, variant in VARIANTS.items() if variant.needs <= words]
+
+
+def has_amx() -> bool:
+    """Return whether this process may use AMX: the CPU has it and the kernel has granted it."""
+    return _cpu_words() >= AMX and request_amx() == 0
+
+
+def _cpu_words() -> set[str]:
+    try:
+        return set(_CPU_INFO.read_text().split())
+    except OSError:
+        return set()
+
+
+@functools.cache
+def request_amx() -> int:
+    """Ask the kernel for AMX's tiles, for all threads of this process. Return 0, or the error's number.
+
+    It is refused by kernels before Linux 5.16, under a seccomp filter, by gVisor, and while a thread has an alternate
+    signal stack that is too small for the tiles. What was answered once is kept: the choice of a variant must not
+    change within a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
+        return 0
+    return ctypes.get_errno() or -1
+
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of x86-64: asm/prctl.h, XFEATURE_XTILE_DATA
+
+
+def variant_of(choice: str) -> str | None:
+    """Return the variant that the option cpu_kernels asks for; None = the best one."""
+    return choice if choice in VARIANTS else None
 
 
 def variants_of_machine() -> list[str]:
@@ -81,19 +130,33 @@ def variants_of_machine() -> list[str]:
 
 
 def find_compiler() -> Compiler:
-    """Return the compiler $CC, else cc. Errors: CpuLibraryError if it does not run."""
+    """Return the compiler $CC, else cc. Errors: CannotCompileError if it does not run."""
     wanted = os.environ.get("CC") or "cc"
     try:
         command = tuple(shlex.split(wanted))
     except ValueError as error:
-        raise CpuLibraryError(f"no C compiler: CC={wanted!r} is no command line ({error})") from error
+        raise CannotCompileError(f"no C compiler: CC={wanted!r} is no command line ({error})") from error
     try:
         done = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise CpuLibraryError(f"no C compiler: {shlex.join(command)} does not run ({error})") from error
+        raise CannotCompileError(f"no C compiler: {shlex.join(command)} does not run ({error})") from error
     return Compiler(command, done.stdout)
+
+
+def check_instructions(variant: str, compiler: Compiler) -> None:
+    """Raise CannotCompileError if the compiler or its assembler does not know the variant's instructions."""
+    flags, _, probe = VARIANTS[variant]
+    if not probe:
+        return
+    command = [*compiler.command, *flags, "-x", "c", "-c", "-", "-o", os.devnull]
+    try:
+        subprocess.run(command, input=probe, capture_output=True, text=True, errors="replace", check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotCompileError(
+            f"{shlex.join(compiler.command)} does not know the instructions of the variant {variant} ({error})"
+        ) from error
 
 
 def source_hash(variant: str, compiler_version: str = "") -> str:

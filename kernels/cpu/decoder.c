@@ -24,7 +24,7 @@ enum { PIECE_ROWS = 64, STREAMED_PIECE_ROWS = 192 };
 /* Return the number of pieces of each thread's rows; 0 if products divide columns instead of rows among threads. */
 static int pieces_of_thread(const Share *share) {
     const int num_threads = share->num_threads;
-    if (num_threads == 1 || !gemm_splits_rows(share->num_rows, num_threads)) return 0;
+    if (num_threads == 1 || !gemm_splits_rows(share->num_rows, num_threads, share->decoder->dtype)) return 0;
     const int64_t least = share->decoder->head.streams ? STREAMED_PIECE_ROWS : PIECE_ROWS;
     const int pieces = (int)(share->num_rows / (least * num_threads));
     return pieces > 0 ? pieces : 1;
@@ -33,7 +33,7 @@ static int pieces_of_thread(const Share *share) {
 /* Separate two parts, the second of which reads row by row what the first wrote. A barrier is needed unless both give a
  * thread the same rows. */
 static void go_on_by_rows(const Share *share) {
-    if (!gemm_splits_rows(share->num_rows, share->num_threads)) pool_barrier();
+    if (!gemm_splits_rows(share->num_rows, share->num_threads, share->decoder->dtype)) pool_barrier();
 }
 
 /* Return the first row of a thread's share; the share ends at the next thread's first row. */

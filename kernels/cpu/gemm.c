@@ -1,6 +1,7 @@
 #include "gemm.h"
 
 #include "gate.h"
+#include "gemm_amx.h"
 #include "gemm_slices.h"
 #include "pool.h"
 
@@ -15,7 +16,8 @@ enum { PREFETCH_BYTES = 4096 };
  * stream of reads is interrupted at the end of each piece. */
 enum { PIECE = 4 };
 
-/* With at least so many rows for each thread, threads divide the rows instead of the panels. */
+/* With at least so many rows for each thread, threads divide the rows instead of the panels. But not with AMX: there
+ * many rows cost so little that reading all of the weights in each thread would show. */
 enum { ROWS_TO_SPLIT = 64 };
 
 static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
@@ -189,6 +191,10 @@ static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first
     if (chunk_rows < CHUNK_ROWS) chunk_rows = CHUNK_ROWS;
     const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
     const char *again = weights_of_panel(args, first);
+    if (gemm_has_amx(args->dtype)) {
+        gemm_multiply_amx(args, begin, end, first, last);
+        return;
+    }
     if (gemm_has_slices(args, num_rows)) {
         gemm_multiply_slices(args, begin, end, first, last);
         return;
@@ -205,20 +211,21 @@ static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first
 /* Multiply all rows with the panels of thread `owner`, piece by piece, except pieces that other threads have taken. */
 static void multiply_pieces(const Gemm *args, int owner, int num_threads, const char *next) {
     const int64_t first = first_panel(args, owner, num_threads), last = first_panel(args, owner + 1, num_threads);
-    for (int64_t panel; (panel = first + pool_take(owner) * PIECE) < last;) {
-        const int64_t end = last - panel > PIECE ? panel + PIECE : last;
+    const int64_t piece = gemm_has_amx(args->dtype) ? gemm_amx_piece(args, PIECE) : PIECE;
+    for (int64_t panel; (panel = first + pool_take(owner) * piece) < last;) {
+        const int64_t end = last - panel > piece ? panel + piece : last;
         multiply(args, 0, args->num_rows, panel, end, end < last ? weights_of_panel(args, end) : next);
     }
 }
 
-int gemm_splits_rows(int64_t num_rows, int num_threads) {
-    return num_threads == 1 || num_rows >= ROWS_TO_SPLIT * num_threads;
+int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype) {
+    return num_threads == 1 || (num_rows >= ROWS_TO_SPLIT * num_threads && !gemm_has_amx(dtype));
 }
 
 void gemm_part(const Gemm *args, int thread, int num_threads) {
     const int64_t num_rows = args->num_rows;
     const Gemm *next = args->next ? args->next : args;
-    if (gemm_splits_rows(num_rows, num_threads)) {
+    if (gemm_splits_rows(num_rows, num_threads, args->dtype)) {
         const int64_t begin = num_rows * thread / num_threads, end = num_rows * (thread + 1) / num_threads;
         multiply(args, begin, end, 0, num_panels(args), next->weights);
         return;

@@ -8,8 +8,8 @@
  *
  * Each element of y is one running float32 sum over the steps in ascending order. It does not depend on the number of
  * rows, the row's place among them or the number of threads. A step of two bfloat16 uses the dpbf16 instruction if the
- * CPU has it (the odd number first, subnormals as zero); otherwise the even number comes first. With bias: y = sum +
- * bias, rounded once.
+ * CPU has it (the odd number first, subnormals as zero); otherwise the even number comes first. The variant amx adds up
+ * bfloat16 products in another order, in every case the same (gemm_amx.h). With bias: y = sum + bias, rounded once.
  *
  * With a gate (gate.h) the first half of the columns are gates, and the second half are the values that they scale
  * (up). A panel has PANEL_COLUMNS / 2 of each, so one thread has both sums and writes f(gate) * up. The sums are
@@ -54,8 +54,8 @@ typedef struct {
 void gemm_part(const Gemm *args, int thread, int num_threads);
 
 /* Whether gemm_part() gives each thread rows [num_rows * thread / num_threads, num_rows * (thread + 1) /
- * num_threads). */
-int gemm_splits_rows(int64_t num_rows, int num_threads);
+ * num_threads). dtype: of x and the weights. */
+int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype);
 
 void gemm(const Gemm *args);
 

@@ -37,7 +37,7 @@ static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, sli
 #endif
 
 #if defined(__AVX512BW__)
-/* Unpack the pairs [first, last) of a compact panel (compact.h) to steps of floats. */
+/* Unpack the pairs [first, last) of a compact panel (compact.h). */
 static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t last, char *out) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
     const char *pairs = (const char *)(panel + 1);
@@ -48,12 +48,16 @@ static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t las
         const char *pair = pairs + number * PAIR_BYTES;
         const int is_whole = number == whole_number;
         for (int line = 0; line < PAIR_BYTES; line += 64) __builtin_prefetch(pair + PREFETCH_BYTES + line);
-        for (int step = 0; step < 2; step++, out += 2 * STEP_BYTES) {
+        for (int step = 0; step < 2; step++, out += (BY_PAIRS ? 1 : 2) * STEP_BYTES) {
             Words weights[PANEL_VECTORS];
             if (is_whole)
                 memcpy(weights, whole->weights[step], sizeof weights);
             else
                 unpack_step(weights, pair, step * 64, table);
+            if (BY_PAIRS) {
+                memcpy(out, weights, sizeof weights);
+                continue;
+            }
             for (int v = 0; v < PANEL_VECTORS; v++) {
                 store_floats(out + v * VECTOR_BYTES, (Floats)(weights[v] << 16));
                 store_floats(out + STEP_BYTES + v * VECTOR_BYTES, (Floats)(weights[v] & 0xffff0000));
@@ -64,31 +68,33 @@ static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t las
 }
 #endif
 
-/* Unpack groups [first, last) of a panel. */
-static void unpack(const Gemm *args, int64_t panel, int64_t first, int64_t last, char *out) {
+void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, char *out) {
     const char *weights = args->weights;
     if (args->packing == QUANTIZED_WEIGHTS) {
         const QuantizedPanel *entry = quantized_panel(weights, panel);
-        quantized_unpack(weights + entry->offset, entry->type, first, last, out);
+        quantized_unpack(weights + entry->offset, entry->type, begin / GROUP, end / GROUP, out);
         return;
     }
 #if defined(__AVX512BW__)
     if (args->packing == COMPACT_WEIGHTS) {
         const char *compact = weights + panel * compact_panel_bytes(args->depth);
-        unpack_compact((const CompactPanel *)compact, first * GROUP / 4, last * GROUP / 4, out);
+        unpack_compact((const CompactPanel *)compact, begin / 4, end / 4, out);
         return;
     }
 #endif
     weights += panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16);
-    quantized_unpack(weights, WHOLE_PANEL, first, last, out);
+    if (BY_PAIRS)
+        memcpy(out, weights + begin / 2 * STEP_BYTES, (end - begin + 1) / 2 * STEP_BYTES);
+    else
+        quantized_unpack(weights, WHOLE_PANEL, begin / GROUP, end / GROUP, out);
 }
 
-/* Add the products of rows with groups [first, last) of a panel to sums [num_rows][PANEL_COLUMNS]. */
-static void add_slice(const Gemm *args, int64_t panel, int64_t first, int64_t last, Slice x, int num_rows,
+/* Add the products of rows with places [begin, end) of a panel to sums [num_rows][PANEL_COLUMNS]. */
+static void add_slice(const Gemm *args, int64_t panel, int64_t begin, int64_t end, Slice x, int num_rows,
                       float *sums) {
     _Alignas(64) char weights[DEPTH / (BY_PAIRS ? 2 : 1) * STEP_BYTES];
     const int num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    unpack(args, panel, first, last, weights);
+    gemm_unpack(args, panel, begin, end, weights);
     for (int i = 0; i < num_blocks; i++) {
         const int row = num_rows * i / num_blocks, rows = num_rows * (i + 1) / num_blocks - row;
         const int vectors = VECTORS_OF(rows);
@@ -97,7 +103,7 @@ static void add_slice(const Gemm *args, int64_t panel, int64_t first, int64_t la
                 .x = x.rows + row * x.bytes,
                 .x_bytes = x.bytes,
                 .w = weights + v * VECTOR_BYTES,
-                .depth = (last - first) * GROUP,
+                .depth = end - begin,
                 .out = sums + row * PANEL_COLUMNS + v * LANES,
             };
             SLICES[rows - 1](&work);
@@ -114,7 +120,7 @@ static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t
         const int64_t end = args->depth - k > DEPTH ? k + DEPTH : args->depth;
         const Slice x = slice_of_x(args, row, num_rows, k, end - k, room);
         for (int64_t panel = first; panel < last; panel++)
-            add_slice(args, panel, k / GROUP, end / GROUP, x, num_rows, sums[panel - first]);
+            add_slice(args, panel, k, end, x, num_rows, sums[panel - first]);
     }
     for (int64_t panel = first; panel < last; panel++)
         gemm_store_panel(args, sums[panel - first], row, num_rows, panel);

@@ -13,13 +13,6 @@
 /* Panels that are multiplied in turn with a slice of x, which is made ready for them once. */
 enum { SLICE_PANELS = 4 };
 
-/* Whether products take two neighbours along the depth at once (gemm.h). */
-#if defined(__AVX512BF16__)
-enum { BY_PAIRS = 1 };
-#else
-enum { BY_PAIRS = 0 };
-#endif
-
 /* Rows of x from place k on, in the form that products take. */
 typedef struct {
     const char *rows;
@@ -34,6 +27,10 @@ INLINE Slice slice_of_x(const Gemm *args, int64_t row, int64_t num_rows, int64_t
         for (int64_t j = 0; j < count; j += LANES) store_floats(room + i * count + j, load_bfloat16(x + j));
     return (Slice){(const char *)room, count * 4};
 }
+
+/* Unpack places [begin, end) along the depth of a panel, as steps of floats, or of pairs if products take those. `begin`
+ * is a multiple of GROUP; `end` too, or it is the depth. */
+void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, char *out);
 
 /* Whether a product of so many rows goes slice by slice. */
 int gemm_has_slices(const Gemm *args, int64_t num_rows);

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kernels.arrays import UInt8s
-from kernels.cpu.build import CpuLibraryError
+from kernels.cpu.build import CpuLibraryError, has_amx
 from kernels.cpu.library_file import find_library
 from kernels.cpu.structs import check_structs
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32
@@ -42,6 +42,10 @@ class CpuLibrary:
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self._chunk: UInt8s = np.zeros(0, np.uint8)
+        #: Whether AMX's products are computed by other instructions, slowly, to the same bits.
+        self.emulates_amx = variant == "amx" and not has_amx()
+        if variant == "amx":
+            self.function("amx_use", ctypes.c_int)(not self.emulates_amx)
 
     def function(self, name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
         """Return the exported function of this name. Python's GIL is released while it runs."""

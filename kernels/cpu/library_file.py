@@ -21,10 +21,13 @@ from kernels.cpu.build import (
     BUILD_S,
     SOURCE_FOLDER,
     VARIANTS,
+    CannotCompileError,
     CpuLibraryError,
     build,
+    check_instructions,
     find_compiler,
     is_intact,
+    runnable_variants,
     source_hash,
     usable_variants,
     with_digest,
@@ -48,13 +51,23 @@ def find_library(
     """Return the file of this variant; None = the best that this CPU runs. Build it if it is missing.
 
     on_build: called before it is built. One process builds at a time. Waiting for another process and building take
-    BUILD_S at most, together. Errors: CpuLibraryError.
+    BUILD_S at most, together. If the compiler does not know the best variant's instructions, and no wheel brings it, it
+    is the next variant's file. Errors: CpuLibraryError.
     """
-    end = time.monotonic() + BUILD_S
+    if variant is not None and variant not in runnable_variants():
+        raise CpuLibraryError(f"this CPU runs the kernels {', '.join(runnable_variants())}; not {variant!r}")
     usable = usable_variants()
     name = variant or usable[0]
-    if name not in VARIANTS or name not in usable:
-        raise CpuLibraryError(f"this CPU runs the kernels {', '.join(usable)}; not {name!r}")
+    end = time.monotonic() + BUILD_S
+    if variant is None and VARIANTS[name].probe:
+        with contextlib.suppress(CannotCompileError):
+            return _find(name, use_prebuilt, on_build, end)
+        name = usable[1]
+    return _find(name, use_prebuilt, on_build, end)
+
+
+def _find(name: str, use_prebuilt: bool, on_build: Callable[[], None] | None, end: float) -> LibraryFile:
+    """Return the file of a variant that this CPU runs. `end`: of building, on the monotonic clock."""
     prebuilt = PREBUILT_FOLDER / f"{name}-{source_hash(name)}.so"
     if use_prebuilt and _is_intact_file(prebuilt):
         return LibraryFile(name, prebuilt, True)
@@ -65,6 +78,7 @@ def find_library(
         if not _is_intact_file(path):
             with _locked(folder / "lock", end):
                 if not _is_intact_file(path):  # another process may have built it meanwhile
+                    check_instructions(name, compiler)
                     _remove_leftovers(folder)
                     if on_build is not None:
                         on_build()
@@ -74,12 +88,12 @@ def find_library(
     return LibraryFile(name, path, False)
 
 
-def find_library_soon(on_build: Callable[[], None] | None = None) -> threading.Thread:
+def find_library_soon(variant: str | None = None, on_build: Callable[[], None] | None = None) -> threading.Thread:
     """Start find_library() on a thread and return the thread. Its errors are dropped: loading raises them again."""
 
     def find() -> None:
         with contextlib.suppress(CpuLibraryError):
-            find_library(on_build=on_build)
+            find_library(variant, on_build=on_build)
 
     thread = threading.Thread(target=find, name="kernels", daemon=True)
     thread.start()

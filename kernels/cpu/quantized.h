@@ -27,6 +27,7 @@
 #include <string.h>
 
 #include "dequantize.h"
+#include "elements.h"
 #include "gemm.h"
 
 enum { GROUP = 32, MAX_GROUPS = 8, WHOLE_PANEL = -1 };
@@ -105,11 +106,8 @@ void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t la
 
 /* Return weight k of a column from what quantized_unpack() has written. */
 static inline float quantized_weight(const uint32_t *steps, int k, int column) {
-#if defined(__AVX512BF16__)
-    const uint32_t word = steps[k / 2 * PANEL_COLUMNS + column], bits = k % 2 ? word & 0xffff0000 : word << 16;
-#else
-    const uint32_t bits = steps[k * PANEL_COLUMNS + column];
-#endif
+    const uint32_t word = steps[(BY_PAIRS ? k / 2 : k) * PANEL_COLUMNS + column];
+    const uint32_t bits = !BY_PAIRS ? word : k % 2 ? word & 0xffff0000 : word << 16;
     float weight;
     memcpy(&weight, &bits, sizeof weight);
     return weight;

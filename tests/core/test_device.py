@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 import core.device
 from core.device import start_cpu_kernels, start_torch
 from core.executors.local import LocalExecutor
-from ipc.config import EngineConfig
+from ipc.config import CpuKernels, EngineConfig
 from ipc.errors import ConfigError
 from kernels.cpu import library_file as cpu_library_file
+from kernels.cpu.build import VARIANTS, has_amx, runnable_variants
 from tools.bench.tiny_model import write_tiny_model
 
 
@@ -37,6 +39,28 @@ def test_c_kernels_need_no_torch(said: list[str]) -> None:
     assert library is not None
     library.stop_threads()
     assert said == []
+
+
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_a_variant_is_had_by_its_name(variant: CpuKernels, said: list[str]) -> None:
+    library = start_cpu_kernels(EngineConfig(cpu_kernels=variant, threads=1))
+    assert library is not None
+    assert library.variant == variant
+    is_emulated = variant == "amx" and not has_amx()
+    assert library.emulates_amx == is_emulated
+    assert ["grants no AMX" in line for line in said] == [True] * is_emulated
+
+
+def test_every_variant_has_a_name_in_the_options() -> None:
+    assert set(get_args(CpuKernels)) == {"auto", "c", "torch", *VARIANTS}
+
+
+def test_a_variant_that_this_cpu_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library_file, "runnable_variants", lambda: ["avx2", "portable"])
+    with pytest.raises(
+        ConfigError, match=r"cpu_kernels=amx is not available here: .* kernels avx2, portable; not 'amx'"
+    ):
+        start_cpu_kernels(EngineConfig(cpu_kernels="amx"))
 
 
 def test_torch_is_torch() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from core.models.llama import Llama
 from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
-from kernels.cpu.build import usable_variants
+from kernels.cpu.build import runnable_variants
 from kernels.cpu.gemm import QUANTIZED, PackedMatrix
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32
@@ -40,7 +40,7 @@ def quantized_weights(kind: str) -> dict[str, Weight]:
     return weights
 
 
-@pytest.fixture(params=usable_variants())
+@pytest.fixture(params=runnable_variants())
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
     load_cpu_library(request.param).stop_threads()

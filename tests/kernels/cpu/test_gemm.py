@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.build import usable_variants
+from kernels.cpu.build import runnable_variants
 from kernels.cpu.gemm import COMPACT, WHOLE
 from kernels.cpu.library import load_cpu_library
 from tests.kernels.cancelling import cancelling_product
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(960, 576), (100, 75), (33, 64), (1, 1), (320, 2)]  # [out, in]; whole panels or not, odd depths
 
 
-@pytest.fixture(scope="module", params=usable_variants())
+@pytest.fixture(scope="module", params=runnable_variants())
 def variant(request):
     library = load_cpu_library(request.param)
     yield library
@@ -129,7 +129,7 @@ def test_packs_from_any_dtype(variant, dtype, source):
 
 def test_vectors_of_eight_and_sixteen_give_the_same_bits():
     """An element's sum knows nothing of the lanes beside it. (dpbf16 rounds otherwise, SSE has no fused add.)"""
-    variants = {name: load_cpu_library(name) for name in usable_variants() if name in ("avx512", "avx2")}
+    variants = {name: load_cpu_library(name) for name in runnable_variants() if name in ("avx512", "avx2")}
     if len(variants) < 2:
         pytest.skip("this CPU has no AVX-512")
     for dtype in DTYPES:
@@ -186,7 +186,7 @@ def test_allocations_are_aligned_zero_and_apart(c_library):
 def compact(variant, weight, **options):
     """Weights in 12 bits; skips where the instruction set has nothing for them."""
     matrix = PackedMatrix(variant, weight, **options)
-    if variant.variant not in ("avx512", "avx512bf16"):
+    if variant.variant not in ("amx", "avx512", "avx512bf16"):
         assert matrix.packing == WHOLE
         pytest.skip("only AVX-512 unpacks compact weights")
     assert matrix.packing == COMPACT

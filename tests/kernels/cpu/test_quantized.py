@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from kernels.cpu.build import usable_variants
+from kernels.cpu.build import runnable_variants
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import QUANTIZED, PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
@@ -20,7 +20,7 @@ DEPTH = 512
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 15, 29, 300]
 
 
-@pytest.fixture(scope="module", params=usable_variants())
+@pytest.fixture(scope="module", params=runnable_variants())
 def variant(request: pytest.FixtureRequest) -> Iterator[CpuLibrary]:
     library = load_cpu_library(request.param)
     library.start_threads(2)
