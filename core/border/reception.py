@@ -58,6 +58,7 @@ MALFORMED_S = 10.0  # ... in so many seconds end it
 MAX_CALLS = 32  # calls of one session that the engine has not answered yet
 MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
 RETRY_AFTER_MS = 1000
+RETURN_S = 2.0  # from its Hello on, in which a client sends again what it had, though the engine drains
 _LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
 
 
@@ -157,6 +158,7 @@ class Reception:
             return
         if session is None:
             session = self._open(identity, fd, hello)
+            session.returning_until = now + RETURN_S
             session.resumable = self._sessions.resumable_after(hello.session_token)
             if not session.resumable:  # the requests of another engine, which may be dead
                 session.num_restorable = self._restorable.grant(hello.num_resumed)
@@ -270,10 +272,10 @@ class Reception:
         if status is not NumberStatus.NEW:
             text = f"request number {number} is {status.value} in this session; numbers are never reused"
             return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
-        if self.is_draining:
+        is_resumed = number in session.resumable or session.num_restorable > 0
+        if self.is_draining and not (is_resumed and session.returning_until > now):
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
         load = load_of(message, len(frame.buffer))
-        is_resumed = number in session.resumable or session.num_restorable > 0
         full = "" if is_resumed else self._what_is_full(session, message.tenant, load)
         session.resumable.discard(number)
         session.num_restorable -= session.num_restorable > 0

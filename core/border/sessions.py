@@ -58,6 +58,7 @@ class Session(msgspec.Struct, eq=False):
     num_calls: int = 0  # calls that the engine has not answered yet
     resumable: set[int] = msgspec.field(default_factory=set)  # numbers of its lost session: never refused
     num_restorable: int = 0  # requests that come first, which another engine had accepted: never refused
+    returning_until: float = 0.0  # monotonic; till then an engine that drains waits for both
     held_since: float | None = None  # monotonic; its requests wait
     num_unread: int = 0  # bytes sent since the client was last seen to have read all
     has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
@@ -144,6 +145,12 @@ class Sessions:
             if len(self._lost) > MAX_SESSIONS:
                 self._lost.popitem(last=False)
         self.close(session)
+
+    def are_all_back(self, now: float) -> bool:
+        """Return whether every client that came back has sent again what it had, or has had the time for it."""
+        return not any(
+            session.returning_until > now and (session.resumable or session.num_restorable) for session in self.all
+        )
 
     def resumable_after(self, token: bytes) -> set[int]:
         """Return the numbers of the requests that the client of a lost session may send again.

@@ -112,19 +112,22 @@ class Border:
             self._isolation.change(isolate, now, self._reception.begin)
             self.send(self._isolation.take_done(), now)
         if self.drain_asked and not self._has_ended_inbox:
-            self._end_inbox()
+            self._end_inbox(now)
         self._send_outbox(now)
         progress = self.sessions.flush(now)
         self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
         has_unread = self.has_unread  # asked in any case: else the file descriptor may stay readable
         return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
 
-    def _end_inbox(self) -> None:
-        """Refuse new requests at once; end the inbox when what waits for something has gone into it."""
+    def _end_inbox(self, now: float) -> None:
+        """Refuse new requests at once; end the inbox when what waits for something has gone into it.
+
+        Clients that have just come back are waited for: what they had is not new.
+        """
         if not self._reception.is_draining:
             self._reception.is_draining = self.sessions.is_draining = True
             self.inbox.put(_NOBODY, EndPause())
-        if not self._preparation and not self._isolation:
+        if not self._preparation and not self._isolation and self.sessions.are_all_back(now):
             self._has_ended_inbox = True
             self.inbox.put_end()
 
@@ -135,7 +138,7 @@ class Border:
 
     def due_s(self, *, may_receive: bool) -> float | None:
         """Return the seconds until a round is due though nothing happens; None = no round is."""
-        if not may_receive:
+        if not may_receive or (self.drain_asked and not self._has_ended_inbox):
             return _MIN_RETRY_S
         if self.sessions.has_unsent:
             return self._retry_s

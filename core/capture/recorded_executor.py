@@ -47,6 +47,10 @@ class RecordedExecutor:
         """Return nothing: the capture's config has the durations."""
         return StepCosts()
 
+    def warm_up(self) -> int:
+        """Return 0: nothing is computed."""
+        return 0
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Return a handle that reads the plan's tokens from the capture when they are taken."""
         return _Recorded(self, plan)

@@ -64,6 +64,10 @@ class StepCosts(NamedTuple):
     draft_ns: int = 0  # of the drafts for one row by the executor's own draft model
 
 
+#: Tokens of the step before the first: enough to show what a token of a prompt costs.
+WARM_UP_TOKENS = 16
+
+
 class Executor(Protocol):
     """Runner of plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
 
@@ -89,6 +93,12 @@ class Executor(Protocol):
         """Measure steps of some sizes, and drafts; at the same time as measure_costs().
 
         The number of sizes is the executor's choice. Only speculation needs it.
+        """
+
+    def warm_up(self) -> int:
+        """Run a step of WARM_UP_TOKENS tokens, or as many as fit, before the first; return its duration in ns.
+
+        0: it is not known how long steps take. It writes into free blocks.
         """
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:

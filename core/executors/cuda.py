@@ -63,6 +63,10 @@ class CudaExecutor:
         """Return nothing: there is no speculation on a GPU yet."""
         return StepCosts()
 
+    def warm_up(self) -> int:
+        """Return 0: the first launch of a kernel may compile it, so one short step says little of the next."""
+        return 0
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Launch one step and return its handle."""
         return self.runner.begin(plan)

@@ -137,6 +137,10 @@ class FakeExecutor:
         """Return made-up durations: a millisecond, and twice as much for each doubling above 16 tokens."""
         return StepCosts(tuple(1_000_000 * max(1, size // 16) for size in (1, 2, 4, 8, 16, 32, 64, 128)))
 
+    def warm_up(self) -> int:
+        """Return a made-up duration: a millisecond."""
+        return 1_000_000
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
         table = self._table

@@ -58,6 +58,10 @@ class LocalExecutor:
         """Return the measured durations of steps and drafts."""
         return StepCosts(self.runner.measure_steps(), self.runner.measure_drafts())
 
+    def warm_up(self) -> int:
+        """Run a short step and return its duration in ns."""
+        return self.runner.warm_up()
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
         self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.starts)]))

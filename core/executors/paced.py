@@ -19,6 +19,10 @@ class PacedExecutor(FakeExecutor):
         self._step_ns = config.fake_step_us * 1000
         self._due_ns = 0  # monotonic; end of the step before
 
+    def warm_up(self) -> int:
+        """Return the duration of every step."""
+        return max(super().warm_up(), self._step_ns)
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step, and wait until its time is over."""
         begin_ns = max(self._due_ns, time.monotonic_ns())

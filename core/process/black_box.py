@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from core.execution.executor import WARM_UP_TOKENS
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.scheduling.scheduler import Scheduler
 from ipc.black_box import (
@@ -32,10 +33,11 @@ _WINDOW = 500  # steps of one size, after which the slowest of the window before
 class BlackBox:
     """The writer of one page.
 
-    fd: the memory file's, -1 = nobody reads it. num_rows: the engine's max_num_seqs.
+    fd: the memory file's, -1 = nobody reads it. num_rows: the engine's max_num_seqs. warm_up_ns: how long
+    Executor.warm_up() took, by which the first step is expected; 0 = unknown.
     """
 
-    def __init__(self, fd: int, num_rows: int, epoch: int) -> None:
+    def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0) -> None:
         page = Page(mmap.mmap(fd, size_of(num_rows)), num_rows)
         self._memory: Any = page.memory  # takes columns, which their type does not say
         self._slowest_ns = page.slowest_ns
@@ -43,6 +45,7 @@ class BlackBox:
         self._slots = [(rows + 4 * n * num_rows, counts + 4 * n * num_rows, ends + 8 * n * num_rows) for n in (0, 1)]
         self._ends_bytes = 8 * num_rows
         self._began = [(0, 0), (0, 0)]  # (time, size class) of the last two steps
+        self._warm_up_ns = warm_up_ns
         self._slowest: list[int] = page.slowest_ns[0].tolist()  # of the engines before this one, too
         self._slowest_before: list[int] = page.slowest_ns[1].tolist()
         self._expected = [self._slowest_of(kind) for kind in range(NUM_SIZES)]
@@ -113,10 +116,10 @@ class BlackBox:
     def _slowest_of(self, kind: int) -> int:
         """Return the slowest recent step of a size, ns; of a size that never ran, what the next smaller one suggests.
 
-        0 = no step has run.
+        Before any has run: what the warm-up suggests. 0 = nothing is known.
         """
         for smaller in range(kind, -1, -1):
             slowest = max(self._slowest[smaller], self._slowest_before[smaller])
             if slowest:
                 return slowest << (kind - smaller)
-        return 0
+        return self._warm_up_ns << max(0, kind + 1 - WARM_UP_TOKENS.bit_length())

@@ -125,7 +125,7 @@ def _make_engine(
     start: Start, config: EngineConfig, executor: Executor, io: IOThread, capture: str | None
 ) -> StartedEngine:
     """Return the engine, whose steps are noted in its black box. capture: a file that its inputs go to, too."""
-    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch)
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, executor.warm_up())
     if capture is None:
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)

@@ -1,8 +1,10 @@
 """ModelRunner: makes the model's inputs from plans, as columns, and samples tokens from its logits."""
 
+import time
+
 import numpy as np
 
-from core.execution.executor import Costs
+from core.execution.executor import WARM_UP_TOKENS, Costs
 from core.execution.plan import (
     FAILED_TOKEN,
     NO_TOKEN,
@@ -201,6 +203,13 @@ class ModelRunner:
             self.forward(inputs)
 
         return measure_costs(compute, count, self.cache, self.swap_cache)
+
+    def warm_up(self) -> int:
+        """Run a step of WARM_UP_TOKENS tokens and return its duration in ns. As measure_costs(), before the first."""
+        inputs = self._trial_inputs(min(WARM_UP_TOKENS, self._most_tokens), 0)
+        begin = time.perf_counter_ns()
+        self.forward(inputs)
+        return time.perf_counter_ns() - begin
 
     def measure_steps(self) -> tuple[int, ...]:
         """Return the measured durations of steps of 1, 2, 4, ... tokens whose next tokens are drawn, in ns.

@@ -9,7 +9,7 @@ from ipc.black_box import Reading
 
 DEFAULT_HANG_S = 5.0
 _SLOWER = 20  # times a step may be slower than any recent one of its size
-_FIRST_S = 300.0  # for the first steps of all, of which nothing is known
+_FIRST_S = 300.0  # for a start, and for a first step whose executor has no warm-up
 _IDLE_S = 5.0  # core/process/loop.py: an engine with nothing to do shows so often that it lives
 _NS = 1e-9
 

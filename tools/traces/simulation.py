@@ -75,6 +75,9 @@ class _TimedExecutor:
     def measure_steps(self) -> StepCosts:
         return self._inner.measure_steps()
 
+    def warm_up(self) -> int:
+        return self._inner.warm_up()
+
     def measure_costs(self) -> Costs:
         return self._inner.measure_costs()
 

@@ -2,19 +2,26 @@
 
 from collections.abc import Callable
 
+import pytest
+
+from core.border import reception
 from core.border.ledger import MAX_UNCONFIRMED
 from core.border.restorable import Restorable
 from ipc.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Abort,
     BeginDrain,
+    CallDone,
     CallFailed,
+    EngineStopping,
     ErrorCode,
     Hello,
     RequestFailed,
     Welcome,
 )
-from tests.core.running_engine import Running, expected, limits, owner, start_engine
+from tests.columns import pack_numbers
+from tests.core.running_engine import LONG, Running, expected, limits, owner, start_engine
 from tests.raw_client import RawClient
 
 __all__ = ["start_engine"]
@@ -34,6 +41,34 @@ def test_as_many_as_were_announced_pass_every_bound(start: Callable[..., Running
             client.add(number, [number] * 20, max_tokens=12_000)
         failed = client.receive(RequestFailed)
         assert (failed.number, failed.code) == (30, ErrorCode.RESOURCE_EXHAUSTED)
+
+
+def test_an_engine_that_begins_to_drain_waits_for_what_was_announced(start: Callable[..., Running]) -> None:
+    """Two of three come after the drain has begun, and are not new; a fourth is. The third never comes."""
+    running = start()
+    with come_back(running, 3) as client, owner(running) as asking:
+        client.add(0, [10], max_tokens=LONG)
+        asking.send(BeginDrain(5))
+        asking.receive(CallDone)
+        for number in (1, 2, 3):
+            client.add(number, [10 + number], max_tokens=8)
+        failed = client.receive(RequestFailed)
+        assert (failed.number, failed.code) == (3, ErrorCode.UNAVAILABLE)
+        assert client.finish(1, 2) == [expected([11], 8), expected([12], 8)]
+        client.send(Abort(pack_numbers([0])))
+        client.finish(0)
+        client.receive(EngineStopping)
+
+
+def test_an_announcement_that_is_not_kept_delays_a_drain_only_for_a_while(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "RETURN_S", 0.2)
+    running = start()
+    with come_back(running, 3) as client, owner(running) as asking:
+        asking.send(BeginDrain(5))
+        asking.receive(CallDone)
+        client.receive(EngineStopping)
 
 
 def test_the_stock_is_one_for_all() -> None:

@@ -83,6 +83,16 @@ def test_a_digest_is_of_the_prompt_and_the_options() -> None:
     assert digest([1], with_prompt) == digest([1]), "only the first choice of a request has its prompt's"
 
 
+def test_the_first_step_is_expected_by_the_warm_up() -> None:
+    page = BlackBoxFile(8)
+    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1600))
+    expected = []
+    for count in (1, 16, 31, 32, 1024):
+        steps.begin([0], [count])
+        expected.append(page.reader.read().expected_ns)
+    assert expected == [1600, 1600, 1600, 3200, 64 * 1600]
+
+
 def test_what_a_step_may_take_survives_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("core.process.black_box.time.monotonic_ns", lambda: now[0])

@@ -32,6 +32,16 @@ def test_a_stopped_engine_is_found_and_replaced(tmp_path: Path) -> None:
         client.close()
 
 
+def test_a_hang_in_the_very_first_step_is_found(tmp_path: Path) -> None:
+    """The warm-up says how long a step may take before any has run."""
+    with supervised(msgspec.structs.replace(FAKE, fake_poison="hang:5:0"), listen=f"ipc://{tmp_path}/s") as engine:
+        engine._watchdog = Watchdog(0.5)
+        client = connected(engine)
+        assert "(QUARANTINED)" in str(failure(client, [5, 7]))
+        assert engine.last_cause is Cause.HUNG
+        client.close()
+
+
 SOAK = (pytest.mark.soak, pytest.mark.timeout(300))
 
 
