@@ -74,7 +74,7 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "vllm.v1.engine.async_llm": {"AsyncLLM": _ASYNC_LLM},
     "vllm.v1.engine.llm_engine": {"LLMEngine": _ENGINE},
     "vllm.v1.metrics": {},
-    "vllm.v1.metrics.reader": {name: ("frontend.llm_engine", name) for name in ("Counter", "Gauge")},
+    "vllm.v1.metrics.reader": {name: ("frontend.llm_engine", name) for name in ("Counter", "Gauge", "Vector")},
     "vllm.version": {},
 }
 #: What comes before "frontend": "" in a checkout, "engine_core." in an installed wheel.

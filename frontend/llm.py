@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, arguments_of
-from frontend.llm_engine import Counter, Gauge, LLMEngine
+from frontend.llm_engine import Counter, Gauge, LLMEngine, Vector
 from frontend.offline_run import run_all
 from frontend.pooling_calls import PoolingCalls
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
@@ -211,7 +211,7 @@ class LLM(PoolingCalls):
         """The same engine, step by step: vLLM's interface below LLM."""
         return LLMEngine(self._engine)
 
-    def get_metrics(self) -> list[Gauge | Counter]:
+    def get_metrics(self) -> list[Gauge | Counter | Vector]:
         """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
         return self.llm_engine.get_metrics()
 

@@ -25,6 +25,9 @@ _COUNTERS = {
     "vllm:generation_tokens": "num_generation_tokens",
     "vllm:prefix_cache_queries": "prefix_cache_queries",
     "vllm:prefix_cache_hits": "prefix_cache_hits",
+    "vllm:spec_decode_num_drafts": "num_drafts",
+    "vllm:spec_decode_num_draft_tokens": "num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
 }
 _GAUGES = {"vllm:num_requests_running": "num_running", "vllm:num_requests_waiting": "num_waiting"}
 
@@ -43,6 +46,14 @@ class Counter(NamedTuple):
     name: str
     labels: dict[str, str]
     value: int
+
+
+class Vector(NamedTuple):
+    """Numbers that only grow."""
+
+    name: str
+    labels: dict[str, str]
+    values: list[int]
 
 
 class ModelDescription(NamedTuple):
@@ -64,13 +75,16 @@ def describe_model(information: ModelInformation) -> ModelDescription:
     return ModelDescription(one.model_name, one.max_model_len, one.dtype, one.vocab_size)
 
 
-def read_metrics(statistics: Statistics, model: str) -> list[Gauge | Counter]:
-    """Return an engine's counters and gauges over all clients, under vLLM's names."""
+def read_metrics(statistics: Statistics, model: str) -> list[Gauge | Counter | Vector]:
+    """Return an engine's counters and gauges over all clients, under vLLM's names; a vector after drafts only."""
     labels = {"model_name": model, "engine": "0"}
     gauges = [Gauge(name, labels, float(getattr(statistics, field))) for name, field in _GAUGES.items()]
     used = 1 - statistics.num_free_blocks / max(1, statistics.num_blocks - 1)
     gauges.append(Gauge("vllm:kv_cache_usage_perc", labels, used))
-    return [*gauges, *(Counter(name, labels, getattr(statistics, field)) for name, field in _COUNTERS.items())]
+    counters = [Counter(name, labels, getattr(statistics, field)) for name, field in _COUNTERS.items()]
+    accepted = statistics.num_accepted_tokens_per_pos
+    vectors = [Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, accepted)] if accepted else []
+    return [*gauges, *counters, *vectors]
 
 
 class LLMEngine:
@@ -181,7 +195,7 @@ class LLMEngine:
         """Return model_config."""
         return self.model_config
 
-    def get_metrics(self) -> list[Gauge | Counter]:
+    def get_metrics(self) -> list[Gauge | Counter | Vector]:
         """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
         return read_metrics(self._client.statistics(), self._client.welcome.model_name)
 

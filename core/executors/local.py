@@ -9,6 +9,7 @@ from core.execution.plan import SchedulerOutput
 from core.executors.load import load, load_draft_model
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
+from core.runner.model_drafter import num_spare_blocks
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
@@ -22,16 +23,22 @@ class LocalExecutor:
         """Load the config's model. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
         self._loaded = load(config, usual_dtype())
         self._model, self.info = self._loaded.model, self._loaded.info
-        self._draft_model = load_draft_model(config, self._loaded)
+        self._draft_model, self._max_num_seqs = load_draft_model(config, self._loaded), config.max_num_seqs
+        settings = config.speculative_config
+        self._num_drafts = 0 if settings is None or self._draft_model is None else settings.num_speculative_tokens
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes.
 
-        On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison.
+        On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison. A draft
+        model has as many blocks, and some of its own.
         """
-        models = [self._model, *([self._draft_model] if self._draft_model is not None else [])]
-        return memory_bytes // sum(model.bytes_per_block(block_size) for model in models)
+        each, own = self._model.bytes_per_block(block_size), 0
+        if self._draft_model is not None:
+            of_draft = self._draft_model.bytes_per_block(block_size)
+            each, own = each + of_draft, of_draft * num_spare_blocks(self._max_num_seqs, self._num_drafts, block_size)
+        return max(0, memory_bytes - own) // each
 
     def cache_memory_bytes(self) -> int | None:
         """Return None: there is no device with memory of its own."""
@@ -41,10 +48,9 @@ class LocalExecutor:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
-        num_drafts, drafter = 0, self._draft_model
-        if drafter is not None and config.speculative_config is not None:
+        drafter, num_drafts = self._draft_model, self._num_drafts
+        if drafter is not None:
             drafter.settle_length(min(config.max_model_len, drafter.max_model_len))
-            num_drafts = config.speculative_config.num_speculative_tokens
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             self.runner = ModelRunner(self._model, **sizes, draft_model=drafter, num_drafts=num_drafts, pooler=pooler)

@@ -37,7 +37,7 @@ class ModelDrafter(Columns):
         """
         super().__init__(num_rows)
         self._model, self._block_size, self._num_drafts = model, block_size, num_drafts
-        self._spare = ceil_div(num_drafts + 1, block_size)  # blocks of a row's own
+        self._spare = num_spare_blocks(1, num_drafts, block_size)
         self._first_spare = num_blocks
         self._cache = model.allocate_cache(num_blocks + num_rows * self._spare, block_size)
         self._num_filled = np.zeros(num_blocks, np.int64)  # leading tokens of each block that are computed
@@ -154,10 +154,13 @@ class ModelDrafter(Columns):
         each = np.arange(len(rows))
         for index in range(self._num_drafts):
             if index:
+                if sampling.has_edits:
+                    known = np.maximum(drafts[:, :index], 0).ravel()
+                    table.write_drafts(rows, known, np.full(len(rows), index))
                 positions = np.minimum(lengths + index - 1, self._model.max_model_len - 1)
                 tokens = np.maximum(drafts[:, index - 1], 0).astype(np.int64)
                 result = self._forward(rows, tokens, positions, positions + 1, each, table)
-            inputs = sampling.unedited_inputs(rows, table, index)
+            inputs = sampling.inputs_ahead(rows, table, index)
             drafts[:, index] = sample(result.logits, inputs, self._model.sampler, result.largest)
         return drafts
 
@@ -183,6 +186,11 @@ class ModelDrafter(Columns):
         slots += positions % self._block_size
         attention = self._model.attention_metadata(counts, ends, block_tables, self._cache)
         return self._model.forward(ModelInputs(tokens, positions, slots, attention, self._cache, logits_rows))
+
+
+def num_spare_blocks(num_rows: int, num_drafts: int, block_size: int) -> int:
+    """Return how many blocks the draft model has of its own: each row's, for drafts behind the row's blocks."""
+    return num_rows * ceil_div(num_drafts + 1, block_size)
 
 
 def merged(first_counts: Int32s, first: Int32s, second_counts: Int32s, second: Int32s) -> tuple[Int32s, Int32s]:

@@ -1,5 +1,6 @@
 """SamplingColumns: the sampling parameters of each row, as columns beside the runner's table."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -137,12 +138,20 @@ class SamplingColumns(Columns):
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
         if offsets is not None:
             positions += offsets
-        edits = self._edits(rows, offsets, positions, table) if self._num_edited else NO_EDITS
+        edits = self._edits(rows, offsets, positions, table, self._groups) if self._num_edited else NO_EDITS
         return self._inputs(rows, positions, edits)
 
-    def unedited_inputs(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
-        """Return the sampler's inputs for the token `offset` places behind the next one of each row, without edits."""
-        return self._inputs(rows, table.num_tokens[rows] - table.num_prompt_tokens[rows] + offset, NO_EDITS)
+    def inputs_ahead(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
+        """Return the sampler's inputs for the token `offset` places behind the next one of each row.
+
+        The table has `offset` drafts behind the row's tokens. Options that cannot look ahead, grammars, edit nothing.
+        """
+        positions = table.num_tokens[rows] - table.num_prompt_tokens[rows] + offset
+        edits = NO_EDITS
+        if self._num_edited:
+            ahead = [group for group in self._groups if group.looks_ahead]
+            edits = self._edits(rows, np.full(len(rows), offset), positions, table, ahead)
+        return self._inputs(rows, positions, edits)
 
     def _inputs(self, rows: Rows, positions: Ints, edits: tuple[Edit, ...]) -> SamplingInputs:
         return SamplingInputs(
@@ -156,9 +165,16 @@ class SamplingColumns(Columns):
             edits=edits,
         )
 
-    def _edits(self, rows: Rows, offsets: Ints | None, positions: Positions, table: RunnerTable) -> tuple[Edit, ...]:
+    def _edits(
+        self,
+        rows: Rows,
+        offsets: Ints | None,
+        positions: Positions,
+        table: RunnerTable,
+        groups: Sequence[EditGroup],
+    ) -> tuple[Edit, ...]:
         sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table)
-        return tuple([edit for group in self._groups if (edit := group.edit(sampled)) is not None])
+        return tuple([edit for group in groups if (edit := group.edit(sampled)) is not None])
 
 
 def _num_logprobs(wanted: int | None) -> int:

@@ -53,6 +53,8 @@ class EditGroup(ABC):
     #: The fields of SamplingParams that enable the option. add() is not called for a row whose fields all have their
     #: defaults.
     options: ClassVar[tuple[str, ...]]
+    #: Whether edit() takes a sample behind drafts of which the row's earlier samples are not asked for, too.
+    looks_ahead: ClassVar[bool] = True
 
     @abstractmethod
     def add(self, new: NewRow) -> bool:

@@ -18,6 +18,7 @@ class StructuredOutputs(EditGroup):
     """
 
     options = ("structured_outputs",)
+    looks_ahead = False  # a matcher stands behind the row's tokens
 
     def __init__(self, matchers: RowMatchers, kernel: CpuTokenMasks | None = None) -> None:
         self._matchers, self._kernel = matchers, kernel

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from frontend.async_llm import AsyncLLM
 from frontend.engine_args import AsyncEngineArgs, EngineArgs
 from frontend.llm import LLM
-from frontend.llm_engine import LLMEngine
+from frontend.llm_engine import LLMEngine, read_metrics
 from ipc.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 from tests.fake_tokens import fake_tokens
@@ -92,6 +93,14 @@ def test_what_the_engine_says_of_itself(llm: LLM) -> None:
     assert after["vllm:generation_tokens"] == before["vllm:generation_tokens"] + 4
     assert after["vllm:num_requests_running"] == 0
     assert 0 <= after["vllm:kv_cache_usage_perc"] <= 1
+
+
+def test_metrics_of_speculation_have_vllms_names(llm: LLM) -> None:
+    counts = {"num_drafts": 4, "num_draft_tokens": 9, "num_accepted_tokens": 5, "num_accepted_tokens_per_pos": [3, 2]}
+    found = {one.name: one for one in read_metrics(msgspec.structs.replace(llm.statistics(), **counts), "m")}
+    names = [f"vllm:spec_decode_{name}" for name in counts]
+    values = [getattr(found[name], "values" if name.endswith("per_pos") else "value") for name in names]
+    assert values == list(counts.values())
 
 
 def test_a_request_that_fails_is_gone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 Prompts are made here. "edit": a file, and the beginning of the same file with one name changed, as an editor completes
 it; most of the answer stands in the prompt. It ends where the model ends it. "chat": short questions; nearly nothing of
 their answers stands there. One request runs at a time. "batch32" is the workload of that name, all at once.
-Ratios are of medians: without / with, above 1 = faster with speculation. The tokens of both are compared.
+Ratios are of medians: without / with, above 1 = faster with speculation; cpu_ratio is that of the CPU time of these
+processes, which waiting for a core does not change (with one thread; several wait for one another by spinning). The
+tokens of both are compared.
 """
 
 import statistics
@@ -15,6 +17,7 @@ from frontend.llm import LLM
 from ipc.errors import ConfigError
 from ipc.sampling_params import RequestOutputKind, SamplingParams
 from ipc.version import NAME, VERSION
+from tools.bench.quiet import cpu_use
 from tools.bench.workloads import make_workload
 
 _MAX_TOKENS = {"edit": 400, "chat": 96}
@@ -52,6 +55,7 @@ class _Round(NamedTuple):
     """One run of a workload on one engine."""
 
     seconds: float
+    cpu_seconds: float
     num_steps: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -94,15 +98,17 @@ def _compare(without: LLM, with_drafts: LLM, case: _Case, rounds: int) -> dict[s
         _run(engine, case, -1, limit=1)  # warm-up
     for round_ in range(rounds):
         for which in (0, 1) if round_ % 2 else (1, 0):
-            runs[which].append(_run(engines[which], case, round_))
+            runs[which].append(_run(engines[which], case, 2 * round_ + (case.temperature > 0)))
     plain, drafting = runs
     num_tokens = sum(map(len, plain[0].tokens))
     seconds = [statistics.median(one.seconds for one in each) for each in runs]
+    cpu_seconds = [statistics.median(one.cpu_seconds for one in each) for each in runs]
     return {
         "num_tokens": num_tokens,
         "tokens_per_s_without": round(num_tokens / seconds[0], 2),
         "tokens_per_s_with": round(num_tokens / seconds[1], 2),
         "ratio": round(seconds[0] / seconds[1], 3),
+        "cpu_ratio": round(cpu_seconds[0] / max(cpu_seconds[1], 1e-9), 3),
         "tokens_per_step": round(sum(map(len, drafting[0].tokens)) / drafting[0].num_steps, 3),
         "num_draft_tokens": drafting[0].num_draft_tokens,
         "num_accepted_tokens": drafting[0].num_accepted_tokens,
@@ -115,8 +121,9 @@ def _compare(without: LLM, with_drafts: LLM, case: _Case, rounds: int) -> dict[s
 
 
 def _run(llm: LLM, case: _Case, round_: int, limit: int | None = None) -> _Round:
-    """Run the first `limit` requests of a case; None: all."""
-    before, begin, outputs = llm.statistics(), time.monotonic(), []
+    """Run the first `limit` requests of a case; None: all. No round has another's prompts, which would be cached."""
+    before, outputs = llm.statistics(), []
+    cpu, begin = cpu_use().ours, time.monotonic()
     if case.name == "batch32":
         requests = make_workload("batch32").shifted(64 + round_).requests[:limit]
         params = [_params(case.temperature, one.max_tokens, seed) for seed, one in enumerate(requests)]
@@ -128,11 +135,12 @@ def _run(llm: LLM, case: _Case, round_: int, limit: int | None = None) -> _Round
             outputs += llm.generate([_edit(seed, round_)], params, use_tqdm=False)
     else:
         for seed, text in enumerate(_QUESTIONS[:limit]):
-            chat: Any = [{"role": "user", "content": f"({round_ + 2}) {text}"}]  # no round finds another's blocks
+            chat: Any = [{"role": "user", "content": f"({round_ + 2}) {text}"}]
             outputs += llm.chat(chat, _params(case.temperature, _MAX_TOKENS["chat"], seed), use_tqdm=False)
-    seconds, after = time.monotonic() - begin, llm.statistics()
+    seconds, cpu_seconds, after = time.monotonic() - begin, cpu_use().ours - cpu, llm.statistics()
     return _Round(
         seconds,
+        cpu_seconds,
         after.num_steps - before.num_steps,
         after.num_draft_tokens - before.num_draft_tokens,
         after.num_accepted_tokens - before.num_accepted_tokens,

@@ -17,6 +17,7 @@ from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.grammars.grammars import Grammars, model_grammars
 from ipc.config import EngineConfig
+from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import AddRequest
 from ipc.rounding import ceil_div
 from ipc.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
     assert matchers is not None, "the executor has grammars"
     common = {"engine": NAME, "version": VERSION, "model": executor.info.name, "dtype": executor.info.dtype, "rep": rep}
     grammars = model_grammars(config, executor.info.vocab_size, executor.info.eos_token_ids)
+    grammars.use_files(tokenizer_files_of(config))  # an engine has them from its start
     yield common | {"workload": "structured-compile", **_compile(grammars)}
     runs: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
     for turn in range(_TURNS):

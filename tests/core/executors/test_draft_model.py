@@ -43,12 +43,26 @@ def config_of(model: str, draft: str | None, **options: object) -> EngineConfig:
     return msgspec.structs.replace(config, **options)
 
 
-def run(config: EngineConfig) -> tuple[dict[int, list[int]], SchedulerStats]:
+EDITS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4, "temperature": 0.7},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8},
+    {"logit_bias": {5: 4.0, 9: -100.0}, "temperature": 1.0},
+    {"bad_words_token_ids": [[4], [7, 8], [9, 10, 11]]},
+    {"min_tokens": 12, "ignore_eos": False, "temperature": 1.0},
+    {"allowed_token_ids": list(range(3, 400)), "top_k": 9, "temperature": 1.0},
+]
+
+
+def run(config: EngineConfig, edits: list[dict[str, Any]] | None = None) -> tuple[dict[int, list[int]], SchedulerStats]:
     executor = LocalExecutor(config)
     executor.initialize_cache(config)
     engine, inbox = EngineCore(resolve_costs(config, executor.measure_costs, executor.measure_steps), executor), Inbox()
+    options = edits or [{}]
     prompts = [range(n % 3, n % 3 + 10 + n) for n in range(12)]
-    messages = [add_message(n, prompt, 30, temperature=n % 3 / 2, seed=n) for n, prompt in enumerate(prompts)]
+    messages = [
+        add_message(n, prompt, 30, **{"temperature": n % 3 / 2, "seed": n, **options[n % len(options)]})
+        for n, prompt in enumerate(prompts)
+    ]
     for message in messages:
         inbox.expect(0, message)
     added = [(0, message) for message in messages]
@@ -70,10 +84,19 @@ def test_a_model_as_its_own_draft_model_is_always_right(model: str, options: dic
     assert (stats.num_preemptions > 0) == ("num_blocks_override" not in options)
 
 
+def test_drafts_are_drawn_with_the_options_that_edit_logits(model: str) -> None:
+    """Penalties count the drafts before a draft, and so on: the model is right about itself with all of them."""
+    plain, _ = run(config_of(model, None, num_blocks_override=200), EDITS)
+    got, stats = run(config_of(model, model, num_blocks_override=200), EDITS)
+    assert got == plain
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 30
+
+
 def test_it_takes_memory_and_time_of_its_own(model: str) -> None:
     alone, drafting = (LocalExecutor(config_of(model, draft)) for draft in (None, model))
     blocks = [executor.determine_num_available_blocks(1 << 24, 8) for executor in (alone, drafting)]
-    assert blocks[0] == 2 * blocks[1]
+    assert blocks[0] == 2 * blocks[1] + 8  # a spare block for each of 8 rows, for drafts behind its own blocks
+    assert drafting.determine_num_available_blocks(1, 8) == 0
     config = config_of(model, model)
     for executor in (alone, drafting):
         executor.initialize_cache(config)
