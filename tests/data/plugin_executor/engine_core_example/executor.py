@@ -43,6 +43,9 @@ class ExampleExecutor:
     def measure_steps(self) -> StepCosts:
         return self._inner.measure_steps()
 
+    def warm_up(self) -> int:
+        return self._inner.warm_up()
+
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         return self._inner.execute(plan)
 
