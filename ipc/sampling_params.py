@@ -251,7 +251,7 @@ def _stop_strings(stop: object) -> list[str]:
         raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(strings)}")
     for string in strings:
         if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {string!r:.80}")
+            raise InvalidRequestError(f"stop strings have 1 to {MAX_STOP_STRING_CHARS} characters, got {string!r:.80}")
         if any("\ud800" <= char <= "\udfff" for char in string):
             raise InvalidRequestError(f"a stop string must be valid Unicode; {string!r:.80} has a lone surrogate")
     return strings

@@ -44,6 +44,28 @@ def read_functions(tools: Sequence[Json]) -> dict[str, Json]:
     return functions
 
 
+def read_allowed(tools: Sequence[Json], tool_choice: object) -> tuple[list[Json], object]:
+    """Return the tools that a choice of type allowed_tools leaves, and its mode; else both as they are.
+
+    The names may stand as in OpenAI's chats or as in its Responses API. Errors: InvalidRequestError.
+    """
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "allowed_tools":
+        return list(tools), tool_choice
+    nested = tool_choice.get("allowed_tools")
+    chosen = nested if isinstance(nested, Mapping) else tool_choice
+    mode, entries = chosen.get("mode", "auto"), chosen.get("tools")
+    if mode not in ("auto", "required") or not isinstance(entries, (list, tuple)) or not entries:
+        raise InvalidRequestError("tool_choice of type allowed_tools has a mode, auto or required, and a list of tools")
+    names = []
+    for entry in entries:
+        function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+        names.append(function.get("name") if isinstance(function, Mapping) else None)
+    known = read_functions(tools)
+    if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
+        raise InvalidRequestError(f"tool_choice allows the tool {unknown[0]!r:.80}, which tools does not have")
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
 def forced_functions(functions: Mapping[str, Json], tool_choice: object) -> list[Json] | None:
     """Return the functions of which the answer must call one; None where it may be text. Errors: InvalidRequestError.
 
@@ -57,9 +79,11 @@ def forced_functions(functions: Mapping[str, Json], tool_choice: object) -> list
         if not isinstance(name, str) or name not in functions:
             raise InvalidRequestError(f"tool_choice names the tool {name!r:.80}, which tools does not have")
         return [functions[name]]
-    if tool_choice != "required" or not functions:
+    if tool_choice == "required" and not functions:
+        raise InvalidRequestError("tool_choice is required, which needs tools")
+    if tool_choice != "required":
         raise InvalidRequestError(
-            f"tool_choice is none, auto, required (with tools) or a function's name, got {tool_choice!r:.80}"
+            f"tool_choice is none, auto, required, a function's name or allowed_tools, got {tool_choice!r:.80}"
         )
     return list(functions.values())
 

@@ -112,12 +112,21 @@ class App:
         if methods is None:
             methods, request.target = self._prefixed(request.path)
         if methods is None:
-            raise HttpError(404, f"no route {path!r:.200}")
+            raise HttpError(404, f"no route {path!r:.200}{self._hint(path)}")
         method = "GET" if request.method == "HEAD" else request.method
         if method not in methods:
             allowed = ", ".join(methods)
             raise HttpError(405, f"{request.path} takes {allowed}", headers=[(b"allow", allowed.encode())])
         return methods[method]
+
+    def _hint(self, path: str) -> str:
+        """Return a route that the caller may have meant: base URLs come without /v1, with it twice, or end in "/"."""
+        parts = [part for part in path.split("/") if part]
+        while len(parts) > 1 and parts[0] == "v1":
+            parts.pop(0)
+        meant = (f"{prefix}/{'/'.join(parts)}" for prefix in ("/v1", ""))
+        found = next((one for one in meant if parts and one in self._methods), None)
+        return "" if found is None else f"; there is {found}"
 
     def _prefixed(self, path: str) -> tuple[dict[str, Route] | None, str]:
         """Return the routes whose path ends in "/" and begins this one, and the rest of it."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from frontend.calls.choose import has_special_marks, shows_tools
-from frontend.calls.constraint import Thought, constrain, forced_functions, read_functions
+from frontend.calls.constraint import Thought, constrain, forced_functions, read_allowed, read_functions
 from frontend.calls.formats import (
     HARMONY_ANSWER,
     HARMONY_THOUGHT,
@@ -44,17 +44,21 @@ class PreparedChat(NamedTuple):
 
 
 class _Tools(NamedTuple):
-    """The tools of a request. forced: those of which one must be called; None = the model decides."""
+    """The tools of a request. forced: those of which one must be called; None = the model decides.
+
+    is_named: whether the caller named the one that must be called.
+    """
 
     shown: list[Json] | None
     functions: dict[str, Mapping[str, Any]]
     forced: list[Mapping[str, Any]] | None
+    is_named: bool = False
 
 
 async def prepare_chat(service: Service, request: Request, body: ChatBody) -> PreparedChat:
     """Render and tokenize a chat. Errors: HttpError, InvalidRequestError."""
     _check(service, body)
-    if body.max_tokens is None:
+    if body.max_completion_tokens is not None:  # the newer name of both
         body.max_tokens = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
@@ -96,11 +100,12 @@ def _check(service: Service, body: ChatBody) -> None:
 
 def _read_tools(body: ChatBody) -> _Tools:
     """Return the tools of a body. Errors: InvalidRequestError."""
-    functions = read_functions(body.tools or [])
-    forced = forced_functions(functions, body.tool_choice)
-    if body.tool_choice == "none":
+    tools, choice = read_allowed(body.tools or [], body.tool_choice)
+    functions = read_functions(tools)
+    forced = forced_functions(functions, choice)
+    if choice == "none":
         return _Tools(None, {}, None)
-    return _Tools(body.tools or None, functions, forced)
+    return _Tools(tools or None, functions, forced, is_named=isinstance(choice, dict))
 
 
 def _prepare(service: Service, request: Request, body: ChatBody, params: SamplingParams, tools: _Tools) -> PreparedChat:
@@ -124,7 +129,7 @@ def _prepare(service: Service, request: Request, body: ChatBody, params: Samplin
         for _ in range(params.n)
     ]
     id_length = form.calls.id_length if form.calls is not None else None
-    return PreparedChat(requests, scanners, isinstance(body.tool_choice, dict), id_length)
+    return PreparedChat(requests, scanners, tools.is_named, id_length)
 
 
 def _constrained(
@@ -145,7 +150,7 @@ def _constrained(
         answer,
         functions,
         HARMONY_TOOLS if form.is_harmony else (form.calls and form.calls.forced) or HERMES_TOOLS,
-        is_parallel=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict),
+        is_parallel=body.parallel_tool_calls is not False and not tools.is_named,
         thought=thought,
         answer_begin=HARMONY_ANSWER if form.is_harmony else "",
         special_tokens=service.special_tokens,
@@ -160,6 +165,8 @@ def _render(service: Service, body: ChatBody, tools: _Tools) -> str:
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
     if body.documents is not None:
         kwargs.setdefault("documents", body.documents)
     continues = bool(body.continue_final_message)

@@ -5,6 +5,7 @@ be a multiple of its request. `x-should-retry: false` keeps clients from sending
 """
 
 import math
+import re
 
 import msgspec
 
@@ -40,6 +41,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+_FIELD = re.compile(r"[A-Za-z_]\w*(?=[\s=:\[]|$)")
 _NO_RETRY: Headers = [(b"x-should-retry", b"false")]
 #: Statuses after which the rest of the connection's bytes cannot be trusted.
 _CLOSING = (408, 413, 431)
@@ -115,6 +117,8 @@ def retry_after(milliseconds: int) -> Headers:
 
 
 def _first_word(text: str) -> str | None:
-    """Return the parameter that a message of SamplingParams begins with, or None."""
-    word = text.split("=", 1)[0].split(" ", 1)[0]
-    return word if word.isidentifier() and ("_" in word or word in ("n", "stop", "seed", "temperature")) else None
+    """Return the field that a message begins with, or None."""
+    found = _FIELD.match(text)
+    if found is None:
+        return None
+    return found[0] if "_" in found[0] or found[0] in ("n", "stop", "seed", "temperature", "messages") else None

@@ -54,6 +54,7 @@ class Part:
         self._num_going = len(state.completions)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._is_prompt_due = reply.echo is not None
+        self._num_cached = -1  # tokens of the prompt that reply.usage counts; -1 = not asked for yet
 
     def take(self, client: EngineClient, choice: int, ids: list[int], finish: int) -> None:
         """Take news of a choice."""
@@ -73,15 +74,18 @@ class Part:
             progress = client.read(self.state.number, completion.num_tokens, choice)
             if not self._is_sound(progress):
                 return
+            self._count_cached(progress)
             changed = completion.update(progress)
         else:
+            if self._num_cached < 0:
+                self._count_cached(client.read(self.state.number, completion.num_tokens, choice))
             changed = completion.take(ids, FinishReason.NONE)
         reply.usage.completion_tokens += len(completion.token_ids) - before
         if completion.finished:
             self._num_going -= 1
             reply.num_going -= 1
             if choice == 0:
-                self._take_prompt(progress or client.read(self.state.number, completion.num_tokens))
+                self._take_prompt_logprobs(progress or client.read(self.state.number, completion.num_tokens))
             if not finish and self._num_going:  # by a stop string, while other choices go on
                 client.abort([self.state.number], [choice])
         if self._is_prompt_due and reply.echo is not None and progress is not None:
@@ -103,10 +107,10 @@ class Part:
         self.reply.fail(progress.error or HttpError(503, _UNAVAILABLE))
         return False
 
-    def _take_prompt(self, progress: Progress) -> None:
-        """Take what the engine said of the prompt."""
-        self.reply.usage.cached_tokens += progress.num_cached_tokens
-        self._take_prompt_logprobs(progress)
+    def _count_cached(self, progress: Progress) -> None:
+        """Count the prompt's cached tokens. They change where the engine began the request anew."""
+        self.reply.usage.cached_tokens += progress.num_cached_tokens - max(self._num_cached, 0)
+        self._num_cached = progress.num_cached_tokens
 
     def _take_prompt_logprobs(self, progress: Progress) -> None:
         if progress.logprobs is not None and self._params.prompt_logprobs is not None:

@@ -90,7 +90,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
     """Add an item of the history. Reasoning, text and calls of one answer are one message."""
     match item.get("type", "message"):
         case "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
+            role = item.get("role")
             content = _text(item.get("content"), where)
             if role == "assistant" and "content" not in (answer := _answer(messages)):
                 answer["content"] = content
@@ -143,7 +143,7 @@ def _tool(tool: Json) -> Json:
 
 
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
-    if not isinstance(choice, dict):
+    if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
         return choice
     if choice.get("type") != "function":
         raise HttpError(400, f"a tool_choice of type {choice.get('type')!r:.40} is not supported", param="tool_choice")

@@ -1,8 +1,13 @@
 """Chat messages: check what a caller wrote and bring it to the form that chat templates are written for.
 
-- content: a str, or a list of {"type": "text", "text": ...}. The list is joined by newlines in a message of role
-  "tool" and for a template that takes strings only. None is an empty text, as in vLLM. A message with tool calls needs
-  no content: it is None for a template that tests for none, else an empty text, since None would be printed.
+- content: a str, or a list of {"type": "text", "text": ...}; texts in the form of the Responses API (input_text,
+  output_text, refusal) and plain strings become such parts. The list is joined by newlines in a message of role
+  "tool" and for a template that takes strings only. None is an empty text, as in vLLM. The model's own messages need
+  no content: with tool calls it is None for a template that tests for none, else an empty text, since None would be
+  printed.
+- role "developer", which OpenAI's clients send for "system": where the template does not name it, all such messages are
+  joined to the system message at the beginning, as in vLLM. Where it does, system and developer messages at the
+  beginning become one, because templates that know the role (gpt-oss') read the first only.
 - tool_calls: a list of {"function": {"name", "arguments"}}. Arguments are a mapping, or a JSON object as text, as
   OpenAI's clients send it, which becomes a mapping. Empty text or None means a call without arguments. An empty list
   or None is left out, because many templates read its presence as a call.
@@ -17,14 +22,24 @@ import msgspec
 
 from ipc.errors import InvalidRequestError
 
+_SYSTEM_ROLES = ("system", "developer")
+#: Types of content parts that are text -> the field that holds it.
+_TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
 
 def read_messages(
-    messages: object, *, keep_parts: bool, keep_none: bool, arguments_as_text: bool = False
+    messages: object,
+    *,
+    keep_parts: bool,
+    keep_none: bool,
+    keep_developer: bool = True,
+    arguments_as_text: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the messages as plain data for a template.
 
-    keep_parts, keep_none: whether the template handles content that is a list, that is None. arguments_as_text: leave
-    arguments of tool calls that are text as they are. Errors: InvalidRequestError naming the message.
+    keep_parts, keep_none: whether the template handles content that is a list, that is None. keep_developer: whether it
+    names the role "developer". arguments_as_text: leave arguments of tool calls that are text as they are. Errors:
+    InvalidRequestError naming the message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError(
@@ -40,7 +55,7 @@ def read_messages(
             _parse_arguments(message["tool_calls"], where)
         _read_content(message, where, keep_parts=keep_parts and message["role"] != "tool", keep_none=keep_none)
         read.append(message)
-    return read
+    return _join_developer(read, keep_developer=keep_developer)
 
 
 def plain_data(value: Any, where: str) -> Any:
@@ -74,21 +89,51 @@ def _read_content(message: dict[str, Any], where: str, *, keep_parts: bool, keep
     content = message.get("content")
     if isinstance(content, str):
         return
-    if content is None and ("content" in message or "tool_calls" in message):
+    if content is None and ("content" in message or message["role"] == "assistant"):
         message["content"] = None if keep_none and "tool_calls" in message else ""
         return
     if not isinstance(content, (list, tuple)):
         raise InvalidRequestError(
             f'{where}["content"] must be a str or a list of {{"type": "text", "text": ...}}; got {content!r:.80}'
         )
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f'{where}["content"] has a part that is not {{"type": "text", "text": ...}}: {part!r:.80}; '
-                "this version takes text only"
-            )
-    if not keep_parts:
-        message["content"] = "\n".join(part["text"] for part in content)
+    parts = [_read_part(part, where) for part in content]
+    message["content"] = parts if keep_parts else "\n".join(part["text"] for part in parts)
+
+
+def _read_part(part: object, where: str) -> dict[str, Any]:
+    """Return a part of a message's content as templates know it. Errors: InvalidRequestError."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    field = _TEXT_KINDS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    text = part.get(field) if isinstance(part, dict) and field is not None else None
+    if not isinstance(part, dict) or not isinstance(text, str):
+        raise InvalidRequestError(
+            f'{where}["content"] has a part that is not {{"type": "text", "text": ...}}: {part!r:.80}; '
+            "this version takes text only"
+        )
+    return part if part["type"] == "text" else {"type": "text", "text": text}
+
+
+def _join_developer(messages: list[dict[str, Any]], *, keep_developer: bool) -> list[dict[str, Any]]:
+    """Return the messages with those of role "developer" where the template reads them."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    begin = 0
+    while begin < len(messages) and messages[begin]["role"] in _SYSTEM_ROLES:
+        begin += 1
+    first, rest = messages[:begin], messages[begin:]
+    if keep_developer and len(first) < 2:
+        return messages
+    role = first[0]["role"] if keep_developer else "system"
+    if not keep_developer:
+        first += [message for message in rest if message["role"] == "developer"]
+        rest = [message for message in rest if message["role"] != "developer"]
+    return [{"role": role, "content": "\n\n".join(map(_text_of, first))}, *rest]
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def _parse_arguments(calls: list[dict[str, Any]], where: str) -> None:

@@ -70,7 +70,11 @@ def render_chat(
     variables |= {name: token for name, token in tokens.items() if token is not None}
 
     def render(arguments_as_text: bool) -> str:
-        form = {"keep_parts": compiled.takes_parts, "keep_none": compiled.tests_none}
+        form = {
+            "keep_parts": compiled.takes_parts,
+            "keep_none": compiled.tests_none,
+            "keep_developer": compiled.names_developer,
+        }
         read = read_messages(messages, **form, arguments_as_text=arguments_as_text)
         return _render(compiled.template, variables | {"messages": read})
 
@@ -111,6 +115,7 @@ class _Compiled(NamedTuple):
     template: jinja2.Template
     takes_parts: bool  # it loops over a message's content, or over a variable called content
     tests_none: bool  # it tests whether the content is none
+    names_developer: bool  # it names the role "developer"
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -157,7 +162,8 @@ def _compile(source: str) -> _Compiled:
     environment = _make_environment()
     try:
         tree = environment.parse(source)
-        return _Compiled(environment.from_string(source), _takes_parts(tree), _tests_none(tree))
+        names_developer = any(one.value == "developer" for one in tree.find_all(jinja2.nodes.Const))
+        return _Compiled(environment.from_string(source), _takes_parts(tree), _tests_none(tree), names_developer)
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
         where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise InvalidRequestError(f"the chat template is not valid Jinja{where}: {_explain(error)}") from error

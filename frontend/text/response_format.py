@@ -9,20 +9,25 @@ from ipc.structured_outputs import StructuredOutputsParams
 
 
 def constraint_of_response_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    """Return the constraint of an OpenAI response_format; None for text. Errors: InvalidRequestError."""
+    """Return the constraint of an OpenAI response_format; None for text. Errors: InvalidRequestError.
+
+    The schema may also stand beside the type, of json_object too, as clients of llama.cpp and others send it.
+    """
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return None
-    if kind == "json_object":
+    beside = response_format.get("schema")
+    if kind == "json_object" and beside is None:
         return StructuredOutputsParams(json_object=True)
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=json.dumps(dict(response_format), ensure_ascii=False))
-    if kind != "json_schema":
+    if kind not in ("json_schema", "json_object"):
         raise InvalidRequestError(
             f"response_format has type text, json_object, json_schema or structural_tag, got {kind!r:.80}"
         )
     described = response_format.get("json_schema")
-    schema = described.get("schema") if isinstance(described, Mapping) else None
+    schema = described.get("schema") if kind == "json_schema" and isinstance(described, Mapping) else beside
     if not isinstance(schema, dict):
-        raise InvalidRequestError("response_format of type json_schema needs json_schema.schema, a JSON object")
+        where = "json_schema.schema" if kind == "json_schema" else "its schema"
+        raise InvalidRequestError(f"response_format of type {kind} needs {where}, a JSON object")
     return StructuredOutputsParams(json=schema)

@@ -146,7 +146,7 @@ def test_stop_strings() -> None:
         with pytest.raises(InvalidRequestError, match="stop must be a string or a list of strings"):
             make(stop=wrong)
     for wrong in ("", ["a", ""], ["a", 3], [None], "x" * (MAX_STOP_STRING_CHARS + 1)):
-        with pytest.raises(InvalidRequestError, match="a stop string has 1 to 256 characters"):
+        with pytest.raises(InvalidRequestError, match="stop strings have 1 to 256 characters"):
             make(stop=wrong)
     with pytest.raises(InvalidRequestError, match="at most 16 stop strings are allowed, got 17"):
         make(stop=["a"] * 17)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from core.grammars.grammars import Grammars
-from frontend.calls.constraint import Thought, constrain, forced_functions, read_functions
+from frontend.calls.constraint import Thought, constrain, forced_functions, read_allowed, read_functions
 from frontend.calls.delta import fold
 from frontend.calls.formats import CALL_FORMATS, HARMONY_TOOLS, HERMES, AnswerForm, ToolFormat
 from frontend.calls.scanner import Scanner
@@ -44,6 +44,20 @@ def test_tool_choices() -> None:
         assert forced_functions(FUNCTIONS, free) is None
     assert forced_functions(FUNCTIONS, "required") == ALL
     assert forced_functions(FUNCTIONS, NAMED) == ALL[:1]
+
+
+def test_allowed_tools() -> None:
+    named = [{"type": "function", "function": {"name": "add"}}]
+    for choice in (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+    ):
+        assert read_allowed(TOOLS, choice) == (TOOLS[:1], "required")
+    assert read_allowed(TOOLS, {"type": "allowed_tools", "tools": named}) == (TOOLS[:1], "auto")
+    assert read_allowed(TOOLS, NAMED) == (TOOLS, NAMED)
+    for wrong in ({"mode": "any", "tools": named}, {"tools": []}, {"tools": [{"name": "fly"}]}, {"tools": [3]}, {}):
+        with pytest.raises(InvalidRequestError, match="tool_choice"):
+            read_allowed(TOOLS, {"type": "allowed_tools", **wrong})
 
 
 def test_calls(grammars: Grammars) -> None:
@@ -104,7 +118,7 @@ def test_marks_that_are_special_tokens_are_tokens(grammars: Grammars) -> None:
     ("tools", "choice", "text"),
     [
         (TOOLS, "sometimes", "got 'sometimes'"),
-        ([], "required", r"required \(with tools\)"),
+        ([], "required", r"required, which needs tools"),
         (TOOLS, {"type": "function", "function": {"name": "sub"}}, "names the tool 'sub'"),
         (TOOLS, {"type": "function"}, "names the tool None"),
         ([{"type": "function"}], "required", "a tool has type function and function.name"),

@@ -65,6 +65,13 @@ def test_usage_comes_last_and_only_where_it_is_asked_for(served: Caller) -> None
     counts = [event["usage"]["completion_tokens"] for event in events[1:]]
     assert counts == sorted(counts)
     assert counts[-1] == 5
+    cached = [event["usage"]["prompt_tokens_details"]["cached_tokens"] for event in events[1:]]
+    assert set(cached) == {16}  # the chat before was the same: its whole block is known from the first event on
+
+
+def test_the_newer_name_of_max_tokens_counts(served: Caller) -> None:
+    body = served.chat(max_tokens=9, max_completion_tokens=2).json
+    assert body["usage"]["completion_tokens"] == 2
 
 
 def test_stop_strings_cut_and_count(served: Caller, llm: LLM) -> None:

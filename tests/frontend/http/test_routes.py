@@ -33,6 +33,14 @@ def test_the_page_is_one_file_that_asks_only_this_server(served: Caller) -> None
     assert "innerHTML" not in text
 
 
+def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
+    for path in ("/chat/completions", "/v1/v1/chat/completions", "//v1/chat/completions", "/v1/chat/completions/"):
+        answer = served.post(path, {})
+        assert (answer.status, answer.json["error"]["message"].split("; ")[1]) == (404, "there is /v1/chat/completions")
+    assert served.post("/v1/api/chat", {}).json["error"]["message"].endswith("; there is /api/chat")
+    assert "there is" not in served.post("/v1/images/generations", {}).json["error"]["message"]
+
+
 def test_the_load(served: Caller) -> None:
     served.chat(max_tokens=3)
     load = served.get("/v1/load").json

@@ -63,6 +63,11 @@ def shown(choice: Any) -> dict[str, Any]:
         ({"tool_choice": "required"}, {"get_weather", "get_time"}, "tool_calls"),
         ({"tool_choice": "required", "parallel_tool_calls": False, "n": 2}, {"get_weather", "get_time"}, "tool_calls"),
         ({"tool_choice": NAMED}, {"get_weather"}, "stop"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}},
+            {"get_weather"},
+            "tool_calls",
+        ),
     ],
 )
 def test_calls_that_a_grammar_forces(served: Caller, fields: Any, names: set[str], reason: str) -> None:

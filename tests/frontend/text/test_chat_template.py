@@ -132,7 +132,7 @@ def test_caller_objects_become_plain_data_and_stay_unchanged() -> None:
         ([{"role": 3, "content": "x"}], "got 3"),
         ([{"role": "user"}], r"\"content\"\] must be a str or a list"),
         ([{"role": "user", "content": 5}], "got 5"),
-        ([{"role": "user", "content": ["x"]}], "part that is not"),
+        ([{"role": "user", "content": [5]}], "part that is not"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "text only"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text only"),
     ],

@@ -22,6 +22,10 @@ def test_response_formats(grammars: Grammars) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"enum": [1, 2]}}}
     assert accepts(grammars, constraint_of_response_format(schema), "2")
     assert not accepts(grammars, constraint_of_response_format(schema), "3")
+    for kind in ("json_schema", "json_object"):  # as clients of llama.cpp send it
+        beside = constraint_of_response_format({"type": kind, "schema": {"enum": [1, 2]}})
+        assert accepts(grammars, beside, "2")
+        assert not accepts(grammars, beside, "3")
     tags = {"structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}], "triggers": ["<f"]}
     assert accepts(grammars, constraint_of_response_format({"type": "structural_tag", **tags}), "so <f>1</f>")
 
@@ -33,6 +37,7 @@ def test_response_formats(grammars: Grammars) -> None:
         ({}, "got None"),
         ({"type": "json_schema"}, "needs json_schema.schema"),
         ({"type": "json_schema", "json_schema": {"schema": []}}, "needs json_schema.schema"),
+        ({"type": "json_object", "schema": []}, "needs its schema"),
     ],
 )
 def test_bad_response_formats(given: dict[str, Any], text: str) -> None:
