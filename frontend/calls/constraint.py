@@ -44,7 +44,7 @@ def read_functions(tools: Sequence[Json]) -> dict[str, Json]:
     return functions
 
 
-def read_allowed(tools: Sequence[Json], tool_choice: object) -> tuple[list[Json], object]:
+def read_allowed(tools: Sequence[dict[str, Any]], tool_choice: object) -> tuple[list[dict[str, Any]], object]:
     """Return the tools that a choice of type allowed_tools leaves, and its mode; else both as they are.
 
     The names may stand as in OpenAI's chats or as in its Responses API. Errors: InvalidRequestError.

@@ -21,7 +21,7 @@ from frontend.client.journal import Journal
 from frontend.client.journal_reader import JournalReader
 from frontend.client.kv_event_stream import KVEventStream
 from frontend.client.resumption import Resumption
-from frontend.client.transport import Transport
+from frontend.client.transport_interface import Borrower, Transport
 from frontend.client.typed_calls import TypedCalls
 from ipc.call import Call
 from ipc.errors import (
@@ -190,6 +190,17 @@ class EngineClient(JournalReader, TypedCalls):
         """Call `listener` from the transport's thread once per batch with news, and when the session ends."""
         with self._changed:
             self._listeners.append(listener)
+
+    def lend(self, borrower: Borrower | None) -> None:
+        """Let an event loop receive instead of the transport's thread, until lend(None): one hop less for each step.
+
+        Whoever lends must not wait for an answer in that loop.
+        """
+        self._transport.lend(borrower)
+
+    def receive(self) -> bool:
+        """Receive, as the borrower; return whether more is there."""
+        return self._transport.receive()
 
     @property
     def error(self) -> EngineCoreError | None:

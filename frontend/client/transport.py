@@ -1,9 +1,10 @@
-"""Transport of frames between a client and its engine: the protocol, and its implementation over ZeroMQ.
+"""ZmqTransport: frames between a client and its engine over ZeroMQ.
 
 An IO thread receives. It polls the file descriptors of the socket, of the engine's process (a socket alone stays silent
 when the engine dies), of the socket's monitor (for engines of other owners) and of an eventfd. The thread that calls
 send() sends the frame itself, which costs less than waking the IO thread. A frame that the socket does not take at once
-is queued for the IO thread.
+is queued for the IO thread. An event loop may receive in the IO thread's place (lend()), which then keeps the rest:
+queued frames, heartbeats, the end of a connection and the next one.
 """
 
 import contextlib
@@ -16,17 +17,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from frontend.client.connection import Connection, connect, receive_batch
+from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
 from ipc.errors import RequestFailedError
-from ipc.sockets import Context, check_listening, connect_dealer, pending_events, signal_fd
+from ipc.sockets import Context, check_listening, pending_events, signal_fd
 
-OnFrames = Callable[[list[bytes]], None]
-OnDead = Callable[[str], None]
-OnLost = Callable[[], bytes]
 Locate = Callable[[], str | None]
 
 
@@ -41,8 +40,6 @@ class _End(Enum):
     GONE = "it was cut, and there is no engine any more"
 
 
-#: Most frames received in one batch, so that a slow reader still polls its other file descriptors.
-_MAX_BATCH = 256
 #: Most bytes queued for an engine that does not read; beyond them, send() fails.
 MAX_QUEUED_BYTES = 64 << 20
 #: Seconds to wait for the last frames of a dead engine, or for the last ones to a live engine.
@@ -53,53 +50,6 @@ _RETRY_S = 0.02
 _LOCATE_S = 0.1
 
 _log = logging.getLogger(__name__)
-
-
-class _Connection(NamedTuple):
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-
-    def close(self, linger_s: float) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=int(linger_s * 1000))
-
-
-def _connect(context: Context, address: str) -> _Connection:
-    """Connect a DEALER socket and its monitor. Errors: AddressError."""
-    socket = connect_dealer(context, address)
-    return _Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
-
-
-class Transport(Protocol):
-    """Sends and receives frames. One thread at a time calls the callbacks.
-
-    on_frames: receives a batch of frames. on_dead: receives the reason, at most once, and is the last callback.
-    on_lost: called when the connection was lost and is made again; frames not received by then are lost. It returns the
-    first frame for the new connection, which may lead to another engine at another address: the client decides by its
-    Welcome whether to continue. A transport that does not reconnect calls on_dead instead.
-    """
-
-    def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
-        """Connect, and begin to call the callbacks. Errors: AddressError, EngineDeadError."""
-
-    def send(self, frame: bytes) -> None:
-        """Send or queue a frame without blocking. Called by one thread at a time, not after close().
-
-        A frame for an engine that is gone is dropped. Errors: RequestFailedError when the queue is full.
-        """
-
-    def keep_alive(self, frame: bytes, seconds: float) -> None:
-        """Send this frame whenever nothing was sent for `seconds`; 0 = never. Called from on_frames."""
-
-    def await_return(self, seconds: float) -> None:
-        """Wait so long for another engine after this one is lost; 0 = as long as the transport does by itself.
-
-        Called from on_frames.
-        """
-
-    def close(self) -> None:
-        """Send queued frames for a short time, then disconnect; no callback follows."""
 
 
 class ZmqTransport:
@@ -134,6 +84,10 @@ class ZmqTransport:
         self._sent_at = 0.0  # monotonic
         self._pidfd = pidfd
         self._describe_exit = describe_exit
+        self._serving = threading.Lock()  # held from the receipt of frames until on_frames returns; taken before _using
+        self._borrower: Borrower | None = None
+        self._failure: Exception | None = None  # of a borrower's receive()
+        self._on_frames: OnFrames | None = None
         self._using = threading.Lock()  # guards the open socket; held for a call or two, never while waiting
         self._open_socket: zmq.Socket[bytes] | None = None  # None: what is sent is queued
         self._sender = 0  # id of the thread in send(); a finalizer may call close() in the middle of it
@@ -150,13 +104,14 @@ class ZmqTransport:
         check_listening(self._address)
         context = zmq.Context()
         try:
-            connection = _connect(context, self._address)
+            connection = connect(context, self._address)
         except BaseException:
             context.term()
             raise
+        self._on_frames = on_frames
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
-        arguments = (context, connection, on_frames, on_dead, on_lost)
+        arguments = (context, connection, on_dead, on_lost)
         self._thread = threading.Thread(target=self._run, args=arguments, name="engine-client-io", daemon=True)
         self._thread.start()
 
@@ -190,7 +145,7 @@ class ZmqTransport:
                 self._open_socket.send(frame, zmq.NOBLOCK)
                 self._sent_at = time.monotonic()
                 if pending_events(self._open_socket) & zmq.POLLIN:
-                    os.eventfd_write(self._wake_fd, 1)
+                    self._wake_receiver()
         except zmq.Again:
             return False
         except BaseException:  # a KeyboardInterrupt, perhaps after the send
@@ -199,6 +154,45 @@ class ZmqTransport:
         finally:
             self._sender = 0
         return True
+
+    def lend(self, borrower: Borrower | None) -> None:
+        """Let an event loop receive; see Transport."""
+        if not self._closed:
+            self._borrower = borrower
+            os.eventfd_write(self._wake_fd, 1)
+
+    def receive(self) -> bool:
+        """Receive in the IO thread's place, which is told of errors; see Transport."""
+        try:
+            with self._serving:
+                has_more = self._open_socket is not None and self._pass_on(self._open_socket)
+        except Exception as error:
+            self._failure = error
+            os.eventfd_write(self._wake_fd, 1)
+            return False
+        if (
+            self._queue and not self._closed
+        ):  # the socket's file descriptor tells this thread that it takes frames again
+            os.eventfd_write(self._wake_fd, 1)
+        return has_more
+
+    def _pass_on(self, socket: zmq.Socket[bytes]) -> bool:
+        """Receive a batch of frames and pass it on, under the lock; return whether more may be there."""
+        with self._using:
+            if self._open_socket is None:
+                return False
+            frames = receive_batch(socket)
+            has_more = bool(pending_events(socket) & zmq.POLLIN)
+        if frames and self._on_frames is not None:
+            self._lost_at = None
+            self._on_frames(frames)
+        return has_more
+
+    def _wake_receiver(self) -> None:
+        if self._borrower is None:
+            os.eventfd_write(self._wake_fd, 1)
+        else:
+            self._borrower.look()
 
     def close(self) -> None:
         """End the IO thread and wait for it, unless it is the caller or interrupted the caller's send()."""
@@ -219,16 +213,14 @@ class ZmqTransport:
         if self._pidfd is None:
             self._grace = max(self._grace, seconds)
 
-    def _run(
-        self, context: Context, connection: _Connection, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost
-    ) -> None:
+    def _run(self, context: Context, connection: Connection, on_dead: OnDead, on_lost: OnLost) -> None:
         try:
-            while (reason := self._serve(connection, on_frames)) is None:
+            while (reason := self._serve(connection)) is None:
                 connection.close(linger_s=0.0)
                 if self._lost_at is not None:
                     time.sleep(_RETRY_S)  # a proxy that accepts connections for a lost engine closed this one too
                 self._look_for_engine(time.monotonic())
-                connection = _connect(context, self._address)
+                connection = connect(context, self._address)
                 self._begin_again(on_lost())
         except Exception as error:  # without a report, every caller would wait for ever
             _log.exception("the IO thread of the client of %s failed", self._address)
@@ -260,36 +252,13 @@ class ZmqTransport:
         self._queue.append(hello)
         self._bytes_sent -= len(hello)
 
-    def _serve(self, connection: _Connection, on_frames: OnFrames) -> str | None:
+    def _serve(self, connection: Connection) -> str | None:
         """Send and receive frames until the connection ends. Return "" after close(), the reason when the engine is
         gone, or None when the IO thread is to reconnect."""
         socket, monitor = connection.socket, connection.monitor
-        poller = select.poll()
-        for fd in (signal_fd(socket), signal_fd(monitor), self._wake_fd, self._pidfd):
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
         self._open_socket = socket
-        ready = {signal_fd(monitor)}  # so that the first round reads the monitor
         try:
-            while True:
-                with self._using:
-                    frames = _receive(socket)
-                if frames:
-                    self._lost_at = None
-                    on_frames(frames)
-                if (end := self._find_end(monitor, ready)) is not None:
-                    break
-                if self._wake_fd in ready:
-                    os.eventfd_read(self._wake_fd)
-                with self._using:
-                    self._send_heartbeat(socket)
-                    all_sent = self._flush(socket)
-                    awaited = zmq.POLLIN if all_sent else zmq.POLLIN | zmq.POLLOUT
-                    has_more = bool(pending_events(socket) & awaited)
-                if self._closed:
-                    end = _End.CLOSED
-                    break
-                ready = {fd for fd, _ in poller.poll(0 if has_more else self._poll_ms())}
+            end = self._serve_until_end(socket, monitor)
         finally:
             with self._using:
                 self._open_socket = None
@@ -303,12 +272,53 @@ class ZmqTransport:
             return f"{self._describe_disconnect()} and did not answer again within {self._grace:g} s"
         if end is _End.GONE:
             return self._describe_gone()
-        self._receive_last(socket, monitor, on_frames, _LAST_FRAMES_S if end is _End.PROCESS else 0.0)
+        with self._serving:
+            self._receive_last(socket, monitor, _LAST_FRAMES_S if end is _End.PROCESS else 0.0)
         if end is _End.PROCESS:
             return self._describe_exit() if self._describe_exit is not None else "the engine process has ended"
         if self._grace > 0.0 and not self._closed:
             return None
         return self._describe_disconnect()
+
+    def _serve_until_end(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> _End:
+        """Receive, unless a borrower does; send what is queued; return how the connection ended."""
+        poller, borrower = select.poll(), None
+        for fd in (signal_fd(socket), signal_fd(monitor), self._wake_fd, self._pidfd):
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
+        ready = {signal_fd(monitor)}  # so that the first round reads the monitor
+        while True:
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            if self._failure is not None:
+                raise self._failure
+            if self._borrower is not borrower:
+                before, borrower = borrower, self._borrower
+                self._lend_socket(signal_fd(socket), poller, before, borrower)
+            if borrower is None:
+                with self._serving:
+                    self._pass_on(socket)
+            if (end := self._find_end(monitor, ready)) is not None:
+                return end
+            with self._using:
+                self._send_heartbeat(socket)
+                all_sent = self._flush(socket)
+                events = pending_events(socket)
+            if self._closed:
+                return _End.CLOSED
+            if borrower is not None and events & zmq.POLLIN:
+                borrower.look()
+            awaited = (0 if borrower is not None else zmq.POLLIN) | (0 if all_sent else zmq.POLLOUT)
+            ready = {fd for fd, _ in poller.poll(0 if events & awaited else self._poll_ms())}
+
+    def _lend_socket(self, fd: int, poller: select.poll, before: Borrower | None, now: Borrower | None) -> None:
+        """Sleep on the socket's file descriptor no more, or again. A borrower's copy of it outlives the socket."""
+        if before is None:
+            poller.unregister(fd)
+        if now is None:
+            poller.register(fd, select.POLLIN)
+        else:
+            now.watch(os.dup(fd))
 
     def _find_end(self, monitor: zmq.Socket[bytes], ready: set[int]) -> _End | None:
         if self._pidfd in ready:
@@ -357,7 +367,6 @@ class ZmqTransport:
         self,
         socket: zmq.Socket[bytes],
         monitor: zmq.Socket[bytes],
-        on_frames: OnFrames,
         wait_s: float,
     ) -> None:
         """Receive the frames that the engine sent before it ended: ZeroMQ reports the disconnect after the last one."""
@@ -367,10 +376,15 @@ class ZmqTransport:
             poller.register(socket, zmq.POLLIN)
             poller.register(monitor, zmq.POLLIN)
             poller.poll(int(left * 1000) + 1)
-            if frames := _receive(socket):
-                on_frames(frames)
-        while frames := _receive(socket):
-            on_frames(frames)
+            self._pass_on_last(socket)
+        while self._pass_on_last(socket):
+            pass
+
+    def _pass_on_last(self, socket: zmq.Socket[bytes]) -> bool:
+        """Pass on the frames of a socket that nobody else uses any more; return whether there were any."""
+        if (frames := receive_batch(socket)) and self._on_frames is not None:
+            self._on_frames(frames)
+        return bool(frames)
 
     def _describe_gone(self) -> str:
         if self._describe_exit is not None:
@@ -384,11 +398,3 @@ class ZmqTransport:
             if poller.poll(int(_LAST_FRAMES_S * 1000)):
                 return self._describe_exit()
         return f"the engine at {self._address} closed the connection"
-
-
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    frames: list[bytes] = []
-    with contextlib.suppress(zmq.Again):
-        while len(frames) < _MAX_BATCH:
-            frames.append(socket.recv(zmq.NOBLOCK))
-    return frames

@@ -1,15 +1,17 @@
 """Pump: the one consumer of the engine's news in a process, which feeds all replies.
 
-The client's IO thread schedules one run in the event loop for each batch that it received. A run takes all news as
-columns and calls into Python once for each choice; there is no task, queue or timer for a reply.
+The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes all news
+as columns and calls into Python once for each choice; there is no task, queue or timer for a reply.
 """
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 
 from frontend.client.client import EngineClient
+from frontend.client.loop_receiver import LoopReceiver
 from frontend.http.reply import HEAD_S, Part, Reply
 from frontend.results.request_state import RequestState
 from ipc.sampling_params import SamplingParams
@@ -32,11 +34,14 @@ class Pump:
         self._is_flushing = False
         self._is_scheduled = False  # written by the loop's thread and the client's
         self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._thread = threading.get_ident()  # the loop's
         client.add_listener(self._on_news)
+        self._receiver = LoopReceiver(client, self._loop)
 
     def close(self) -> None:
         """End what runs by itself."""
         self._timer.cancel()
+        self._receiver.close()
 
     def add(self, reply: Reply, states: Sequence[tuple[RequestState, SamplingParams]]) -> None:
         """Feed this reply with the news of these requests.
@@ -79,8 +84,9 @@ class Pump:
         if self._is_scheduled:
             return
         self._is_scheduled = True
+        call = self._loop.call_soon if threading.get_ident() == self._thread else self._loop.call_soon_threadsafe
         try:
-            self._loop.call_soon_threadsafe(self._run)
+            call(self._run)
         except RuntimeError:  # the loop is closed
             return
 

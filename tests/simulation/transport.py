@@ -4,7 +4,7 @@ from collections import deque
 from functools import partial
 from typing import Protocol
 
-from frontend.client.transport import OnDead, OnFrames, OnLost
+from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
 from ipc.errors import EngineDeadError
 from tests.simulation.network import Connection
 from tests.simulation.world import MS, World
@@ -53,6 +53,12 @@ class PlayedTransport:
             self.connection.up(frame)
         else:
             self._greet(frame)
+
+    def lend(self, borrower: Borrower | None) -> None:
+        raise NotImplementedError("a played client receives by itself")
+
+    def receive(self) -> bool:
+        raise NotImplementedError("a played client receives by itself")
 
     def keep_alive(self, frame: bytes, seconds: float) -> None:
         self._heartbeat, self._heartbeat_ns = frame, int(seconds * 1e9)

@@ -16,6 +16,7 @@ from tools.bench.black_box_cost import measure_black_box
 from tools.bench.capture_cost import measure_capture
 from tools.bench.hostile import measure_hostile
 from tools.bench.http import measure_http
+from tools.bench.http_model import measure_http_model
 from tools.bench.ipc import measure_ipc
 from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
@@ -38,6 +39,7 @@ DEFAULTS = {
     "startup": [],
     "ipc": [],
     "http": [],
+    "http-model": [],
     "capture": [],
     "metrics": [],
     "black-box": [],
@@ -57,6 +59,7 @@ _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
 _OWN_ENGINE = {
     "ipc": measure_ipc,
     "http": measure_http,
+    "http-model": measure_http_model,
     "capture": measure_capture,
     "metrics": measure_metrics,
     "black-box": measure_black_box,
@@ -182,7 +185,8 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         _run_kernels(parsed, options)
         return
     measure = _OWN_ENGINE[parsed.benchmark]
-    config = config_from_options(**{"executor": "fake", "max_num_seqs": 256, **options})
+    own = {} if parsed.benchmark == "http-model" else {"executor": "fake", "max_num_seqs": 256}
+    config = config_from_options(**{**own, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
         for record in measure(config, rep=rep):

@@ -1,11 +1,15 @@
 """The cost of HTTP: CPU per event, tokens/s, requests/s, time to first token, memory, ends; with the fake executor.
 
 The clients are raw sockets in this process, which count events and parse nothing. CPU times are those of
-the HTTP process, from /proc: they are comparable also where the three processes have no core each.
+the HTTP process, from /proc: they are comparable also where the three processes have no core each. They are of streams
+alone; /health is asked beside the same streams once more, by a process of its own, because a client that is busy with
+1,000 streams would measure itself.
 """
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,7 +29,7 @@ from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
 from tools.bench.ipc import client_seconds, summary_us
 from tools.bench.report import percentile
-from tools.bench.wire import Peer, connect, get, post
+from tools.bench.wire import Peer, connect, post
 from tools.http import check_installed
 
 #: (connections, least microseconds of a step, tokens of each): the last one is a server at its limit.
@@ -50,6 +54,8 @@ def measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
         with _Served(msgspec.structs.replace(config, fake_step_us=step_us)) as served:
             record = uvloop.run(_stream(served, connections, num_tokens))
             yield {"workload": "http paced", "rep": rep, "step_us": step_us, **record}
+            health = uvloop.run(_health(served, connections, num_tokens))
+            yield {"workload": "http health", "rep": rep, "step_us": step_us, "connections": connections, **health}
     with _Served(config) as served:
         for connections, num_tokens in UNPACED:
             yield {"workload": "http unpaced", "rep": rep, **uvloop.run(_stream(served, connections, num_tokens))}
@@ -89,23 +95,20 @@ class _Served(ExitStack):
 
 
 async def _stream(served: _Served, connections: int, num_tokens: int) -> dict[str, Any]:
-    """Stream over all connections at once, and ask /health meanwhile."""
+    """Stream over all connections at once."""
     peers = [await connect(served.port) for _ in range(connections)]
-    health = await connect(served.port)
     await _run_all(peers[: min(8, connections)], 4)  # warm up
+    for peer in peers:
+        peer.num_events = 0
     idle_mb, before, begin = served.rss_mb(), served.cpu_s(), time.perf_counter()
     running = asyncio.ensure_future(_run_all(peers, num_tokens))
-    latencies, peak_mb = [], idle_mb
+    peak_mb = idle_mb
     while not running.done():
-        await asyncio.wait((running,), timeout=0.01)
-        asked = time.perf_counter()
-        await health.ask(get("/health"))
-        latencies.append(time.perf_counter() - asked)
-        if len(latencies) % 50 == 1:
-            peak_mb = max(peak_mb, served.rss_mb())
+        await asyncio.wait((running,), timeout=0.5)
+        peak_mb = max(peak_mb, served.rss_mb())
     wall_s, cpu_s = time.perf_counter() - begin, served.cpu_s() - before
     num_events = sum(peer.num_events for peer in peers)
-    for peer in (*peers, health):
+    for peer in peers:
         peer.close()
     return {
         "connections": connections,
@@ -115,9 +118,29 @@ async def _stream(served: _Served, connections: int, num_tokens: int) -> dict[st
         "us_cpu_per_event": round(cpu_s * 1e6 / num_events, 1),
         "us_cpu_per_token": round(cpu_s * 1e6 / (connections * num_tokens), 1),
         "ttft_ms_p50": round(percentile([peer.first_s for peer in peers], 0.5) * 1e3, 1),
-        "health_ms": {str(q): round(percentile(latencies, q) * 1e3, 2) for q in (0.5, 0.99, 0.999)},
         "rss_mb": {"idle": round(idle_mb), "streaming": round(peak_mb)},
         "wall_s": round(wall_s, 2),
+    }
+
+
+async def _health(served: _Served, connections: int, num_tokens: int) -> dict[str, Any]:
+    """Ask /health beside such streams: until the last of them, all begun at once, has its first token, and after it."""
+    peers = [await connect(served.port) for _ in range(connections)]
+    command = (sys.executable, "-m", "tools.bench.health_probe", str(served.port))
+    probe = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    await asyncio.sleep(0.5)  # it has begun
+    begin = time.monotonic()
+    await _run_all(peers, num_tokens)
+    begun = begin + max(peer.first_s for peer in peers)
+    asked: list[tuple[float, float]] = msgspec.json.decode((await probe.communicate())[0])
+    for peer in peers:
+        peer.close()
+    start = [seconds for at, seconds in asked if begin <= at < begun]
+    steady = [seconds for at, seconds in asked if at >= begun]
+    return {
+        name: {"asked": len(found), **{str(q): round(percentile(found, q) * 1e3, 2) for q in (0.5, 0.99, 0.999)}}
+        for name, found in (("begin_ms", start), ("steady_ms", steady))
+        if found
     }
 
 

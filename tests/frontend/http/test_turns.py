@@ -19,6 +19,9 @@ class Client:
 
     error = None
 
+    def lend(self, borrower: object) -> None:
+        """Receive nothing."""
+
     def __init__(self) -> None:
         self.listener: Callable[[], None] = lambda: None
         ones = np.ones(COUNT, np.int64)

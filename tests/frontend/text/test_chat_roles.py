@@ -1,4 +1,4 @@
-"""Messages as OpenAI's clients send them, in prompts of templates that know less: developer messages, kinds of parts."""
+"""Messages as OpenAI's clients send them, in prompts of templates that know less: developers, kinds of parts."""
 
 from typing import Any
 

@@ -1,0 +1,39 @@
+"""Connection: a client's socket to an engine, and the monitor that tells when the engine has closed it."""
+
+import contextlib
+from typing import NamedTuple
+
+import zmq
+
+from ipc.sockets import Context, connect_dealer
+
+#: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
+_MAX_BATCH = 256
+
+
+class Connection(NamedTuple):
+    """See the module's docstring."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def close(self, linger_s: float) -> None:
+        """Close both; linger_s: seconds for what waits to be sent."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+def connect(context: Context, address: str) -> Connection:
+    """Connect a DEALER socket and its monitor. Errors: AddressError."""
+    socket = connect_dealer(context, address)
+    return Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+
+
+def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Return the frames that have arrived, at most _MAX_BATCH."""
+    frames: list[bytes] = []
+    with contextlib.suppress(zmq.Again):
+        while len(frames) < _MAX_BATCH:
+            frames.append(socket.recv(zmq.NOBLOCK))
+    return frames

@@ -1,0 +1,72 @@
+"""LoopReceiver: an event loop receives a client's frames itself.
+
+Without it a thread receives and wakes the loop: one more thread to wake for each step, and a lock of the interpreter
+that goes from one to the other.
+"""
+
+import asyncio
+import os
+from typing import Protocol
+
+from frontend.client.transport_interface import Borrower
+
+
+class Lender(Protocol):
+    """A client, or its transport."""
+
+    def lend(self, borrower: Borrower | None) -> None:
+        """Let this one receive, until lend(None)."""
+
+    def receive(self) -> bool:
+        """Receive; return whether more is there."""
+
+
+class LoopReceiver:
+    """The borrower of a client's socket. Made and closed in the loop's thread, before and after which the client's own
+    thread receives.
+    """
+
+    def __init__(self, client: Lender, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = client, loop
+        self._fd = -1
+        self._is_closed = False
+        client.lend(self)
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._is_closed = True
+        self._client.lend(None)
+        self._unwatch()
+
+    def watch(self, fd: int) -> None:
+        """Sleep on this file descriptor; see Borrower."""
+        try:
+            self._loop.call_soon_threadsafe(self._watch, fd)
+        except RuntimeError:  # the loop is closed
+            os.close(fd)
+
+    def look(self) -> None:
+        """Receive soon; see Borrower."""
+        try:
+            self._loop.call_soon_threadsafe(self._receive)
+        except RuntimeError:  # the loop is closed
+            return
+
+    def _watch(self, fd: int) -> None:
+        self._unwatch()
+        if self._is_closed:
+            os.close(fd)
+            return
+        self._fd = fd
+        self._loop.add_reader(fd, self._receive)
+        self._receive()
+
+    def _unwatch(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _receive(self) -> None:
+        if not self._is_closed and self._client.receive():
+            self._loop.call_soon(self._receive)

@@ -1,0 +1,120 @@
+"""An event loop that receives in the place of the transport's thread: in its own thread, in order, without a loss."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from frontend.client.loop_receiver import LoopReceiver
+from frontend.client.transport import ZmqTransport
+
+PATIENCE_S = 60.0
+
+
+class Peer:
+    """A ROUTER, and a transport that is connected to it, which notes what it receives and in which thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.set_hwm(0)
+        self.socket.bind(address)
+        self.socket.rcvtimeo = int(PATIENCE_S * 1000)
+        self.received: list[tuple[bytes, bool]] = []  # the frame, and whether the loop's thread received it
+        self.arrived = threading.Condition()
+        self.reasons: list[str] = []
+        self.transport = ZmqTransport(address)
+        self.transport.start(self._take, self._end, lambda: b"")
+        self.transport.send(b"hello")
+        self.identity, _ = self.socket.recv_multipart()
+
+    def _take(self, frames: list[bytes]) -> None:
+        if b"broken" in frames:
+            raise ValueError("a broken frame")
+        with self.arrived:
+            is_loop = threading.current_thread() is threading.main_thread()
+            self.received += [(frame, is_loop) for frame in frames]
+            self.arrived.notify_all()
+
+    def _end(self, reason: str) -> None:
+        with self.arrived:
+            self.reasons.append(reason)
+            self.arrived.notify_all()
+
+    def answer(self, frame: bytes) -> None:
+        self.socket.send_multipart([self.identity, frame])
+
+    async def until(self, count: int) -> None:
+        """Wait until so many frames were received."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.received) < count:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    with zmq.Context() as context:
+        peer = Peer(context, f"ipc://{tmp_path}/engine.sock")
+        yield peer
+        peer.transport.close()
+        peer.socket.close()
+
+
+async def lent(peer: Peer) -> LoopReceiver:
+    """A receiver whose loop has the socket: frames that the transport's thread still receives are taken out."""
+    receiver = LoopReceiver(peer.transport, asyncio.get_running_loop())
+    while True:
+        before = len(peer.received)
+        peer.answer(b"begin")
+        await peer.until(before + 1)
+        if peer.received[-1][1]:
+            peer.received.clear()
+            return receiver
+
+
+def test_the_loop_receives_all_in_order(peer: Peer) -> None:
+    async def run() -> None:
+        receiver = await lent(peer)
+        for number in range(1000):  # more than a batch, and answers to frames that the loop's thread sends
+            if number % 100 == 0:
+                peer.transport.send(b"from the loop")
+            peer.answer(b"%d" % number)
+        await peer.until(1000)
+        receiver.close()
+
+    asyncio.run(run())
+    assert peer.received == [(b"%d" % number, True) for number in range(1000)]
+    assert [peer.socket.recv_multipart()[1] for _ in range(10)] == [b"from the loop"] * 10
+
+
+def test_the_socket_goes_to_another_loop_and_back_to_the_thread(peer: Peer) -> None:
+    async def run() -> None:
+        (await lent(peer)).close()
+        receiver = await lent(peer)
+        peer.answer(b"one")
+        await peer.until(1)
+        receiver.close()
+
+    asyncio.run(run())
+    asyncio.run(run())
+    assert peer.received == [(b"one", True)]
+    with peer.arrived:
+        peer.answer(b"two")
+        assert peer.arrived.wait_for(lambda: len(peer.received) == 2, PATIENCE_S)
+    assert peer.received[1] == (b"two", False)
+
+
+def test_an_error_in_the_loop_ends_the_transport(peer: Peer) -> None:
+    async def run() -> None:
+        receiver = await lent(peer)
+        peer.answer(b"broken")
+        async with asyncio.timeout(PATIENCE_S):
+            while not peer.reasons:
+                await asyncio.sleep(0.001)
+        receiver.close()
+
+    asyncio.run(run())
+    assert peer.reasons == ["the client's IO thread failed: ValueError: a broken frame"]
