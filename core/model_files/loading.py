@@ -26,6 +26,7 @@ from ipc.files.model_files import model_fingerprint
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import Dtype
 
+
 class LoadedModel(NamedTuple):
     """A model with its weights, and their identity."""
 

@@ -184,4 +184,3 @@ def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, ...]:
     if config.encoder is not None and config.encoder.num_positions:
         return (None,) * len(windows(config))
     return of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
-

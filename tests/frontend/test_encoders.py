@@ -113,3 +113,5 @@ def test_options_that_do_not_fit(folder: Path, theirs: Any) -> None:
         LLM(str(folder), **SMALL, max_num_batched_tokens=8)
     with pytest.raises(ConfigError, match="needs the C kernels"):
         LLM(str(folder), **SMALL, numerics="L0")
+    with pytest.raises(ConfigError, match="which is an encoder"):
+        LLM(str(folder), **SMALL, quantization="int8")
