@@ -13,6 +13,7 @@ from core.kv.event_feed import KVFeed
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
 from ipc.call import Call
+from ipc.columns import unpack_choices, unpack_numbers
 from ipc.config import EngineConfig
 from ipc.messages import (
     Abort,
@@ -25,8 +26,6 @@ from ipc.messages import (
     Resume,
     Statistics,
     Submission,
-    unpack_choices,
-    unpack_numbers,
 )
 from ipc.pooling_messages import AddPooling
 from ipc.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
@@ -47,6 +46,7 @@ class EngineCore:
         assert config.max_model_len is not None, "the config is not resolved"
         self._max_model_len = config.max_model_len
         self._whole_prompt_tasks = executor.info.whole_prompt_tasks
+        self._kind_stride = executor.info.vocab_size if executor.info.num_token_kinds > 1 else 0
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
         self.scheduling_policy = config.scheduling_policy
@@ -115,7 +115,7 @@ class EngineCore:
         return CallDone(message.call) if answer is None else answer
 
     def _add_request(self, client: int, message: Submission, now_ns: int) -> None:
-        sizes = self._max_model_len, self._whole_prompt_tasks
+        sizes = self._max_model_len, self._whole_prompt_tasks, self._kind_stride
         choices = requests_from_message(message, client, self._num_requests, *sizes)
         self._num_requests += len(choices)
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0

@@ -172,6 +172,7 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
         tenant: str = "",
+        prompt_name: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the answer to one pooling request: once, as vLLM's interface does. Arguments: those of LLM.encode().
 
@@ -180,7 +181,9 @@ class AsyncLLM:
 
         async def begin(name: str) -> State[PoolingRequestOutput]:
             arguments = (self._engine, [_one_prompt(prompt)], pooling_params, pooling_task)
-            prepare = partial(prepare_pooling, priority=priority, deadline=deadline, tenant=tenant)
+            prepare = partial(
+                prepare_pooling, priority=priority, deadline=deadline, tenant=tenant, prompt_name=prompt_name
+            )
             (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
             return submit_pooling(self._engine, prepared, name)
 

@@ -35,10 +35,12 @@ def prepare_pooling(
     priority: int | Sequence[int] | None = None,
     deadline: float | None = None,
     tenant: str = "",
+    prompt_name: str | None = None,
 ) -> list[PreparedPooling]:
     """Check and tokenize all prompts, before any is submitted; return one PreparedPooling each.
 
-    task: None = that of the parameters, else the engine's usual one. Errors: InvalidRequestError.
+    task: None = that of the parameters, else the engine's usual one. prompt_name: see TextPrompts.before(); for texts
+    that are embedded. Errors: InvalidRequestError.
     """
     if not isinstance(tenant, str):
         raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
@@ -47,20 +49,12 @@ def prepare_pooling(
         raise UnsupportedParameterError(
             f"this engine speaks protocol 1.{welcome.minor}, and pooling came with 1.{POOLING_MINOR}: update the engine"
         )
-    usual = next((name for name in welcome.tasks if name != GENERATE), "embed")
-    many = [PoolingParams()] if params is None else list(params) if isinstance(params, Sequence) else [params]
-    if not isinstance(params, Sequence):
-        many *= len(prompts)
-    if len(many) != len(prompts):
-        raise InvalidRequestError(f"{len(prompts)} prompts need as many pooling_params, or one; got {len(many)}")
-    for one in many:
-        if not isinstance(one, PoolingParams):
-            raise InvalidRequestError(f"pooling_params must be PoolingParams, got {type(one).__name__}")
-        if task is not None and one.task not in (None, task):
-            raise InvalidRequestError(f"the parameters ask for the task {one.task!r} and the call for {task!r}")
-    chosen = [msgspec.structs.replace(one, task=task or one.task or usual) for one in many]
-    for one in chosen:
-        check_task(one, welcome.tasks, 1)  # before texts are read
+    chosen = _with_tasks(params, task, len(prompts), welcome.tasks)
+    embeds = all((one.task or "").endswith("embed") for one in chosen)
+    if prompt_name and not (embeds and engine.tokenizer is not None):
+        raise InvalidRequestError("prompt_name is for texts that are embedded")
+    if embeds and engine.tokenizer is not None:
+        prompts = engine.tokenizer.text_prompts.before(prompts, prompt_name)
     read = read_prompts(
         prompts,
         engine.tokenizer,
@@ -68,11 +62,36 @@ def prepare_pooling(
         max_model_len=welcome.limits.max_model_len,
         truncation=[one.truncate_prompt_tokens for one in chosen],
         num_output_tokens=0,
+        keeps_beginnings=welcome.is_encoder,
     )
     for prompt, one in zip(read, chosen, strict=True):
         check_task(one, welcome.tasks, len(prompt.token_ids))
     priorities = read_priorities(priority, len(read))
     return [PreparedPooling(*parts, end, tenant) for parts in zip(read, chosen, priorities, strict=True)]
+
+
+def _with_tasks(
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    task: PoolingTask | None,
+    num_prompts: int,
+    tasks: dict[str, int],
+) -> list[PoolingParams]:
+    """Return the parameters of each prompt, with its task. Errors: InvalidRequestError."""
+    usual = next((name for name in tasks if name != GENERATE), "embed")
+    many = [PoolingParams()] if params is None else list(params) if isinstance(params, Sequence) else [params]
+    if not isinstance(params, Sequence):
+        many *= num_prompts
+    if len(many) != num_prompts:
+        raise InvalidRequestError(f"{num_prompts} prompts need as many pooling_params, or one; got {len(many)}")
+    for one in many:
+        if not isinstance(one, PoolingParams):
+            raise InvalidRequestError(f"pooling_params must be PoolingParams, got {type(one).__name__}")
+        if task is not None and one.task not in (None, task):
+            raise InvalidRequestError(f"the parameters ask for the task {one.task!r} and the call for {task!r}")
+    chosen = [msgspec.structs.replace(one, task=task or one.task or usual) for one in many]
+    for one in chosen:
+        check_task(one, tasks, 1)  # before texts are read
+    return chosen
 
 
 def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: str | None = None) -> PoolingState:
@@ -86,6 +105,7 @@ def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: 
         deadline_ms=0 if deadline is None else max(1, math.ceil((deadline - time.monotonic()) * 1000)),
         cache_salt=prompt.cache_salt,
         tenant=tenant,
+        second_from=prompt.second_from,
     )
     return PoolingState(str(number) if request_id is None else request_id, number, prompt, params)
 
@@ -122,4 +142,5 @@ def pair_prompt(engine: EngineHandle, pair: tuple[str, str], template: str | Non
         return template.replace("{query}", pair[0]).replace("{document}", pair[1])
     if engine.tokenizer is None:
         raise InvalidRequestError("this engine has no tokenizer: score() needs texts, use classify() with token ids")
-    return {"prompt_token_ids": engine.tokenizer.encode_pair(*pair)}
+    ids, second_from = engine.tokenizer.encode_pair(*pair)
+    return {"prompt_token_ids": ids, "second_from": second_from}

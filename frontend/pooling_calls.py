@@ -38,11 +38,14 @@ class PoolingCalls:
         pooling_task: PoolingTask | None = None,
         deadline: float | None = None,
         tenant: str = "",
+        prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """Pool one prompt or many; return the outputs in the prompts' order, their data as NumPy arrays of float32.
 
         pooling_task: "embed", "classify", or "token_embed" and "token_classify" for a vector of each token; None = the
-        model's usual one. The other arguments and the errors are those of generate().
+        model's usual one. prompt_name: of the instruction before each text that is embedded, in the model's
+        config_sentence_transformers.json; None = its default, "" = none. The other arguments and errors are those of
+        generate().
         """
         check_neutral(lora_request=lora_request)
         prepared = prepare_pooling(
@@ -53,6 +56,7 @@ class PoolingCalls:
             priority=priority,
             deadline=deadline,
             tenant=tenant,
+            prompt_name=prompt_name,
         )
         outputs: list[PoolingRequestOutput] = run_all(self._engine, prepared, use_tqdm)
         return outputs

@@ -91,3 +91,13 @@ def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:
             declared.setdefault(np.dtype(scalar), {})[name] = default
     assert declared, f"{table.__name__} declares no column"
     return declared
+
+
+def unpack_numbers(column: bytes) -> list[int]:
+    """Return the request numbers of a uint32 column; an incomplete last entry is left out."""
+    return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]
+
+
+def unpack_choices(column: bytes) -> list[int]:
+    """Return the choices of a uint16 column; an incomplete last entry is left out."""
+    return [int.from_bytes(column[at : at + 2], "little") for at in range(0, len(column) - 1, 2)]

@@ -186,8 +186,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     vocab_size: int
     limits: Limits
     default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for callers that give none
-    pid: int = 0  # of the engine process, on its machine; 0 = not told
+    pid: int = 0  # of the engine process; 0 = not told
     tasks: dict[str, int] = {}  # of requests, with the width of the vectors of each; empty: "generate" only
+    is_encoder: bool = False  # tokens see the whole prompt
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -359,16 +360,6 @@ else:
     ClientCall = Union[tuple(CALLS)]  # a decoder needs the union at run time  # noqa: UP007
 Submission: TypeAlias = AddRequest | AddPooling  # a request: for tokens, or for vectors
 ClientMessage: TypeAlias = Hello | Submission | Abort | Goodbye | Heartbeat | ClientCall
-
-
-def unpack_numbers(column: bytes) -> list[int]:
-    """Return the request numbers of a uint32 column; an incomplete last entry is left out."""
-    return [int.from_bytes(column[at : at + 4], "little") for at in range(0, len(column) - 3, 4)]
-
-
-def unpack_choices(column: bytes) -> list[int]:
-    """Return the choices of a uint16 column; an incomplete last entry is left out."""
-    return [int.from_bytes(column[at : at + 2], "little") for at in range(0, len(column) - 1, 2)]
 
 
 _encoder = msgspec.msgpack.Encoder()

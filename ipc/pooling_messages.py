@@ -21,6 +21,8 @@ class AddPooling(msgspec.Struct, frozen=True, array_like=True, tag=6):
     deadline_ms: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    #: Index of the first token of a pair's second text, for models that tell the two apart; 0 = there is one text.
+    second_from: int = 0
 
     @property
     def delivered(self) -> list[bytes]:

@@ -4,7 +4,7 @@ from ipc.paged_rows import PagedRows
 
 
 def pack_numbers(numbers: list[int]) -> bytes:
-    """Request numbers as a uint32 column; ipc.messages.unpack_numbers() reads it."""
+    """Request numbers as a uint32 column; ipc.columns.unpack_numbers() reads it."""
     return b"".join(number.to_bytes(4, "little") for number in numbers)
 
 

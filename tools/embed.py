@@ -25,7 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.connect is None and options.get("runner", "auto") == "auto":
         options["runner"] = "pooling"
     with engine_at(parsed.connect, options) as (address, _, _), LLM(connect=address) as llm:
-        for text, output in zip(texts, llm.embed(texts, use_tqdm=False, pooling_params=params), strict=True):
+        outputs = llm.embed(texts, use_tqdm=False, pooling_params=params, prompt_name=parsed.prompt_name)
+        for text, output in zip(texts, outputs, strict=True):
             line = {"text": text, "num_tokens": len(output.prompt_token_ids), "embedding": output.outputs.embedding}
             sys.stdout.write(_encoder.encode(line).decode() + "\n")
     return 0
@@ -45,5 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="'-' reads one from each line of standard input")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each; default: all")
+    parser.add_argument(
+        "--prompt-name", metavar="NAME", help="put the model's instruction of this name before each text, such as query"
+    )
     add_engine_options(parser)
     return parser

@@ -92,15 +92,20 @@ class Request(msgspec.Struct, eq=False):
 
 
 def requests_from_message(
-    message: Submission, client: int, serial: int, max_model_len: int, whole_prompt_tasks: tuple[str, ...] = ()
+    message: Submission,
+    client: int,
+    serial: int,
+    max_model_len: int,
+    whole_prompt_tasks: tuple[str, ...] = (),
+    kind_stride: int = 0,
 ) -> list[Request]:
     """Return the requests of a valid message: one for each choice or beam, with the serials from `serial` on.
 
-    whole_prompt_tasks: see ModelInfo.
+    whole_prompt_tasks: see ModelInfo. kind_stride: what is added to the ids of a second text's tokens.
     """
     match message:
         case AddPooling():
-            return [_pooling_request(message, client, serial, whole_prompt_tasks)]
+            return [_pooling_request(message, client, serial, whole_prompt_tasks, kind_stride)]
         case AddRequest():
             choices = range(num_rows(message.params))
             return [request_from_message(message, client, serial + choice, max_model_len, choice) for choice in choices]
@@ -137,17 +142,21 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
     )
 
 
-def _pooling_request(message: AddPooling, client: int, serial: int, whole_prompt_tasks: tuple[str, ...]) -> Request:
+def _pooling_request(
+    message: AddPooling, client: int, serial: int, whole_prompt_tasks: tuple[str, ...], kind_stride: int
+) -> Request:
     """Return the request of a valid message. All of its tokens are computed, the last one too.
 
     Its end comes as one token more would, and is a placeholder while the last step is in flight.
     """
-    prompt = np.frombuffer(message.prompt_token_ids, "<i4")
+    prompt = np.frombuffer(message.prompt_token_ids, "<i4").astype(np.int32)
+    if message.second_from:
+        prompt[message.second_from :] += kind_stride
     return Request(
         serial=serial,
         client=client,
         number=message.number,
-        token_ids=prompt.astype(np.int32, copy=False),
+        token_ids=prompt,
         num_prompt_tokens=len(prompt),
         max_total_tokens=len(prompt) + 1,
         max_computed_tokens=len(prompt),

@@ -17,6 +17,7 @@ import numpy as np
 from core import log
 from core.border.inbox import Inbox
 from core.border.turns import Turns
+from ipc.columns import unpack_choices, unpack_numbers
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
@@ -26,8 +27,6 @@ from ipc.messages import (
     RequestFailed,
     ServerMessage,
     Submission,
-    unpack_choices,
-    unpack_numbers,
 )
 
 #: Most requests in preparation, of all clients together.

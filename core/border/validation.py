@@ -68,6 +68,7 @@ def validate_request(
         raise InvalidRequestError("the prompt is empty: it needs at least one token")
     if isinstance(message, AddPooling):
         check_task(message.params, tasks or {}, num_prompt)
+        _check_range("second_from", message.second_from, 0, num_prompt - 1)
         if num_prompt > max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}: shorten it, or use "

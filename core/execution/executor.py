@@ -31,6 +31,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tasks: dict[str, int] = {}  # see Welcome
     #: Pooling tasks that need the hidden states of the whole prompt, not only of its last token.
     whole_prompt_tasks: tuple[str, ...] = ()
+    #: The model's tokens see the whole prompt, so a step computes all of it, and no K or V is kept after the step.
+    is_encoder: bool = False
+    num_token_kinds: int = 1  # ids of tokens of kind k are k * vocab_size higher than those of kind 0
 
 
 class StepHandle(Protocol):

@@ -52,6 +52,8 @@ def load(config: EngineConfig, usual_dtype: Dtype) -> Loaded:
         numerics=model.numerics,
         tasks={} if pooler is None else pooler.tasks,
         whole_prompt_tasks=() if pooler is None else pooler.whole_prompt_tasks,
+        is_encoder=source.encoder is not None,
+        num_token_kinds=1 if source.encoder is None else max(1, source.encoder.num_kinds),
     )
     return Loaded(model, info, source, dtype)
 

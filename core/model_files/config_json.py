@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from core.model_files.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
 from core.models.config import Activation, ModelConfig
+from core.models.encoder_architectures import EncoderArchitecture, EncoderForm
 from core.models.rope_scaling import RopeScaling
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
@@ -33,6 +35,8 @@ def read_json_config(folder: Path) -> ModelConfig:
     cannot run.
     """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
+    if (encoder := encoder_of(values)) is not None:
+        return _encoder_config(folder, values, *encoder)
     architecture, form = _architecture(values)
     values.values = {**architecture.defaults, **values.values}
     _refuse_features(values)
@@ -56,6 +60,18 @@ def read_json_config(folder: Path) -> ModelConfig:
         **_rope(values, architecture, sizes["max_position_embeddings"]),
         **_window(values, architecture, sizes["num_hidden_layers"]),
         **_features(values, architecture),
+    )
+
+
+def _encoder_config(folder: Path, values: Values, row: EncoderArchitecture, form: EncoderForm) -> ModelConfig:
+    return read_encoder_config(
+        values.values,
+        values.source,
+        row,
+        form,
+        dtype=_dtype(values),
+        num_labels=_num_labels(values),
+        most_tokens=most_tokens_of(folder, read_json_object),
     )
 
 

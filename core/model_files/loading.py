@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,11 @@ from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
 from core.model_files.pooling import pools, read_pooler
-from core.models.config import ModelConfig
+from core.models.config import EncoderParts, ModelConfig
+from core.models.encoder import Encoder
 from core.models.interface import Model
 from core.models.llama import Llama
+from core.models.stored_matrix import Weight
 from core.models.weight_form import WeightForm, best_form
 from core.pooling.pooler import Pooler
 from ipc.config import EngineConfig
@@ -31,6 +34,7 @@ class LoadedModel(NamedTuple):
     fingerprint: str  # hexadecimal digest that identifies the weights
     label: str  # prefix of the model's fingerprint
     pooler: Pooler | None = None  # of a model that pools, which generates no tokens then
+    encoder: EncoderParts | None = None  # of an encoder
 
 
 def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
@@ -54,14 +58,16 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
                 device_model(model_config, weights.tensors, dtype, cuda_device()), weights.fingerprint, weights.label
             )
         library = start_cpu_kernels(config)
+        if model_config.encoder is not None:
+            _check_encoder(path, config, library)
         if library is None or config.numerics == "L0":
             start_torch(config)
         form = _weight_form(config, model_config, library)
         weights = open_weights(config.load_format, path, model_config, dtype, library)
-        native = Llama(model_config, weights.tensors, dtype, config.numerics, library, form=form)
+        native = _native(model_config, weights.tensors, dtype, config, library, form)
         pooler = read_pooler(config, path, native) if pools(config, path, model_config) else None
         _return_free_memory()
-        return LoadedModel(native, weights.fingerprint, weights.label, pooler)
+        return LoadedModel(native, weights.fingerprint, weights.label, pooler, model_config.encoder)
     if config.quantization in ("stored", "int8"):
         raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
     if config.runner == "pooling":
@@ -81,6 +87,32 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
     if made_up:
         return LoadedModel(model, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
     return LoadedModel(model, model_fingerprint(path), "")
+
+
+def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None) -> None:
+    """Refuse options with which encoders do not run. Errors: ConfigError."""
+    if library is None or config.numerics == "L0":
+        raise ConfigError(
+            f"{path} is an encoder, which needs the C kernels: install a C compiler or a wheel, and leave numerics and "
+            "cpu_kernels out"
+        )
+    if config.quantization == "int8":
+        raise ConfigError(f"quantization='int8' does not fit {path}, which is an encoder: leave it out")
+
+
+def _native(
+    model: ModelConfig,
+    weights: Iterable[tuple[str, Weight]],
+    dtype: Dtype,
+    config: EngineConfig,
+    library: CpuLibrary | None,
+    form: WeightForm,
+) -> Llama | Encoder:
+    """Return a model of our own with its weights. Errors: ModelFileError."""
+    if model.encoder is None:
+        return Llama(model, weights, dtype, config.numerics, library, form=form)
+    assert library is not None, "an encoder needs the C kernels"
+    return Encoder(model, weights, dtype, library)
 
 
 def _weight_form(config: EngineConfig, model_config: ModelConfig, library: CpuLibrary | None) -> WeightForm:

@@ -6,10 +6,11 @@ from core.model_files.config_gguf import read_gguf_config
 from core.model_files.config_json import read_json_config
 from core.models.architectures import FORMS
 from core.models.config import ModelConfig
+from core.models.encoder_architectures import ENCODER_FORMS
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 
-SUPPORTED_ARCHITECTURES = tuple(FORMS)
+SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS)
 
 
 def read_model_config(path: Path) -> ModelConfig:

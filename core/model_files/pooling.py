@@ -12,9 +12,10 @@ import numpy as np
 from core.model_files.config_json import read_json_object
 from core.model_files.load_format import open_weights
 from core.models.config import ModelConfig
+from core.models.encoder import Encoder
 from core.models.llama import Llama
 from core.models.stored_matrix import StoredMatrix
-from core.pooling.pooler import Activation, Dense, Method, Pooler
+from core.pooling.pooler import Activation, Dense, Method, Norm, Pooler
 from ipc.arrays import Doubles
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
@@ -43,18 +44,23 @@ def pools(config: EngineConfig, path: Path, model: ModelConfig) -> bool:
         if not model.has_head:
             raise ConfigError(f"{path} has no head that gives tokens: runner='generate' does not fit it; use 'auto'")
         return False
-    if config.runner == "pooling" and config.speculative_config is not None:
-        raise ConfigError("speculative_config guesses tokens, and runner='pooling' gives none: leave it out")
     is_given = config.runner == "pooling" or config.classifier_from_token is not None
-    return is_given or not model.has_head or (path / "modules.json").is_file()
+    is_pooled = is_given or not model.has_head or (path / "modules.json").is_file()
+    if is_pooled and config.speculative_config is not None:
+        raise ConfigError("speculative_config guesses tokens, and a model that pools gives none: leave it out")
+    if model.encoder is not None and config.classifier_from_token is not None:
+        raise ConfigError("classifier_from_token reads a language model's head, and an encoder has none: leave it out")
+    return is_pooled
 
 
-def read_pooler(config: EngineConfig, path: Path, model: Llama) -> Pooler:
+def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder) -> Pooler:
     """Return how the model of a folder or .gguf file pools.
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError.
     """
     hidden_size = model.config.hidden_size
+    if isinstance(model, Encoder):
+        return _encoder_pooler(path, model)
     if model.classifier is not None:
         weight = to_floats(model.classifier).astype(np.float64)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, len(weight)))
@@ -70,6 +76,23 @@ def read_pooler(config: EngineConfig, path: Path, model: Llama) -> Pooler:
     if (path / "modules.json").is_file():
         return _from_modules(path, hidden_size)
     return Pooler("last", hidden_size)
+
+
+def _encoder_pooler(path: Path, model: Encoder) -> Pooler:
+    """Return how an encoder pools. Without modules.json it is the mean, as sentence-transformers has it."""
+    config, parts, eps = model.config, model.config.encoder, model.config.rms_norm_eps
+    assert parts is not None, config.architecture
+    if not config.num_labels:
+        plain = Pooler("mean", config.hidden_size)
+        pooler = _from_modules(path, config.hidden_size) if (path / "modules.json").is_file() else plain
+        return pooler._replace(is_whole=True)
+    head = {name: weight.astype(np.float64) for name, weight in model.head.items()}
+    is_tanh, bias = parts.head == "tanh", head.get("head.dense.bias")
+    norm = None if is_tanh else Norm(head["head.norm.weight"], eps)
+    dense = Dense(head["head.dense.weight"], bias, "tanh" if is_tanh else "gelu", norm)
+    layers = dense, Dense(head["head.out.weight"], head["head.out.bias"])
+    activation = _activation(path, config.num_labels)
+    return Pooler(parts.head_pooling, config.hidden_size, classifier=layers, activation=activation, is_whole=True)
 
 
 def _from_modules(path: Path, hidden_size: int) -> Pooler:
@@ -140,7 +163,7 @@ def _dense(folder: Path) -> Dense:
     tensors = {name: _tensor(file, name) for name in read_safetensors(file)}
     if "linear.weight" not in tensors or tensors["linear.weight"].ndim != 2:
         raise ModelFileError(f"{file}: the matrix linear.weight is missing")
-    return Dense(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")
+    return Dense(tensors["linear.weight"], tensors.get("linear.bias"), "tanh" if activation == "Tanh" else "identity")
 
 
 def _tensor(file: Path, name: str) -> Doubles:

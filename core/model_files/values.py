@@ -18,6 +18,11 @@ _RANGES: dict[str, tuple[int, int]] = {
     "sliding_window": (1, 2**24),
     "sliding_window_pattern": (1, 2**12),
     "max_window_layers": (0, 2**12),
+    "type_vocab_size": (1, 2**8),
+    "pad_token_id": (0, 2**24),
+    "local_attention": (2, 2**24),
+    "global_attn_every_n_layers": (1, 2**12),
+    "max_seq_length": (1, 2**24),
 }
 
 

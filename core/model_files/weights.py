@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from core.model_files.encoder_weights import encoder_shapes, with_our_names
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
 from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
@@ -73,6 +74,8 @@ class _Stored(msgspec.Struct, frozen=True):
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight by name, in the order of use; matrices are [out, in]."""
+    if config.encoder is not None:
+        return encoder_shapes(config)
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
@@ -156,7 +159,9 @@ def _plan_folder(folder: Path, config: ModelConfig) -> dict[str, _Stored]:
         for path, tensors in read_safetensors_folder(folder).items()
         for name, t in tensors.items()
     }
-    if "model.embed_tokens.weight" not in found:  # saved from a model without a head
+    if config.encoder is not None:
+        found = with_our_names(found, config)
+    elif "model.embed_tokens.weight" not in found:  # saved from a model without a head
         found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
     plan = {name: _take(found, name, shape, folder) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)

@@ -11,6 +11,26 @@ import msgspec
 from core.models.rope_scaling import RopeScaling
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
+EncoderActivation = Literal["gelu", "gelu_pytorch_tanh"]
+#: What stands between the pooled state and the labels of an encoder that classifies: a linear layer and tanh, or a
+#: linear layer, gelu and a norm.
+ClassifierHead = Literal["none", "tanh", "gelu and norm"]
+
+
+class EncoderParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of an encoder, whose tokens see the whole prompt. Its norms are layer normalisations."""
+
+    num_positions: int = 0  # rows of the table of positions; 0 = rotary embedding
+    first_position: int = 0  # row of a prompt's first token
+    num_kinds: int = 0  # kinds of tokens, each with a row that is added to its tokens; 0 = no such rows
+    norms_follow: bool = True  # norms stand after each addition (BERT); else before what is added (ModernBERT)
+    has_biases: bool = True  # of products and norms
+    is_gated: bool = False  # the MLP has a gate
+    has_fused_qkv: bool = False  # the file has Q, K and V as one matrix
+    activation: EncoderActivation = "gelu"
+    head: ClassifierHead = "none"
+    head_has_biases: bool = True
+    head_pooling: Literal["cls", "mean"] = "cls"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
+    encoder: EncoderParts | None = None  # None: a decoder
 
     @property
     def num_matrix_weights(self) -> int:

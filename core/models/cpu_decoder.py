@@ -11,7 +11,7 @@ from core.models.unchanged import unchanged
 from kernels.cpu.decoder import CpuDecoder, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.norm import CpuNorm
 
 
 def cpu_decoder(

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.models.config import Activation, ModelConfig
+from core.models.config import Activation, EncoderActivation, ModelConfig
+from core.models.layer_kinds import windows
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
@@ -19,8 +20,8 @@ from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache, padded_dim
 from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.norm import CpuNorm
 from kernels.cpu.quantized import BlockRows
-from kernels.cpu.rms_norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.dequantize import PLAIN_TYPES
@@ -62,9 +63,13 @@ class CpuOperations:
     ) -> None:
         self._config, self._dtype, self.library, self.form = config, dtype, library, form
         self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
-        self.tables = of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))
+        self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
-        self._plan = AttentionPlanner(library, config.num_attention_heads, config.num_key_value_heads)
+        self._plan = AttentionPlanner(
+            library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.encoder is None
+        )
+        #: An encoder's prompt is computed in one step, so each layer may overwrite the K and V of the one before.
+        self._num_caches = config.num_hidden_layers if config.encoder is None else 1
         self.sampler = CpuSampler(library)
 
     @property
@@ -92,15 +97,16 @@ class CpuOperations:
         bias: Floats | None = None,
         *,
         out_dtype: Dtype | None = None,
+        activation: EncoderActivation | None = None,
     ) -> PackedMatrix:
-        """Pack the weight and return the product."""
-        return self._packed(weight, bias, out_dtype=out_dtype)
+        """Pack the weight and return the product; with an activation, of its result."""
+        return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
 
     def norm(self, weight: Floats, eps: float, dtype: Dtype) -> CpuNorm:
         """Return the norm with this weight [d] float32."""
         return CpuNorm(self.library, weight, eps, dtype)
 
-    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[PackedMatrix, Operation]:
+    def gate_up(self, weight: StoredMatrix, function: Activation | EncoderActivation) -> tuple[PackedMatrix, Operation]:
         """Return a product that applies the activation itself, and `unchanged`."""
         return self._packed(weight, gate=function), unchanged
 
@@ -111,13 +117,16 @@ class CpuOperations:
         *,
         out_dtype: Dtype | None = None,
         gate: str | None = None,
+        activation: str | None = None,
     ) -> PackedMatrix:
         """Pack the weight as it is stored if bfloat16 products can read it so, else as numbers of the model's dtype."""
         stored = None
         if self._dtype == BFLOAT16 and self.form is WeightForm.STORED:
             stored = weight.quantized(self.library, is_gated=gate is not None)
         numbers = weight.dense(self._dtype) if stored is None else stored
-        return PackedMatrix(self.library, numbers, bias, out_dtype=out_dtype, gate=gate, is_kept=self._is_kept)
+        return PackedMatrix(
+            self.library, numbers, bias, out_dtype=out_dtype, gate=gate, activation=activation, is_kept=self._is_kept
+        )
 
     def attention(self, kind: int, head_norms: Floats | None, eps: float, scale: float) -> CpuAttend:
         """Return the attention of one layer."""
@@ -127,9 +136,10 @@ class CpuOperations:
     def step(self, positions: Ints, slots: Ints, work: tuple[AttentionPlan, ...], cache: KVCache) -> CpuStep:
         """Return the step's inputs of attention, with rotary tables as long as the longest context."""
         assert isinstance(cache, CpuKVCache), type(cache)
-        for table in self.tables:
+        tables = tuple(table for table in self.tables if table is not None)
+        for table in tables:
             table.reach(work[0].longest)
-        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), self.tables, work, cache)
+        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache)
 
     def add(self, hidden: Floats, x: Numbers) -> None:
         """Add x to hidden, in place."""
@@ -159,11 +169,18 @@ class CpuOperations:
         """Return the bytes of KV cache of one block, all layers together; heads are padded."""
         config = self._config
         width = padded_dim(config.head_dim)
-        return bytes_per_block(block_size, config.num_key_value_heads, width, config.num_hidden_layers, self._dtype)
+        return bytes_per_block(block_size, config.num_key_value_heads, width, self._num_caches, self._dtype)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
         return CpuKVCache(
-            config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
+            self._num_caches, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
         )
+
+
+def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, ...]:
+    """Return the rotary table of each kind of layer; None for a model with a table of positions."""
+    if config.encoder is not None and config.encoder.num_positions:
+        return (None,) * len(windows(config))
+    return of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))

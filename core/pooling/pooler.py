@@ -1,5 +1,6 @@
 """Pooler: hidden states of a prompt become the vectors that a pooling request asks for."""
 
+import math
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
@@ -14,12 +15,26 @@ Method = Literal["last", "cls", "mean", "max"]
 Activation = Literal["softmax", "sigmoid", "none"]
 
 
+class Norm(NamedTuple):
+    """A layer normalisation behind the pooling."""
+
+    weight: Doubles  # [d]
+    eps: float
+
+    def __call__(self, x: Doubles) -> Doubles:
+        """Return x [n, d] normalised."""
+        x = x - x.mean(axis=1, keepdims=True)
+        normed: Doubles = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + self.eps) * self.weight
+        return normed
+
+
 class Dense(NamedTuple):
-    """A linear layer behind the pooling, with float64 sums: activation(weight @ x + bias)."""
+    """A linear layer behind the pooling, with float64 sums: norm(activation(weight @ x + bias))."""
 
     weight: Doubles  # [out, in]
     bias: Doubles | None  # [out]
-    is_tanh: bool = False
+    activation: Literal["identity", "tanh", "gelu"] = "identity"
+    norm: Norm | None = None
 
     def __call__(self, x: Doubles) -> Doubles:
         """Return the layer's output [n, out] of x [n, in]. Each vector is computed alone, so no other one matters."""
@@ -27,7 +42,11 @@ class Dense(NamedTuple):
         out: Doubles = np.stack(rows) if rows else np.empty((0, len(self.weight)))
         if self.bias is not None:
             out += self.bias
-        return np.tanh(out) if self.is_tanh else out
+        if self.activation == "tanh":
+            out = np.tanh(out)
+        elif self.activation == "gelu":
+            out = out * 0.5 * (1.0 + np.array([math.erf(x) for x in (out / math.sqrt(2)).ravel()]).reshape(out.shape))
+        return out if self.norm is None else self.norm(out)
 
 
 class Pooler(NamedTuple):
@@ -39,12 +58,15 @@ class Pooler(NamedTuple):
     normalises: bool = True  # embeddings have length 1, unless a request says otherwise
     classifier: tuple[Dense, ...] = ()  # of the tasks "classify" and "token_classify"; empty: the model embeds
     activation: Activation = "none"
+    is_whole: bool = False  # the model sees a prompt as a whole: each task needs all of it, and no vector is a token's
 
     @property
     def tasks(self) -> dict[str, int]:
         """The tasks that the model does, the usual one first, with the widths of their vectors."""
         layers = self.layers + self.classifier
-        names = ("classify", "token_classify") if self.classifier else ("embed", "token_embed")
+        names = ["classify", "token_classify"] if self.classifier else ["embed", "token_embed"]
+        if self.classifier and self.is_whole:
+            names.remove("token_classify")
         return dict.fromkeys(names, len(layers[-1].weight) if layers else self.hidden_size)
 
     @property
@@ -58,7 +80,7 @@ class Pooler(NamedTuple):
     @property
     def whole_prompt_tasks(self) -> tuple[str, ...]:
         """The tasks that look at more tokens than the last one."""
-        everything = ("embed", "classify") if self.method != "last" else ()
+        everything = ("embed", "classify") if self.method != "last" or self.is_whole else ()
         return (*everything, "token_embed", "token_classify")
 
     def __call__(self, pooled: Doubles, params: PoolingParams) -> Floats:

@@ -38,10 +38,14 @@ def resolve(
     which needs the cache. device_bytes: free bytes for the cache on a device with memory of its own; None: the device
     shares the machine's memory.
 
+    An encoder's prompts are computed in one step each, and not cached.
+
     Errors: ConfigError when max_model_len exceeds the model's, or, without chunked prefill, the given
     max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states
     the numbers and what to change.
     """
+    if info.is_encoder:
+        config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
@@ -51,12 +55,15 @@ def resolve(
     available = config.num_blocks_override or blocks_in(memory_bytes, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
+    budget = token_budget(config, max_model_len)
     useful = config.max_num_seqs * ceil_div(max_model_len, config.block_size) + 1
+    if info.is_encoder:  # no block outlives its step, and each row has one that is not full
+        useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)
     return msgspec.structs.replace(
         config,
         dtype=info.dtype,
         max_model_len=max_model_len,
-        max_num_batched_tokens=token_budget(config, max_model_len),
+        max_num_batched_tokens=budget,
         kv_cache_memory_bytes=memory_bytes,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),

@@ -198,6 +198,7 @@ def _welcome(
         default_sampling=default_sampling,
         pid=os.getpid(),
         tasks=info.tasks,
+        is_encoder=info.is_encoder,
     )
 
 

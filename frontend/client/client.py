@@ -127,13 +127,14 @@ class EngineClient(JournalReader, TypedCalls):
         tenant: str = "",
         deadline_ms: int = 0,
         streaming: bool = False,
+        second_from: int = 0,
     ) -> int:
         """Submit a request and return its number; it stays in the journal until discard(). The kind of its params says
         what it asks for: tokens, or vectors (then the seed does not matter).
 
         seed: uint64, or a function of the number that gives it. streaming: wake consumers for its tokens too, not only
-        when it finishes. Errors: InvalidRequestError when the message is too long for the engine; RequestFailedError
-        when too much waits to be sent.
+        when it finishes. second_from: see AddPooling. Errors: InvalidRequestError when the message is too long for the
+        engine; RequestFailedError when too much waits to be sent.
         """
         self._check()
         prompt = np.asarray(prompt_token_ids, "<i4").tobytes()
@@ -142,7 +143,7 @@ class EngineClient(JournalReader, TypedCalls):
             assert number <= _MAX_NUMBER, number
             request: Submission
             if isinstance(params, PoolingParams):
-                request = AddPooling(number, prompt, params, priority, deadline_ms, cache_salt, tenant)
+                request = AddPooling(number, prompt, params, priority, deadline_ms, cache_salt, tenant, second_from)
             else:
                 key = seed if isinstance(seed, int) else seed(number)
                 request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant)

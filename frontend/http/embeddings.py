@@ -26,6 +26,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_name: str | None = None  # see LLM.encode()
     user: Any = None
 
 
@@ -55,7 +56,7 @@ async def create_embeddings(service: Service, request: Request) -> Response:
         raise HttpError(400, "input is missing: send a text, texts, token ids or lists of token ids", param="input")
     prompts: list[PromptInput] = split_prompts(body.input)
     params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    outputs = await pool(service, request, prompts, params, "embed", body.priority or 0)
+    outputs = await pool(service, request, prompts, params, "embed", body.priority or 0, body.prompt_name)
     is_base64 = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(output) if is_base64 else _numbers(output)}

@@ -23,6 +23,7 @@ async def pool(
     params: PoolingParams,
     task: PoolingTask,
     priority: int = 0,
+    prompt_name: str | None = None,
 ) -> list[PoolingRequestOutput]:
     """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine."""
     if service.is_draining:
@@ -34,10 +35,15 @@ async def pool(
         raise HttpError(403, f"the key's priorities begin at {key.min_priority}", param="priority")
 
     def prepare() -> list[PreparedPooling]:
-        tenant = "" if key is None else key.name
-        deadline = request.deadline_s()
         return prepare_pooling(
-            service.engine, prompts, params, task, priority=priority, deadline=deadline, tenant=tenant
+            service.engine,
+            prompts,
+            params,
+            task,
+            priority=priority,
+            deadline=request.deadline_s(),
+            tenant="" if key is None else key.name,
+            prompt_name=prompt_name,
         )
 
     prepared = await service.run(request, prepare)

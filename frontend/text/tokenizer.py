@@ -10,6 +10,7 @@ import msgspec
 import tokenizers
 from tokenizers import decoders
 
+from frontend.text.text_prompts import TextPrompts, read_text_prompts
 from frontend.text.tokenizer_calls import TokenizerCalls
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.files.gguf import GgufValue, parse_gguf_metadata
@@ -49,7 +50,7 @@ class Tokenizer(TokenizerCalls):
 
     `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none.
     `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default" for
-    plain chats, "tool_use" for those with tools.
+    plain chats, "tool_use" for those with tools. `text_prompts` are what an embedding model wants before its texts.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Tokenizer(TokenizerCalls):
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_templates: Mapping[str, str] | None = None,
+        text_prompts: TextPrompts | None = None,
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training.
         hf.no_truncation()
@@ -71,6 +73,7 @@ class Tokenizer(TokenizerCalls):
         self.bos_token = None if bos_token_id is None else hf.id_to_token(bos_token_id)
         self.eos_token = None if self.eos_token_id is None else hf.id_to_token(self.eos_token_id)
         self.chat_templates = dict(chat_templates or {})
+        self.text_prompts = text_prompts or TextPrompts()
         added = hf.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(hf.decoder, decoders.ByteLevel)
@@ -108,11 +111,14 @@ class Tokenizer(TokenizerCalls):
         _check_text(text)
         return self.hf.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the token ids of two texts, joined by the tokenizer's post-processor. Errors: InvalidRequestError."""
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Return the token ids of two texts, joined by the tokenizer's post-processor, and the index of the first token
+        that it counts to the second text; 0 = it does not tell them apart. Errors: InvalidRequestError.
+        """
         for text in (first, second):
             _check_text(text)
-        return self.hf.encode(first, second).ids
+        encoded = self.hf.encode(first, second)
+        return encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError."""
@@ -188,6 +194,7 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
         bos_token_id=next(iter(token_ids("bos")), None),
         eos_token_ids=token_ids("eos"),
         chat_templates=_chat_templates(files, config),
+        text_prompts=read_text_prompts(_read_object(files, "config_sentence_transformers.json")),
     )
 
 

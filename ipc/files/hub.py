@@ -24,8 +24,10 @@ _TEXT_FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
 ]
-#: How an embedding model pools (sentence-transformers), in folders such as 1_Pooling.
-_MODULES = re.compile(r"modules\.json|\d+_\w+/config\.json")
+#: How an embedding model pools (sentence-transformers), in folders such as 1_Pooling; its longest text; its prompts.
+_MODULES = re.compile(
+    r"modules\.json|\d+_\w+/config\.json|sentence_[\w-]+_config\.json|config_sentence_transformers\.json"
+)
 #: Weights: not those in folders of their own, and not the copy in Mistral's own format.
 _WEIGHTS = re.compile(r"(?!consolidated)[^/]*\.safetensors(\.index\.json)?|\d+_\w+/model\.safetensors")
 

@@ -23,6 +23,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "config.json",
+    "config_sentence_transformers.json",
 )
 #: The one entry of a .gguf model's tokenizer files.
 GGUF_HEADER = "gguf-header"

@@ -31,7 +31,8 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     const AttentionItem *item = work->item;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     const int last_row = item->position + item->num_tokens - 1, window = window_of(args, item);
-    const int seen_by_all = window ? max(0, last_row - window + 1) : 0; /* and up to item->position */
+    const int seen_by_all = window ? max(0, last_row - window + 1) : 0; /* and up to seen_to */
+    const int seen_to = args->ahead ? min(item->position + args->ahead, item->end - 1) : item->position;
     const int end = min(first + TILE, item->end);
     const size_t bytes = chunk_bytes(&args->shape);
     tile->first = first;
@@ -43,7 +44,7 @@ static void find_tile(const Work *work, int first, Tile *tile) {
                                    work->keys + i * bytes);
         tile->values[i] = find_chunk(&args->shape, args->layer, table, 1, item->kv_head, token, item->end - 1,
                                      work->values + i * bytes);
-        if (token + CHUNK - 1 <= item->position && token >= seen_by_all) continue;
+        if (token + CHUNK - 1 <= seen_to && token >= seen_by_all) continue;
         tile->values[i] = clean_values(&args->shape, tile->values[i], work->values + i * bytes);
     }
 }

@@ -1,4 +1,4 @@
-/* Paged causal attention: prefill chunks and decode rows of one step in one call.
+/* Paged attention: prefill chunks and decode rows of one step in one call.
  *
  * Rows of the products are (token, query head) pairs of one KV head. So K and V are read once for all its query heads.
  * A row processes the KV tiles one by one; a tile is TILE tokens from an absolute multiple of TILE. For each tile it
@@ -53,6 +53,7 @@ typedef struct {
     CacheShape shape;
     int32_t num_heads, table_width, num_items, num_merges, max_item_tokens;
     int32_t window; /* tokens that a row sees, itself included; 0 = no limit */
+    int32_t ahead;  /* tokens after its own that a row sees, within its context; 0 = causal attention */
     float scale;    /* factor of the scores, times log2(e) */
 } Attention;
 

@@ -31,7 +31,7 @@ class CpuAttention:
         self._places = (0, 0)  # addresses of partials and scratch
 
     def __call__(self, q: Numbers, cache: CpuKVCache, layer: int, plan: AttentionPlan, scale: float) -> Numbers:
-        """Return the causal attention of a mixed batch: [T, H * D] of q's dtype.
+        """Return the attention of a mixed batch: [T, H * D] of q's dtype.
 
         q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores. This step's K and V
         must be in the cache already."""
@@ -49,7 +49,8 @@ class CpuAttention:
         arguments.block_tables, arguments.table_width = work.blocks, work.width
         arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members
         arguments.merges, arguments.num_merges = work.merges, work.num_merges
-        arguments.max_item_tokens, arguments.window = work.max_item_tokens, work.window
+        arguments.max_item_tokens = work.max_item_tokens
+        arguments.window, arguments.ahead = work.window, work.ahead
         arguments.shape, arguments.num_heads = cache.shape, num_heads
         self.reserve(arguments, cache, plan, num_heads)
         self._run(arguments)

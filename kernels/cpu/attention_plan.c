@@ -126,7 +126,7 @@ static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
                 .num_tokens = (int32_t)num_tokens,
                 .position = (int32_t)position,
                 .begin = (int32_t)lowest,
-                .end = (int32_t)(position + num_tokens),
+                .end = (int32_t)least(start + count, position + num_tokens + plan->ahead),
                 .partial = -1,
                 .members = -1,
             };
@@ -186,5 +186,5 @@ void use_plan(Attention *args, const AttentionPlan *plan, int is_narrow) {
     args->merges = is_narrow ? plan->wanted_merges : plan->merges;
     args->num_merges = (int32_t)(is_narrow ? plan->num_wanted_merges : plan->num_merges);
     args->members = plan->members;
-    args->max_item_tokens = plan->max_item_tokens, args->window = plan->window;
+    args->max_item_tokens = plan->max_item_tokens, args->window = plan->window, args->ahead = plan->ahead;
 }

@@ -22,7 +22,7 @@ typedef struct {
     BlockTables tables;          /* [num_requests, width] */
     int64_t num_requests, max_items; /* max_items is a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
-    int32_t window;              /* see attention.h */
+    int32_t window, ahead;       /* see attention.h */
     int32_t max_item_tokens;     /* in: limit of an item; out: those of the largest item */
     int32_t max_split_rows;      /* items of more rows (tokens * group) are not split along the context */
     int32_t max_members;         /* tokens in an item of several requests at most; 1 = never share */

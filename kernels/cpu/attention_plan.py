@@ -25,6 +25,9 @@ MAX_SPLIT_ROWS = 64
 #: similar shares.
 MAX_SHARED_ROWS = 24
 
+#: Tokens: more than any context has.
+_ALL = 1 << 30
+
 #: int32 numbers that a plan reserves for each item, by array.
 _STRUCTS = {"items": AttentionItem, "merges": AttentionMerge, "members": AttentionMember, "tile_users": TileUser}
 _STRUCTS |= {"wanted_items": AttentionItem, "wanted_merges": AttentionMerge}
@@ -35,9 +38,11 @@ class AttentionPlan:
     """One step's attention for the layers of one window.
 
     Its arrays keep their addresses from step to step. So a step touches little memory: the weights push everything else
-    out of the CPU's caches."""
+    out of the CPU's caches.
 
-    def __init__(self, num_kv_heads: int, group: int, window: int | None) -> None:
+    If it is not causal, a row sees as many tokens after its own as before it, within its context."""
+
+    def __init__(self, num_kv_heads: int, group: int, window: int | None, *, is_causal: bool = True) -> None:
         self._generation = 0  # of the columns below; 0 = none
         self.window = window  # tokens that a row sees, itself included; None = all before it
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
@@ -47,8 +52,9 @@ class AttentionPlan:
             num_kv_heads=num_kv_heads,
             group=group,
             window=window or 0,
+            ahead=0 if is_causal else window - 1 if window else _ALL,
             max_split_rows=MAX_SPLIT_ROWS,
-            max_members=max(1, MAX_SHARED_ROWS // group),
+            max_members=max(1, MAX_SHARED_ROWS // group) if is_causal else 1,
         )
         self.reserve(64)
 
@@ -113,10 +119,12 @@ class AttentionPlan:
 
 
 class AttentionPlanner:
-    """Makes the attention plans of a model with num_heads query heads and num_kv_heads KV heads."""
+    """Makes the attention plans of a model with num_heads query heads and num_kv_heads KV heads.
 
-    def __init__(self, library: CpuLibrary, num_heads: int, num_kv_heads: int) -> None:
-        self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
+    is_causal: see AttentionPlan."""
+
+    def __init__(self, library: CpuLibrary, num_heads: int, num_kv_heads: int, *, is_causal: bool = True) -> None:
+        self._num_kv_heads, self._group, self._is_causal = num_kv_heads, num_heads // num_kv_heads, is_causal
         self._run = library.function("attention_plan", ctypes.POINTER(PlanArguments))
         self._plans: dict[int | None, AttentionPlan] = {}  # by window
 
@@ -135,7 +143,8 @@ class AttentionPlanner:
         Equal generations other than 0 mean: the columns are the arrays of the plan before, with other numbers."""
         plan = self._plans.get(window)
         if plan is None:
-            plan = self._plans[window] = AttentionPlan(self._num_kv_heads, self._group, window)
+            plan = AttentionPlan(self._num_kv_heads, self._group, window, is_causal=self._is_causal)
+            self._plans[window] = plan
         plan.take(num_tokens, context_lens, block_tables, generation)
         arguments = plan.arguments
         arguments.block_size = block_size

@@ -148,9 +148,10 @@ static int window_of(const Attention *args, const AttentionItem *item) { return 
 /* Find the part of a tile that these rows see. Return whether it is not empty. */
 INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
     const int window = window_of(work->args, work->item), position = work->item->position - tile->first;
+    const int ahead = work->args->ahead, last = work->item->end - 1 - tile->first;
     for (int r = 0; r < rows; r++) {
-        const int last = position + (row + r) / work->group;
-        block->seen[r] = (Seen){window ? last - window + 1 : -1, last};
+        const int own = position + (row + r) / work->group;
+        block->seen[r] = (Seen){window ? own - window + 1 : -1, ahead ? min(own + ahead, last) : own};
     }
     const Seen first_row = block->seen[0], last_row = block->seen[rows - 1];
     block->begin = max(tile->begin, first_row.first / CHUNK);

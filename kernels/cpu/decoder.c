@@ -43,7 +43,8 @@ static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
     const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
                             share->step->num_tokens,  decoder->hidden_size, decoder->dtype,
-                            decoder->embedding_scale, decoder->embeddings_packing};
+                            decoder->embedding_scale, decoder->embeddings_packing,
+                            decoder->kinds, decoder->places, share->step->positions, decoder->num_words};
     embedding_part(&args, share->thread, share->num_threads);
 }
 
@@ -58,26 +59,27 @@ static void multiply(const Share *share, const Gemm *weights, const void *x, voi
 }
 
 /* Write the normalised rows of hidden to the step's x. */
-static void normalise_hidden(const Share *share, const float *weight) {
+static void normalise_hidden(const Share *share, const NormWeights *norm) {
     const Decoder *decoder = share->decoder;
-    const Norm args = {NULL,    share->hidden,  weight, share->step->x, share->num_rows, decoder->hidden_size,
+    const Norm args = {share->hidden, NULL,  *norm, share->step->x, share->num_rows, decoder->hidden_size,
                        FLOAT32, decoder->dtype, decoder->eps};
     norm_part(&args, share->thread, share->num_threads);
 }
 
-/* hidden += added, normalised by out_norm first if there is one; then x = hidden normalised by next_norm. */
-static void add(const Share *share, const float *out_norm, const float *next_norm) {
+/* hidden += added, normalised by out_norm first if there is one; then x = hidden normalised by next_norm, if given. */
+static void add(const Share *share, const NormWeights *out_norm, const NormWeights *next_norm) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
     Norm args = {.num_rows = share->num_rows, .width = decoder->hidden_size, .eps = decoder->eps};
     args.x = step->added, args.x_dtype = decoder->dtype;
-    if (out_norm) {
-        args.weight = out_norm, args.out = step->normed, args.out_dtype = FLOAT32;
+    if (out_norm->weight) {
+        args.norm = *out_norm, args.out = step->normed, args.out_dtype = FLOAT32;
         norm_part(&args, share->thread, share->num_threads);
         args.x = step->normed, args.x_dtype = FLOAT32;
     }
     args.hidden = share->hidden;
-    args.weight = next_norm, args.out = step->x, args.out_dtype = decoder->dtype;
+    args.out = NULL;
+    if (next_norm) args.norm = *next_norm, args.out = step->x, args.out_dtype = decoder->dtype;
     norm_part(&args, share->thread, share->num_threads);
 }
 
@@ -123,31 +125,31 @@ static void begin_layer(const Share *share) {
 
 static void begin_step(const Share *share) {
     embed(share);
-    normalise_hidden(share, share->layer->input_norm);
+    normalise_hidden(share, &share->layer->input_norm);
     go_on_by_rows(share);
     begin_layer(share);
 }
 
 /* Compute the rest of a layer from the output of attention. x is normalised by next_norm for `next`, the product that
  * follows. */
-static void finish_layer(const Share *share, const void *attended, const float *next_norm, const Gemm *next) {
+static void finish_layer(const Share *share, const void *attended, const NormWeights *next_norm, const Gemm *next) {
     const DecoderStep *step = share->step;
     const DecoderLayer *layer = share->layer;
     multiply(share, &layer->o, attended, step->added, &layer->gate_up);
     go_on_by_rows(share);
-    add(share, layer->attention_out_norm, layer->mlp_norm);
+    add(share, &layer->attention_out_norm, &layer->mlp_norm);
     go_on_by_rows(share);
     multiply(share, &layer->gate_up, step->x, step->gated, &layer->down);
     go_on_by_rows(share);
     multiply(share, &layer->down, step->gated, step->added, next);
     go_on_by_rows(share);
-    add(share, layer->mlp_out_norm, next_norm);
+    add(share, &layer->mlp_out_norm, next_norm);
     go_on_by_rows(share);
 }
 
 static void go_to_next_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
-    finish_layer(share, share->step->attended, layer[1].input_norm, &layer[1].qkv);
+    finish_layer(share, share->step->attended, &layer[1].input_norm, &layer[1].qkv);
     Share next = *share;
     next.layer++, next.cache++;
     begin_layer(&next);
@@ -179,7 +181,7 @@ static void finish_step(const Share *share) {
     const Decoder *decoder = share->decoder;
     pick_rows(share, share->layer->o.depth * element_bytes(decoder->dtype));
     go_on_by_rows(share);
-    finish_layer(share, step->qkv, decoder->norm, step->logits ? &decoder->head : NULL);
+    finish_layer(share, step->qkv, step->logits ? &decoder->norm : NULL, step->logits ? &decoder->head : NULL);
     if (!step->logits) return;
     multiply(share, &decoder->head, step->x, step->logits, NULL);
     if (step->largest) {

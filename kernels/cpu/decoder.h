@@ -3,18 +3,22 @@
  * Each phase is the xxx_part() of a kernel, so the bits are those of the kernels called one after the other. There is a
  * barrier between two phases, unless both give a thread the same rows. Kernels that work row by row divide the rows in
  * the same way, and so do products of many rows. Then only attention has barriers, before and after it.
+ *
+ * An encoder is a decoder without a head whose attention sees the whole prompt. Its prompts are computed in one step. So
+ * all layers may have the same memory as their cache.
  */
 #ifndef DECODER_H
 #define DECODER_H
 
 #include "attention_plan.h"
 #include "gemm.h"
+#include "norm.h"
 
 /* A layer of a model; made once. The Gemms have weights, bias, sizes and dtypes. */
 typedef struct {
     Gemm qkv, o, gate_up, down;
-    const float *input_norm, *mlp_norm;       /* [hidden_size] */
-    const float *attention_out_norm, *mlp_out_norm; /* the same, for what is added; or NULL */
+    NormWeights input_norm, mlp_norm;         /* where one replaces hidden, norms stand after the addition */
+    NormWeights attention_out_norm, mlp_out_norm; /* of what is added; those without a weight are left out */
     const float *head_norms;                  /* see rope.h; or NULL */
     float scale;                              /* see attention.h */
     int32_t kind;                             /* kind of window and rotation: index into the step's kinds */
@@ -24,16 +28,18 @@ typedef struct {
     const DecoderLayer *layers;
     Gemm head;
     const void *embeddings; /* of dtype; see embedding.h */
-    const float *norm;      /* the final norm's weight, [hidden_size] */
+    NormWeights norm;       /* the final norm */
     int64_t hidden_size;
     int32_t num_layers, num_heads, dtype;
     float eps, embedding_scale;
-    int32_t embeddings_packing; /* see embedding.h */
+    int32_t embeddings_packing; /* see embedding.h, also for those below */
+    const float *kinds, *places;
+    int64_t num_words;
 } Decoder;
 
 /* A step's inputs for the layers of one kind. */
 typedef struct {
-    const float *cos, *sin; /* see rope.h */
+    const float *cos, *sin; /* see rope.h; NULL = no rotation */
     AttentionPlan *plan;
     Attention attention;    /* has partials, scratch, shape and num_heads */
 } DecoderKind;

@@ -12,13 +12,20 @@ import numpy as np
 from kernels.arrays import Floats, Int32s, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
-from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.embedding import CpuEmbedding, address
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
-from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import RotaryTable
-from kernels.cpu.structs import DecoderArguments, KindArguments, LayerArguments, StepArguments
+from kernels.cpu.structs import (
+    DecoderArguments,
+    GemmArguments,
+    KindArguments,
+    LayerArguments,
+    NormWeights,
+    StepArguments,
+)
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
@@ -64,6 +71,7 @@ class DecoderResult:
 
 class CpuDecoder:
     """Runs a decoder's whole step in one C call. Its bits are those of the single kernels called one after the other.
+    A cache of one layer serves all layers in turn, for models whose prompts are computed in one step.
 
     The next step overwrites the result of the one before."""
 
@@ -74,18 +82,18 @@ class CpuDecoder:
         embedding: CpuEmbedding,
         norm: CpuNorm,
         float_norm: CpuNorm,
-        head: PackedMatrix,
-        tables: Sequence[RotaryTable],
+        head: PackedMatrix | None,
+        tables: Sequence[RotaryTable | None],
         *,
         num_heads: int,
     ) -> None:
-        """Prepare the C structs of a model. `head` must return float32; `float_norm` is `norm` with float32 results.
-        `tables` has one rotary table for each kind of layer; kinds may share a table."""
+        """Prepare the C structs of a model. `head` must return float32, None = no logits; `float_norm` is `norm` with
+        float32 results. `tables`: a rotary table for each kind of layer, None = no rotation; kinds may share one."""
         assert float_norm.dtype == FLOAT32, float_norm.dtype
-        assert head.out_dtype == FLOAT32, head.out_dtype
+        assert head is None or head.out_dtype == FLOAT32, head
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
         self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
-        self._width, self._vocab_size, self._dtype = embedding.width, head.out_features, norm.dtype
+        self._width, self._vocab_size, self._dtype = embedding.width, head.out_features if head else 0, norm.dtype
         first = layers[0]
         self._decoder = _decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
@@ -180,6 +188,7 @@ class CpuDecoder:
         self._reserve(num_tokens, num_logits)
         self._columns, step = columns, self._step
         step.token_ids, step.positions, step.slots, step.logits_rows = (column.ctypes.data for column in columns)
+        assert not num_logits or self._vocab_size, "logits are asked of a model without a head"
         step.num_tokens, step.num_logits = num_tokens, num_logits
         logits, largest = self._buffers["logits"][:num_logits], self._buffers["largest"][:num_logits]
         self._results = logits, largest
@@ -192,18 +201,19 @@ class CpuDecoder:
         for plan, kind, (_, arguments) in zip(plans, self._kinds, self._attention, strict=True):
             kind.plan = ctypes.addressof(plan.arguments)
             arguments.shape, arguments.num_heads = cache.shape, self._num_heads
-        pointers = (layer.ctypes.data for layer in cache.layers)
-        self._cache_layers = (ctypes.c_void_p * len(cache.layers))(*pointers)
+        pointers = [layer.ctypes.data for layer in cache.layers]
+        self._cache_layers = (ctypes.c_void_p * len(self._layers))(*pointers * (len(self._layers) // len(pointers)))
         self._step.cache = ctypes.addressof(self._cache_layers)
 
     def _reach(self, num_positions: int) -> None:
         """Make cos and sin for at least num_positions positions."""
-        for table in self._tables:
+        tables = [(kind, table) for kind, table in zip(self._kinds, self._tables, strict=True) if table is not None]
+        for _, table in tables:
             table.reach(num_positions)
         # Kept alive: an extended table has new arrays.
-        self._rotations = [(table.cos, table.sin) for table in self._tables]
-        self._num_positions = min(len(cos) for cos, _ in self._rotations)
-        for kind, (cos, sin) in zip(self._kinds, self._rotations, strict=True):
+        self._rotations = [(table.cos, table.sin) for _, table in tables]
+        self._num_positions = min((len(cos) for cos, _ in self._rotations), default=num_positions)
+        for (kind, _), (cos, sin) in zip(tables, self._rotations, strict=True):
             kind.cos, kind.sin = cos.ctypes.data, sin.ctypes.data
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
@@ -226,9 +236,12 @@ class CpuDecoder:
         setattr(self._step, name, buffer.ctypes.data)
 
 
-def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix) -> int:
+def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
     """Return the bytes of weights that a step reads, whatever its number of rows."""
-    matrices = [head, *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down))]
+    matrices = [
+        *([head] if head else []),
+        *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down)),
+    ]
     return sum(matrix.packed.nbytes for matrix in matrices)
 
 
@@ -242,33 +255,36 @@ def exceed_caches(num_bytes: int) -> bool:
     return num_bytes > min(share, max(sizes, default=share))
 
 
-def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix) -> DecoderArguments:
+def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix | None) -> DecoderArguments:
     """Return the decoder's struct, with its layers and head counts still unset."""
     return DecoderArguments(
-        head=head.arguments,
+        head=head.arguments if head else GemmArguments(),
         embeddings=embedding.table.ctypes.data,
-        norm=norm.weight.ctypes.data,
+        norm=norm.constants,
         hidden_size=embedding.width,
         dtype=ELEMENT_NUMBERS[norm.dtype],
         eps=norm.eps,
         embedding_scale=embedding.scale,
         embeddings_packing=embedding.packing,
+        kinds=address(embedding.kinds),
+        places=address(embedding.places),
+        num_words=embedding.num_words,
     )
 
 
 def _layer_arguments(parts: LayerParts) -> LayerArguments:
-    def weight(norm: CpuNorm | None) -> int | None:
-        return None if norm is None else norm.weight.ctypes.data
+    def constants(norm: CpuNorm | None) -> NormWeights:
+        return NormWeights() if norm is None else norm.constants
 
     return LayerArguments(
         qkv=parts.qkv.arguments,
         o=parts.o.arguments,
         gate_up=parts.gate_up.arguments,
         down=parts.down.arguments,
-        input_norm=weight(parts.input_norm),
-        mlp_norm=weight(parts.mlp_norm),
-        attention_out_norm=weight(parts.attention_out_norm),
-        mlp_out_norm=weight(parts.mlp_out_norm),
+        input_norm=constants(parts.input_norm),
+        mlp_norm=constants(parts.mlp_norm),
+        attention_out_norm=constants(parts.attention_out_norm),
+        mlp_out_norm=constants(parts.mlp_out_norm),
         head_norms=None if parts.head_norms is None else parts.head_norms.ctypes.data,
         scale=parts.scale * math.log2(math.e),
         kind=parts.kind,

@@ -8,7 +8,8 @@
 
 INLINE void embed_row(const Embedding *args, int64_t row, const int dtype) {
     const int64_t width = args->width;
-    const char *from = (const char *)args->table + args->ids[row] * width * element_bytes(dtype);
+    const int64_t id = args->kinds ? args->ids[row] % args->num_words : args->ids[row];
+    const char *from = (const char *)args->table + id * width * element_bytes(dtype);
     float *out = args->out + row * width;
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) store_floats(out + i, load_numbers(from, i, dtype) * args->scale);
@@ -75,6 +76,12 @@ static void embed_row_of_blocks(const Embedding *args, int64_t row, int32_t type
     }
 }
 
+/* Add the row `from` [width] to a row of the output. */
+static void add_to_row(const Embedding *args, int64_t row, const float *from) {
+    float *out = args->out + row * args->width;
+    for (int64_t i = 0; i < args->width; i++) out[i] += from[i];
+}
+
 void embedding_part(const Embedding *args, int thread, int num_threads) {
     const int64_t begin = args->num_rows * thread / num_threads, end = args->num_rows * (thread + 1) / num_threads;
     for (int64_t row = begin; row < end; row++) {
@@ -90,6 +97,8 @@ void embedding_part(const Embedding *args, int thread, int num_threads) {
             embed_row(args, row, FLOAT32);
         else
             embed_row(args, row, BFLOAT16);
+        if (args->kinds) add_to_row(args, row, args->kinds + args->ids[row] / args->num_words * args->width);
+        if (args->places) add_to_row(args, row, args->places + args->positions[row] * args->width);
     }
 }
 

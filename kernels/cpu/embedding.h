@@ -1,5 +1,8 @@
 /* Rows of an embedding table, times a factor, as float32.
  *
+ * Encoders add a row for the kind of the token, and then one for its position. The ids of tokens of kind k are k *
+ * num_words higher than those of kind 0.
+ *
  * If a model's head has the same weights, they are kept once, packed for the head. Then neighbours in a row of the
  * table are one step of a panel apart.
  */
@@ -18,6 +21,10 @@ typedef struct {
     int32_t dtype; /* BFLOAT16 or FLOAT32 */
     float scale;
     int32_t packing; /* of the table: NOT_PACKED; PACKED + packing of gemm.h; or BLOCK_TABLE + type of dequantize.h */
+    const float *kinds;       /* [.., width]: rows for kinds of tokens, of a table that is NOT_PACKED; or NULL */
+    const float *places;      /* [.., width]: rows for positions; or NULL */
+    const int64_t *positions; /* [num_rows]; only read with places */
+    int64_t num_words;        /* rows of the table; only read with kinds */
 } Embedding;
 
 void embedding_part(const Embedding *args, int thread, int num_threads);

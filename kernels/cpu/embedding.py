@@ -21,9 +21,20 @@ class CpuEmbedding:
     """Looks up rows of an embedding table and multiplies them by scale.
 
     The table is [V, d] float32 or bfloat16, contiguous, or the packed weights of a product, or rows of quantized
-    blocks, which stand for bfloat16 numbers."""
+    blocks, which stand for bfloat16 numbers.
 
-    def __init__(self, library: CpuLibrary, table: Numbers | PackedMatrix | BlockRows, scale: float = 1.0) -> None:
+    places [positions, d] float32: rows added by position. kinds [k, d] float32: rows added by kind of token, for a
+    table that is not packed; ids of kind k are k * V higher than those of kind 0."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        table: Numbers | PackedMatrix | BlockRows,
+        scale: float = 1.0,
+        *,
+        kinds: Floats | None = None,
+        places: Floats | None = None,
+    ) -> None:
         if isinstance(table, PackedMatrix):
             self.width, self.dtype, self.table = table.in_features, table.dtype, table.packed
             self.packing = PACKED + table.packing
@@ -34,11 +45,13 @@ class CpuEmbedding:
             assert table.flags.c_contiguous, table.strides
             self.width, self.dtype, self.table = table.shape[1], table.dtype, table
             self.packing = NOT_PACKED
-        self.scale = scale
+        assert kinds is None or self.packing == NOT_PACKED, self.packing
+        self.scale, self.kinds, self.places, self.num_words = scale, kinds, places, len(self.table)
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
-    def __call__(self, ids: Ints) -> Floats:
-        """Return the scaled rows [T, d] float32 of these ids [T] int64."""
+    def __call__(self, ids: Ints, positions: Ints | None = None) -> Floats:
+        """Return the scaled rows [T, d] float32 of these ids [T] int64, with rows added for kinds and positions [T]."""
+        assert self.places is None or positions is not None, "rows are added by position"
         out = aligned_empty((len(ids), self.width), FLOAT32)
         self._run(
             EmbeddingArguments(
@@ -49,6 +62,15 @@ class CpuEmbedding:
                 ELEMENT_NUMBERS[self.dtype],
                 self.scale,
                 self.packing,
+                address(self.kinds),
+                address(self.places),
+                address(positions),
+                self.num_words,
             )
         )
         return out
+
+
+def address(array: Numbers | Ints | None) -> int | None:
+    """Return the address of an array's first number; None without an array."""
+    return None if array is None else int(array.ctypes.data)

@@ -76,11 +76,24 @@ static const Block BLOCKS[MAX_ROWS][3] = {
 static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3), KINDS_OF(4)};
 #endif
 
-/* Write num_columns elements of y from [row, column] on: sums plus the bias, as y_dtype. */
+/* Apply the activation to a row of a panel; columns past the matrix's last one have numbers too. */
+static void activate(float *numbers, const int function) {
+    for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
+        const Floats x = load_floats(numbers + v);
+        store_floats(numbers + v, function == GELU ? activated(x, GELU) : activated(x, GELU_TANH));
+    }
+}
+
+/* Write num_columns elements of y from [row, column] on: sums plus the bias, maybe activated, as y_dtype. */
 static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t column, int64_t num_columns) {
     float biased[PANEL_COLUMNS];
     if (args->bias) {
-        for (int64_t i = 0; i < num_columns; i++) biased[i] = sums[i] + args->bias[column + i];
+        const float *bias = args->bias + column;
+        int64_t i = 0;
+        for (; i + LANES <= num_columns; i += LANES) store_floats(biased + i, load_floats(sums + i) + load_floats(bias + i));
+        for (; i < num_columns; i++) biased[i] = sums[i] + bias[i];
+        for (; i < PANEL_COLUMNS; i++) biased[i] = sums[i];
+        if (args->activation) activate(biased, args->activation);
         sums = biased;
     }
     int64_t at = row * args->y_stride + column, i = 0;
@@ -111,19 +124,25 @@ INLINE void store_gated(const Gemm *args, const float *sums, int64_t row, int ro
         }
 }
 
+INLINE void store_gated_as(const Gemm *args, const float *sums, int64_t row, int rows, int64_t column, int64_t columns,
+                           const int dtype) {
+    if (args->gate == SILU)
+        store_gated(args, sums, row, rows, column, columns, SILU, dtype);
+    else if (args->gate == GELU_TANH)
+        store_gated(args, sums, row, rows, column, columns, GELU_TANH, dtype);
+    else
+        store_gated(args, sums, row, rows, column, columns, GELU, dtype);
+}
+
 void gemm_store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel) {
     const int64_t parts = args->gate ? 2 : 1, in_panel = PANEL_COLUMNS / parts, column = panel * in_panel;
     const int64_t left = args->num_columns / parts - column, columns = left < in_panel ? left : in_panel;
     if (!args->gate)
         for (int i = 0; i < rows; i++) store_row(args, sums + i * PANEL_COLUMNS, row + i, column, columns);
-    else if (args->gate == SILU && args->y_dtype == BFLOAT16)
-        store_gated(args, sums, row, rows, column, columns, SILU, BFLOAT16);
-    else if (args->gate == SILU)
-        store_gated(args, sums, row, rows, column, columns, SILU, FLOAT32);
     else if (args->y_dtype == BFLOAT16)
-        store_gated(args, sums, row, rows, column, columns, GELU_TANH, BFLOAT16);
+        store_gated_as(args, sums, row, rows, column, columns, BFLOAT16);
     else
-        store_gated(args, sums, row, rows, column, columns, GELU_TANH, FLOAT32);
+        store_gated_as(args, sums, row, rows, column, columns, FLOAT32);
 }
 
 /* Whether weights that are read once should be asked for past the caches. On AMD (Zen 5) memory delivers them sooner so;

@@ -9,7 +9,8 @@
  * Each element of y is one running float32 sum over the steps in ascending order. It does not depend on the number of
  * rows, the row's place among them or the number of threads. A step of two bfloat16 uses the dpbf16 instruction if the
  * CPU has it (the odd number first, subnormals as zero); otherwise the even number comes first. The variant amx adds up
- * bfloat16 products in another order, in every case the same (gemm_amx.h). With bias: y = sum + bias, rounded once.
+ * bfloat16 products in another order, in every case the same (gemm_amx.h). With bias: y = sum + bias, rounded once. With
+ * an activation: y = f(sum + bias), rounded once.
  *
  * With a gate (gate.h) the first half of the columns are gates, and the second half are the values that they scale
  * (up). A panel has PANEL_COLUMNS / 2 of each, so one thread has both sums and writes f(gate) * up. The sums are
@@ -36,7 +37,7 @@ typedef struct Gemm {
     int32_t gate;    /* NO_GATE or a function of gate.h */
     int32_t streams; /* whether the caches cannot keep the weights until the next product with them */
     int32_t packing; /* of the weights: see below */
-    int32_t reserved;
+    int32_t activation; /* without a gate: NO_GATE, or the function of gate.h that is applied to sum + bias */
     const struct Gemm *next; /* the product that follows, whose weights are prefetched; or NULL */
 } Gemm;
 

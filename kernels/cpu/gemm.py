@@ -12,8 +12,8 @@ from kernels.elements import BFLOAT16, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
 WHOLE, COMPACT, QUANTIZED = range(3)  # enum in gemm.h
-#: Gated activations by their names in transformers; enum in gate.h.
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+#: Activations by their names in transformers; enum in gate.h.
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3}
 
 
 class PackedMatrix:
@@ -30,7 +30,7 @@ class PackedMatrix:
     the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
     With `gate`, weight is [2 * out, in]: the gates, then the values they scale (up). y = f(gate) * up; gate and up are
-    rounded to out_dtype first.
+    rounded to out_dtype first. With `activation`, a gelu's name in GATES, y = f(x @ weight.T + bias).
     """
 
     def __init__(
@@ -42,9 +42,11 @@ class PackedMatrix:
         dtype: Dtype | None = None,  # float32 or bfloat16; None = the weight's dtype
         out_dtype: Dtype | None = None,  # float32 or bfloat16; None = dtype
         gate: str | None = None,  # a name in GATES
+        activation: str | None = None,
         is_kept: bool = False,
     ) -> None:
         assert gate is None or bias is None, gate
+        assert activation is None or (gate is None and bias is not None and "gelu" in activation), activation
         if isinstance(weight, QuantizedMatrix):
             assert dtype in (None, BFLOAT16), dtype
             assert weight.is_gated == (gate is not None), gate
@@ -71,6 +73,7 @@ class PackedMatrix:
             y_dtype=ELEMENT_NUMBERS[self.out_dtype],
             gate=0 if gate is None else GATES[gate],
             packing=self.packing,
+            activation=0 if activation is None else GATES[activation],
         )
 
     def __call__(self, x: Numbers) -> Numbers:

@@ -17,7 +17,15 @@ INLINE void norm_row(const Norm *args, int64_t row, const int x_dtype, const int
     const void *from = hidden ? (const void *)hidden : x;
     const int dtype = hidden ? FLOAT32 : x_dtype;
     char *out = (char *)args->out + row * width * element_bytes(out_dtype);
-    normalise(from, dtype, args->weight, args->eps, width, out, out_dtype);
+    const NormWeights *norm = &args->norm;
+    if (!norm->is_centred) {
+        normalise(from, dtype, norm->weight, args->eps, width, out, out_dtype);
+    } else if (hidden && norm->replaces) {
+        normalise_centred(hidden, FLOAT32, norm->weight, norm->bias, args->eps, width, hidden, FLOAT32);
+        convert(hidden, width, out, out_dtype);
+    } else {
+        normalise_centred(from, dtype, norm->weight, norm->bias, args->eps, width, out, out_dtype);
+    }
 }
 
 void norm_part(const Norm *args, int thread, int num_threads) {

@@ -2,17 +2,26 @@
  *
  *     hidden += x; out = hidden / sqrt(mean(hidden ** 2) + eps) * weight
  *
- * Both are done row by row. All intermediate numbers are float32. The squares of a row are summed in a fixed order.
+ * A centred one is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a bias
+ * may be added. All is done row by row. All intermediate numbers are float32. The sums of a row have a fixed order.
  */
 #ifndef NORM_H
 #define NORM_H
 
 #include <stdint.h>
 
+/* The constants of one normalisation. */
+typedef struct {
+    const float *weight; /* [width]; NULL = there is no such normalisation */
+    const float *bias;   /* [width] of a centred one; NULL = none */
+    int32_t is_centred;
+    int32_t replaces;    /* the result, in float32, replaces hidden too; for centred ones only */
+} NormWeights;
+
 typedef struct {
     float *hidden;       /* [num_rows, width], or NULL: x itself is normalised */
     const void *x;       /* [num_rows, width] of x_dtype, or NULL: nothing is added */
-    const float *weight; /* [width] */
+    NormWeights norm;
     void *out;           /* [num_rows, width] of out_dtype, or NULL: only the addition is wanted */
     int64_t num_rows, width;
     int32_t x_dtype, out_dtype; /* BFLOAT16 or FLOAT32 */

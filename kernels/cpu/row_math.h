@@ -41,4 +41,55 @@ INLINE void normalise(const void *x, const int dtype, const float *weight, float
     }
 }
 
+/* Return the last, incomplete vector of a row less the mean; lanes past the end are zero. */
+INLINE Floats centred_tail(const void *x, int64_t index, int64_t count, const int dtype, float mean) {
+    Floats numbers = load_tail(x, index, count, dtype) - mean;
+    for (int64_t i = count; i < LANES; i++) numbers[i] = 0.0f;
+    return numbers;
+}
+
+/* Return the sum of a row's numbers less the mean, or of their squares. The order is that of sum_of_squares(). */
+INLINE float sum_of_row(const void *x, int64_t width, const int dtype, float mean, const int squares) {
+    Floats sums[4] = {0};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const Floats numbers = load_numbers(x, i + j * LANES, dtype) - mean;
+            sums[j] = squares ? multiply_add(numbers, numbers, sums[j]) : sums[j] + numbers;
+        }
+    for (; i < width; i += LANES) {
+        const int is_whole = i + LANES <= width;
+        const Floats numbers =
+            is_whole ? load_numbers(x, i, dtype) - mean : centred_tail(x, i, width - i, dtype, mean);
+        sums[0] = squares ? multiply_add(numbers, numbers, sums[0]) : sums[0] + numbers;
+    }
+    return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+/* out = (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps) * weight + bias; out may be x if both are float32. */
+INLINE void normalise_centred(const void *x, const int dtype, const float *weight, const float *bias, float eps,
+                              int64_t width, void *out, const int out_dtype) {
+    const float mean = sum_of_row(x, width, dtype, 0.0f, 0) / (float)width;
+    const float scale = 1.0f / sqrtf(sum_of_row(x, width, dtype, mean, 1) / (float)width + eps);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        Floats numbers = (load_numbers(x, i, dtype) - mean) * scale * load_floats(weight + i);
+        if (bias) numbers += load_floats(bias + i);
+        store_numbers(out, i, numbers, out_dtype);
+    }
+    if (i < width) {
+        Floats tail = (load_tail(x, i, width - i, dtype) - mean) * scale * load_tail(weight, i, width - i, FLOAT32);
+        if (bias) tail += load_tail(bias, i, width - i, FLOAT32);
+        store_tail(out, i, width - i, tail, out_dtype);
+    }
+}
+
+/* Copy a row of float32 to out of dtype, each number rounded once. */
+INLINE void convert(const float *x, int64_t width, void *out, const int dtype) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store_numbers(out, i, load_floats(x + i), dtype);
+    if (i < width) store_tail(out, i, width - i, load_tail(x, i, width - i, FLOAT32), dtype);
+}
+
 #endif

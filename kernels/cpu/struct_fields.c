@@ -45,18 +45,18 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Attention
     WHOLE FIELD(q) FIELD(layer) FIELD(out) FIELD(block_tables) FIELD(items) FIELD(members) FIELD(merges) FIELD(partials)
     FIELD(scratch) FIELD(shape) FIELD(num_heads) FIELD(table_width) FIELD(num_items) FIELD(num_merges)
-    FIELD(max_item_tokens) FIELD(window) FIELD(scale)
+    FIELD(max_item_tokens) FIELD(window) FIELD(ahead) FIELD(scale)
 #undef STRUCT
 #define STRUCT AttentionPlan
     WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users) FIELD(places)
     FIELD(wanted_items) FIELD(wanted_merges) FIELD(tables) FIELD(num_requests) FIELD(max_items) FIELD(num_kv_heads)
-    FIELD(group) FIELD(window) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members) FIELD(num_items)
-    FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows) FIELD(longest)
+    FIELD(group) FIELD(window) FIELD(ahead) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members)
+    FIELD(num_items) FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows) FIELD(longest)
     FIELD(num_wanted_items) FIELD(num_wanted_merges)
 #undef STRUCT
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
-    FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(reserved) FIELD(next)
+    FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(activation) FIELD(next)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
@@ -69,13 +69,16 @@ EXPORT const StructField struct_fields[] = {
     WHOLE FIELD(parts) FIELD(packed) FIELD(must_be_whole) FIELD(num_parts) FIELD(num_columns) FIELD(depth)
     FIELD(is_gated) FIELD(reserved)
 #undef STRUCT
+#define STRUCT NormWeights
+    WHOLE FIELD(weight) FIELD(bias) FIELD(is_centred) FIELD(replaces)
+#undef STRUCT
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(head_norms) FIELD(scale) FIELD(kind)
 #undef STRUCT
 #define STRUCT Decoder
     WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)
-    FIELD(dtype) FIELD(eps) FIELD(embedding_scale) FIELD(embeddings_packing)
+    FIELD(dtype) FIELD(eps) FIELD(embedding_scale) FIELD(embeddings_packing) FIELD(kinds) FIELD(places) FIELD(num_words)
 #undef STRUCT
 #define STRUCT DecoderKind
     WHOLE FIELD(cos) FIELD(sin) FIELD(plan) FIELD(attention)
@@ -90,9 +93,10 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT Embedding
     WHOLE FIELD(ids) FIELD(table) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(scale) FIELD(packing)
+    FIELD(kinds) FIELD(places) FIELD(positions) FIELD(num_words)
 #undef STRUCT
 #define STRUCT Norm
-    WHOLE FIELD(hidden) FIELD(x) FIELD(weight) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)
+    WHOLE FIELD(hidden) FIELD(x) FIELD(norm) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)
     FIELD(eps)
 #undef STRUCT
 #define STRUCT RopeKvWrite

@@ -72,7 +72,7 @@ class AttentionArguments(CStruct):
     _fields_ = (
         *_fields("q layer out block_tables items members merges partials scratch", _POINTER),
         ("shape", CacheShape),
-        *_fields("num_heads table_width num_items num_merges max_item_tokens window", _INT32),
+        *_fields("num_heads table_width num_items num_merges max_item_tokens window ahead", _INT32),
         ("scale", _FLOAT),
     )
 
@@ -87,7 +87,7 @@ class PlanArguments(CStruct):
         *_fields("wanted_items wanted_merges", _POINTER),
         ("tables", BlockTables),
         *_fields("num_requests max_items", _INT64),
-        *_fields("num_kv_heads group window max_item_tokens max_split_rows max_members", _INT32),
+        *_fields("num_kv_heads group window ahead max_item_tokens max_split_rows max_members", _INT32),
         *_fields("num_items num_merges num_members num_partials num_tile_users num_rows longest", _INT64),
         *_fields("num_wanted_items num_wanted_merges", _INT64),
     )
@@ -104,7 +104,7 @@ class GemmArguments(CStruct):
     _fields_ = (
         *_fields("x weights bias y", _POINTER),
         *_fields("num_rows num_columns depth x_stride y_stride", _INT64),
-        *_fields("dtype y_dtype gate streams packing reserved", _INT32),
+        *_fields("dtype y_dtype gate streams packing activation", _INT32),
         ("next", _POINTER),
     )
 
@@ -139,13 +139,21 @@ class QuantizeArguments(CStruct):
     )
 
 
+class NormWeights(CStruct):
+    """The constants of one normalisation (norm.h)."""
+
+    c_name = "NormWeights"
+    _fields_ = (*_fields("weight bias", _POINTER), *_fields("is_centred replaces", _INT32))
+
+
 class LayerArguments(CStruct):
     """One layer's weights and constants (decoder.h)."""
 
     c_name = "DecoderLayer"
     _fields_ = (
         *_fields("qkv o gate_up down", GemmArguments),
-        *_fields("input_norm mlp_norm attention_out_norm mlp_out_norm head_norms", _POINTER),
+        *_fields("input_norm mlp_norm attention_out_norm mlp_out_norm", NormWeights),
+        ("head_norms", _POINTER),
         ("scale", _FLOAT),
         ("kind", _INT32),
     )
@@ -158,11 +166,14 @@ class DecoderArguments(CStruct):
     _fields_ = (
         ("layers", _POINTER),
         ("head", GemmArguments),
-        *_fields("embeddings norm", _POINTER),
+        ("embeddings", _POINTER),
+        ("norm", NormWeights),
         ("hidden_size", _INT64),
         *_fields("num_layers num_heads dtype", _INT32),
         *_fields("eps embedding_scale", _FLOAT),
         ("embeddings_packing", _INT32),
+        *_fields("kinds places", _POINTER),
+        ("num_words", _INT64),
     )
 
 
@@ -201,6 +212,8 @@ class EmbeddingArguments(CStruct):
         ("dtype", _INT32),
         ("scale", _FLOAT),
         ("packing", _INT32),
+        *_fields("kinds places positions", _POINTER),
+        ("num_words", _INT64),
     )
 
 
@@ -209,7 +222,9 @@ class NormArguments(CStruct):
 
     c_name = "Norm"
     _fields_ = (
-        *_fields("hidden x weight out", _POINTER),
+        *_fields("hidden x", _POINTER),
+        ("norm", NormWeights),
+        ("out", _POINTER),
         *_fields("num_rows width", _INT64),
         *_fields("x_dtype out_dtype", _INT32),
         ("eps", _FLOAT),

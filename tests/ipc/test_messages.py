@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from ipc import messages
+from ipc.columns import unpack_numbers
 from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
@@ -43,7 +44,6 @@ from ipc.messages import (
     decode_client_message,
     decode_server_message,
     encode,
-    unpack_numbers,
 )
 from ipc.metrics_messages import GetMetrics, Histogram, Metrics
 from ipc.pooling_messages import AddPooling, Pooled

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.cpu import attention, embedding, gemm, kv_cache, rms_norm, rope, sampling
+from kernels.cpu import attention, embedding, gemm, kv_cache, norm, rope, sampling
 from kernels.torch.tensors import element_type, to_array, to_tensor
 
 
@@ -45,7 +45,7 @@ class CpuEmbedding(embedding.CpuEmbedding):
         return to_tensor(super().__call__(to_array(ids)))
 
 
-class CpuNorm(rms_norm.CpuNorm):
+class CpuNorm(norm.CpuNorm):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*converted(*arguments)[0])
 

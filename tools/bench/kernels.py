@@ -24,7 +24,7 @@ from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.elements import ELEMENT_TYPES, Dtype, element_name

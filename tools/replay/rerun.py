@@ -18,9 +18,10 @@ from core.execution.executor import Executor
 from core.execution.pipeline import StepWatcher
 from core.executors.by_name import load_executor
 from core.inputs import EngineReply
+from ipc.columns import unpack_numbers
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
-from ipc.messages import DECODE_ERRORS, Abort, Submission, unpack_numbers
+from ipc.messages import DECODE_ERRORS, Abort, Submission
 from tools.replay.differences import Batch, Difference, find_difference
 
 OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]

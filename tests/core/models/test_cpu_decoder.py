@@ -17,7 +17,7 @@ from core.sampling.sampler import sample_greedily
 from ipc.arrays import Ints
 from ipc.errors import ModelFileError
 from kernels.cpu.library import load_cpu_library
-from kernels.cpu.rms_norm import CpuNorm
+from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import MAX_HEAD_DIM
 from kernels.cpu.sampling import _TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Numbers

@@ -10,8 +10,9 @@ from core.capture.recorded_executor import RecordedExecutor
 from core.engine import EngineCore
 from core.inputs import EngineReply
 from ipc.arrays import Ints
+from ipc.columns import unpack_numbers
 from ipc.errors import CaptureFileError
-from ipc.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs, RequestFailed, unpack_numbers
+from ipc.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
 from ipc.pooling_messages import AddPooling
 from tools.replay.output_rows import OutputRow, output_rows
 from tools.replay.rerun import replay_config

@@ -1,4 +1,4 @@
-"""CpuNorm: root mean square normalisation, and the addition before it, by the C kernel (kernels/cpu/norm.h)."""
+"""CpuNorm: normalisation of rows, and the addition before it, by the C kernel (kernels/cpu/norm.h)."""
 
 import ctypes
 
@@ -6,16 +6,35 @@ import numpy as np
 
 from kernels.arrays import Floats
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
-from kernels.cpu.structs import NormArguments
+from kernels.cpu.structs import NormArguments, NormWeights
 from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
 
 class CpuNorm:
-    """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype."""
+    """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype.
 
-    def __init__(self, library: CpuLibrary, weight: Floats, eps: float, dtype: Dtype) -> None:
+    A centred norm is a layer normalisation: it subtracts each row's mean first, and may add a bias [d] float32. One
+    that replaces writes its result to `hidden` too."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        weight: Floats,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        replaces: bool = False,
+    ) -> None:
+        assert is_centred or (bias is None and not replaces), "a norm that is not centred has no bias"
         self.weight, self.eps, self.dtype = np.ascontiguousarray(weight), eps, dtype
+        self.bias = None if bias is None else np.ascontiguousarray(bias)
+        #: The C struct of its constants; it points into this object.
+        self.constants = NormWeights(
+            self.weight.ctypes.data, None if self.bias is None else self.bias.ctypes.data, is_centred, replaces
+        )
         self._run = library.function("norm", ctypes.POINTER(NormArguments))
 
     def __call__(self, x: Numbers) -> Numbers:
@@ -37,7 +56,7 @@ class CpuNorm:
             NormArguments(
                 hidden,
                 x.ctypes.data,
-                self.weight.ctypes.data,
+                self.constants,
                 out.ctypes.data,
                 *x.shape,
                 ELEMENT_NUMBERS[x.dtype],

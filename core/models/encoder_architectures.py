@@ -1,0 +1,116 @@
+"""The encoders' architectures, as data: their names, and the names of their weights in files."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from core.models.config import ClassifierHead
+
+#: What a checkpoint has on top of its layers: nothing, a classifier of prompts, or a head for masked words, which is
+#: left out.
+EncoderForm = Literal["base", "classifier", "masked"]
+
+
+class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One architecture. Settings have their names in config.json."""
+
+    stem: str  # of the names in config.json's architectures
+    model_type: str
+    prefix: str  # of weights' names in checkpoints that have something on top of their layers
+    weights: Mapping[str, str]  # our stem of a weight's name -> the file's; {} = the index of the layer
+    head_weights: Mapping[str, str]  # the same, behind the pooling of classifiers
+    head: ClassifierHead
+    is_modern: bool = False  # ModernBERT: rotary embedding, norms first, gates, sliding layers, no biases
+    pads_positions: bool = False  # positions begin behind the padding token's number
+    #: Default values in transformers' config class of settings that config.json may lack.
+    defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
+_BERT_WEIGHTS = {
+    "embeddings.words": "embeddings.word_embeddings",
+    "embeddings.positions": "embeddings.position_embeddings",
+    "embeddings.kinds": "embeddings.token_type_embeddings",
+    "embeddings.norm": "embeddings.LayerNorm",
+    "layers.{}.q": "encoder.layer.{}.attention.self.query",
+    "layers.{}.k": "encoder.layer.{}.attention.self.key",
+    "layers.{}.v": "encoder.layer.{}.attention.self.value",
+    "layers.{}.o": "encoder.layer.{}.attention.output.dense",
+    "layers.{}.attention_out_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "layers.{}.up": "encoder.layer.{}.intermediate.dense",
+    "layers.{}.down": "encoder.layer.{}.output.dense",
+    "layers.{}.mlp_norm": "encoder.layer.{}.output.LayerNorm",
+}
+_MODERN_BERT_WEIGHTS = {
+    "embeddings.words": "embeddings.tok_embeddings",
+    "embeddings.norm": "embeddings.norm",
+    "layers.{}.attention_norm": "layers.{}.attn_norm",
+    "layers.{}.qkv": "layers.{}.attn.Wqkv",
+    "layers.{}.o": "layers.{}.attn.Wo",
+    "layers.{}.mlp_norm": "layers.{}.mlp_norm",
+    "layers.{}.up": "layers.{}.mlp.Wi",
+    "layers.{}.down": "layers.{}.mlp.Wo",
+    "final_norm": "final_norm",
+}
+_ROBERTA_HEAD = {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
+_BERT_DEFAULTS = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+}
+_ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "pad_token_id": 1}
+
+ENCODERS = (
+    EncoderArchitecture(
+        stem="Bert",
+        model_type="bert",
+        prefix="bert.",
+        weights=_BERT_WEIGHTS,
+        head_weights={"head.dense": "pooler.dense", "head.out": "classifier"},
+        head="tanh",
+        defaults=_BERT_DEFAULTS,
+    ),
+    *(
+        EncoderArchitecture(
+            stem=stem,
+            model_type=model_type,
+            prefix="roberta.",
+            weights=_BERT_WEIGHTS,
+            head_weights=_ROBERTA_HEAD,
+            head="tanh",
+            pads_positions=True,
+            defaults=_ROBERTA_DEFAULTS,
+        )
+        for stem, model_type in (("Roberta", "roberta"), ("XLMRoberta", "xlm-roberta"), ("Camembert", "camembert"))
+    ),
+    EncoderArchitecture(
+        stem="ModernBert",
+        model_type="modernbert",
+        prefix="model.",
+        weights=_MODERN_BERT_WEIGHTS,
+        head_weights={"head.dense": "head.dense", "head.norm": "head.norm", "head.out": "classifier"},
+        head="gelu and norm",
+        is_modern=True,
+        defaults={
+            "hidden_activation": "gelu",
+            "norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "local_attention": 128,
+            "global_attn_every_n_layers": 3,
+        },
+    ),
+)
+
+_SUFFIXES: dict[str, EncoderForm] = {
+    "Model": "base",
+    "ForMaskedLM": "masked",
+    "ForSequenceClassification": "classifier",
+}
+#: By each name in config.json's architectures that runs here.
+ENCODER_FORMS: dict[str, tuple[EncoderArchitecture, EncoderForm]] = {
+    f"{row.stem}{suffix}": (row, form) for row in ENCODERS for suffix, form in _SUFFIXES.items()
+}
+#: By model_type, for a config without architectures.
+ENCODER_TYPES: dict[str, EncoderArchitecture] = {row.model_type: row for row in ENCODERS}
