@@ -29,6 +29,13 @@ _OTHER_METHODS = (
     *("deepseek_mtp", "qwen3_next_mtp", "gemma4_mtp", "dflash", "extract_hidden_states", "custom_class"),
 )
 _METHODS = ("ngram", "suffix", "draft_model")
+_NO_LAYERS = "no architecture of our own has such layers"
+_NO_HEADS = "heads that read the model's hidden states are not there"
+#: Why some of these are not there.
+_REASONS = {
+    **dict.fromkeys(("mtp", "pangu_ultra_moe_mtp", "deepseek_mtp", "qwen3_next_mtp", "gemma4_mtp"), _NO_LAYERS),
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator", "dflash"), _NO_HEADS),
+}
 
 #: Keys of vLLM that mean nothing here -> why.
 _REFUSED_KEYS = {
@@ -66,7 +73,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
             if self.method in _OTHER_METHODS:
-                raise ConfigError(f"speculative_config: method {self.method!r} is not supported; {_have()}")
+                reason = f": {_REASONS[self.method]}" if self.method in _REASONS else ""
+                raise ConfigError(f"speculative_config: method {self.method!r} is not supported{reason}; {_have()}")
             raise ConfigError(f"speculative_config: unknown method {self.method!r:.80}; {_have()}")
         _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         _check("prompt_lookup_min", self.prompt_lookup_min, _MAX_LOOKUP)

@@ -35,8 +35,12 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"method": "eagle3"}, "method 'eagle3' is not supported"),
-        ({"method": "mtp"}, "method 'mtp' is not supported"),
+        (
+            {"method": "eagle3"},
+            "method 'eagle3' is not supported: heads that read the model's hidden states are not there",
+        ),
+        ({"method": "mtp"}, "method 'mtp' is not supported: no architecture of our own has such layers"),
+        ({"method": "custom_class"}, "method 'custom_class' is not supported; this version has ngram"),
         ({"method": "ngrams"}, "unknown method 'ngrams'"),
         ({}, "needs a method"),
         ({"method": 3}, "needs a method"),
