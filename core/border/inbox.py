@@ -5,13 +5,16 @@ from queue import SimpleQueue
 
 from core.inputs import EngineInput
 from ipc.messages import Abort, Submission
+from ipc.pooling_params import PoolingParams
+from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import Explain
 
 #: Units of work that the engine thread takes in before a step, at some 20 microseconds each. The rest waits for the
-#: next steps. A unit is a choice of a request, 1024 of its tokens, or 4 numbers of an Abort.
-WORK_PER_STEP = 512
+#: next steps. A unit is a choice of a request, 1024 of its tokens, 256 numbers among its parameters, or a number of an
+#: Abort (a request that waits takes 5 microseconds, a running one 50).
+WORK_PER_STEP = 256
 #: Most numbers of an Abort: longer ones are put in parts.
-MAX_ABORTED_AT_ONCE = 1024
+MAX_ABORTED_AT_ONCE = 256
 _EXPLAIN_WORK = WORK_PER_STEP  # of 1000 requests
 #: Queued messages and bytes beyond which no client is read. Requests have bounds of their own; aborts and calls do not.
 MAX_MESSAGES = 131_072
@@ -133,10 +136,18 @@ class Inbox:
 def _work(message: EngineInput) -> int:
     """Return what a message costs the engine thread, in units of WORK_PER_STEP."""
     if isinstance(message, Submission):
-        return message.params.n + num_tokens(message) // 1024
+        return message.params.n + num_tokens(message) // 1024 + _num_numbers(message.params) // 256
     if isinstance(message, Abort):
-        return 1 + len(message.numbers) // 16  # numbers of 4 bytes
+        return 1 + len(message.numbers) // 4  # numbers of 4 bytes
     return _EXPLAIN_WORK if isinstance(message, Explain) else 1
+
+
+def _num_numbers(params: SamplingParams | PoolingParams) -> int:
+    """Return the length of the parameters that may be long."""
+    if isinstance(params, PoolingParams):
+        return 0
+    lists = params.logit_bias, params.allowed_token_ids, params.stop_token_ids, params.bad_words_token_ids
+    return sum([len(one) for one in lists if one])
 
 
 def num_tokens(message: Submission) -> int:

@@ -33,6 +33,9 @@ from ipc.start_messages import Isolate
 MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MAX_SENT_BY_ENGINE = 2  # messages of a step that cost its thread less than to wake this one
 _FULL_S = 0.001  # between looks at an outbox that is full
+#: Between two rounds that each left messages unread: the engine thread gets Python's lock at once meanwhile. Else it
+#: waits 5 ms for each time that it takes it, of which a step has several.
+_PACE_S = 0.001
 _RETRY_S = 0.01  # between attempts to send the last messages to clients whose queues are full
 _FLUSH_S = 0.5  # given to slow clients when the engine stops
 _LOG_S = 0.5  # for the last lines on standard error
@@ -208,6 +211,8 @@ class IOThread:
             self._using.release()
             if self._engine_is_asleep and not self.inbox.is_empty:
                 os.eventfd_write(self._wake_engine, 1)
+            if self._border.is_behind:
+                time.sleep(_PACE_S)
             self._is_asleep = True  # before the look at the outbox: what is put in after it finds this
             for fd, _ in self._sources.poll(due_s if self._outbox.empty() else 0):
                 if fd == self._wake:

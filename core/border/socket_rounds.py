@@ -28,7 +28,7 @@ AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 
 #: Received before results are sent again: messages, or frames of long ones, and bytes. Decoding what is densest, lists
 #: of small numbers, takes 0.1 microseconds a byte.
-_FRAMES_PER_ROUND, _BYTES_PER_ROUND = 256, 64 << 10
+_FRAMES_PER_ROUND, _BYTES_PER_ROUND = 64, 64 << 10
 _STEPS_PER_ROUND = 4  # sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8
@@ -62,6 +62,7 @@ class Border:
         self.sessions = Sessions(socket, self.inbox, served.client_weights)
         self.drain_asked = False  # set by any thread: the next round begins the drain
         self.departure = Departure()
+        self.is_behind = False  # the last round left messages unread, because clients send faster than that
         self.shutdown_asked = False  # nothing is received any more
         self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
@@ -104,6 +105,7 @@ class Border:
         self._close_disconnected()
         may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
         has_read = may_receive and self.receive(now)
+        self.is_behind = may_receive and not has_read
         self._end_silent(now, has_read=has_read)
         if self._preparation is not None:
             self.send(self._preparation.take_done(), now)

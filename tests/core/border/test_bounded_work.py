@@ -152,7 +152,7 @@ def test_a_message_of_many_frames_is_read_in_many_rounds(socket: PlayedSocket, b
     num_left = []
     while not border.receive(0.0):
         num_left.append(len(socket.frames))
-    assert num_left == [1001 - 256 * rounds for rounds in (1, 2, 3)]
+    assert num_left == [1001 - 64 * rounds for rounds in range(1, 16)]
     (refused,) = [decode_server_message(frame) for frame in socket.sent]
     assert isinstance(refused, Refused)
     assert refused.message == "a message is one frame, this has 1000"
@@ -195,6 +195,16 @@ def test_the_engine_takes_in_a_bounded_amount_of_work_in_order() -> None:
     assert inbox.num_queued_requests == 2 * WORK_PER_STEP
 
 
+def test_long_parameters_are_work() -> None:
+    inbox, num_steps = Inbox(), 0
+    long = SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(1024), 1.0))
+    for number in range(2 * WORK_PER_STEP):
+        inbox.put(1, AddRequest(number, request(number, [1]).prompt_token_ids, long, 0))
+    while len(inbox.drain()):
+        num_steps += 1
+    assert num_steps >= 2 * (1 + 1024 // 256)
+
+
 def test_a_session_with_many_requests_ends_in_parts(socket: PlayedSocket, border: Border) -> None:
     for number in range(3000):
         socket.put(encode(request(number, [1])))
@@ -205,7 +215,9 @@ def test_a_session_with_many_requests_ends_in_parts(socket: PlayedSocket, border
     while part := border.inbox.drain():
         messages += [message for _, message in part]
     aborts = [message for message in messages if isinstance(message, Abort)]
-    assert [len(abort.numbers) // 4 for abort in aborts] == [1024, 1024, 952]
+    assert [len(abort.numbers) // 4 for abort in aborts] == [MAX_ABORTED_AT_ONCE] * 11 + [
+        3000 - 11 * MAX_ABORTED_AT_ONCE
+    ]
     assert messages[-1] == Goodbye()
 
 
