@@ -14,6 +14,7 @@ import sys
 import msgspec
 import uvloop
 
+from frontend.http.json_log import log_as_json
 from frontend.http.options import WorkerStart
 from frontend.http.server import HttpServer, open_engine, raise_file_limit
 from frontend.session import EngineHandle
@@ -29,6 +30,8 @@ def main() -> int:
     start = _read_start(lease)
     if start is None:
         return 0
+    if start.options.log_format == "json":
+        log_as_json()
     raise_file_limit()
     try:
         engine = open_engine(start.connect)
