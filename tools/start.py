@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from frontend.engine.process import EngineProcess, OnPhase
@@ -22,33 +22,48 @@ def check_connect(connect: str | None, options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def engine_at(
-    connect: str | None, options: Mapping[str, Any], *, is_quiet: bool = False
+    connect: str | None,
+    options: Mapping[str, Any],
+    *,
+    is_quiet: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, EngineProcess | None, float | None]]:
     """Yield (address, process, seconds of its start) of an engine with these options, or of that at `connect`.
 
-    The last two are None for an engine that was already running. Errors: those of started_engine().
+    The last two are None for an engine that was already running. meanwhile: as in started_engine(). Errors: its.
     """
     if connect is not None:
         yield connect, None, None
         return
-    with started_engine(config_from_options(**options), is_quiet=is_quiet) as (process, start_s):
+    started = started_engine(config_from_options(**options), is_quiet=is_quiet, meanwhile=meanwhile)
+    with started as (process, start_s):
         yield process.address, process, start_s
 
 
 @contextlib.contextmanager
 def started_engine(
-    config: EngineConfig, *, on_phase: OnPhase | None = None, is_quiet: bool = False
+    config: EngineConfig,
+    *,
+    on_phase: OnPhase | None = None,
+    is_quiet: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[EngineProcess, float]]:
     """Yield (a ready engine, seconds its start took); the engine is stopped at the end.
 
-    on_phase: None = show the phases where standard error is a terminal, unless is_quiet.
+    on_phase: None = show the phases where standard error is a terminal, unless is_quiet. meanwhile: called once the
+    engine's process runs, before its start is waited for.
     Errors: ConfigError, ModelFileError, OutOfMemoryError, EngineStartError.
     """
     begin = time.monotonic()
     with StartDisplay(is_quiet=is_quiet) as display:
         process = EngineProcess(config, on_phase=on_phase or display)
         process.start()
-        process.wait_ready()
+        try:
+            meanwhile()
+            process.wait_ready()
+        except BaseException:
+            process.close()
+            raise
     try:
         yield process, time.monotonic() - begin
     finally:

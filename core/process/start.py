@@ -83,8 +83,8 @@ def start_engine(start: Start, context: Context, router: BoundRouter, report: Re
     if (capture := capture_path(config, start.epoch)) is not None:
         check_capture(capture)
     report("read tokenizer")
+    default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
     tokenizer = _read_tokenizer(config)
-    default_sampling = read_default_sampling(config)
     report("import")
     if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
         # Imported late: the check that `kernels` is ours runs after the import of core.

@@ -11,7 +11,6 @@ Every count is compared with the bytes that are left before anything is read or 
 import math
 import mmap
 import struct
-from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -106,21 +105,33 @@ def read_gguf(path: Path) -> GgufHeader:
     forget_gguf(). Errors: ModelFileError naming the file, the byte offset and what was expected; UnsupportedModelError
     for a sound file of another version, byte order or tensor type.
     """
-    try:
-        status = path.stat()
-    except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path}: cannot be read: {error}") from None
-    return _read_header(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    state = _state_of(path)
+    if (path, state) not in _kept:
+        header = _read_header(path)
+        _kept.clear()
+        _kept[path, state] = header
+    return _kept[path, state]
 
 
 def forget_gguf() -> None:
     """Free the memory of the header that read_gguf() keeps."""
-    _read_header.cache_clear()
+    _kept.clear()
 
 
-@lru_cache(maxsize=1)
-def _read_header(path: Path, state: tuple[int, ...]) -> GgufHeader:
-    """Read the header. state: values of the file's status that change with its content."""
+#: The last file's header, by its path and state.
+_kept: dict[tuple[Path, tuple[int, ...]], GgufHeader] = {}
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Return values of the file's status that change with its content. Errors: ModelFileError."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: cannot be read: {error}") from None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _read_header(path: Path) -> GgufHeader:
     with map_file(path) as data:
         cursor = _Cursor(data, str(path))
         version, num_tensors, metadata = _read_metadata(cursor)
@@ -141,12 +152,14 @@ def parse_gguf_metadata(data: bytes, source: str = "GGUF metadata") -> dict[str,
 def cut_gguf_metadata(path: Path) -> bytes:
     """Return a file's first bytes up to the end of its metadata, as a GGUF file of its own with a tensor count of 0.
 
-    Errors: those of read_gguf.
+    A header that read_gguf() keeps is not read again. Errors: those of read_gguf, but for tensors.
     """
+    kept = _kept.get((path, _state_of(path)))
     with map_file(path) as data:
         cursor = _Cursor(data, str(path))
-        _read_metadata(cursor)
-        return data[:8] + bytes(8) + data[16 : cursor.position]
+        if kept is None:
+            _read_metadata(cursor)
+        return data[:8] + bytes(8) + data[16 : cursor.position if kept is None else kept.metadata_bytes]
 
 
 class _Cursor:
