@@ -2,6 +2,7 @@
 
     <|channel|>analysis<|message|>...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 analysis is reasoning, a message to functions.NAME is a call, every other message is content.
@@ -17,21 +18,53 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _RECIPIENT = re.compile(r"to=(\S+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
+_TO = "to="
+_MAX_RECEIVER = 200  # characters
+
+
+class _Opening:
+    """The text before the first mark. The prompt ends within a header, so a receiver there belongs to the header."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.header = ""
+        self._sink = sink
+        self._is_content = False
+
+    def take(self, text: str) -> None:
+        """Take text; what cannot be a receiver is content."""
+        self.header += text
+        begin = self.header.lstrip()[: len(_TO)]
+        if self._is_content or not _TO.startswith(begin) or len(self.header) > _MAX_RECEIVER:
+            self.end()
+
+    def end(self) -> None:
+        """Make what was taken content."""
+        self._is_content = True
+        text, self.header = self.header, ""
+        self._sink.content(text)
 
 
 def read_harmony(source: Source, sink: Sink) -> Reading[None]:
     """Read a whole answer."""
+    opening = _Opening(sink)
+    mark = yield from source.until(MARKS, opening.take)
+    if mark not in ("<|channel|>", "<|constrain|>", "<|message|>"):
+        opening.end()
+    before = opening.header
     while True:
-        mark = yield from source.until(MARKS, sink.content)  # text outside of messages
+        if mark == "<|message|>" and before:
+            mark = yield from _read_message(source, sink, before)
         while mark in ("<|start|>", "<|channel|>", "<|constrain|>"):
-            header: list[str] = [mark]
+            header, before = [before, mark], ""
             mark = yield from _read_header(source, header)
             if mark == "<|message|>":
                 mark = yield from _read_message(source, sink, "".join(header))
+        before = ""
         if mark == "<|message|>":
             mark = yield from source.until(_ENDS, sink.content)
         if not mark:
             return
+        mark = yield from source.until(MARKS, sink.content)  # text outside of messages
 
 
 def _read_header(source: Source, header: list[str]) -> Reading[str]:

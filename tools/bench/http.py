@@ -132,7 +132,7 @@ async def _health(served: _Served, connections: int, num_tokens: int) -> dict[st
     begin = time.monotonic()
     await _run_all(peers, num_tokens)
     begun = begin + max(peer.first_s for peer in peers)
-    asked: list[tuple[float, float]] = msgspec.json.decode((await probe.communicate())[0])
+    asked: list[tuple[float, float]] = msgspec.json.decode((await probe.communicate(b""))[0])
     for peer in peers:
         peer.close()
     start = [seconds for at, seconds in asked if begin <= at < begun]
