@@ -120,12 +120,21 @@ class CpuOperations:
         activation: str | None = None,
     ) -> PackedMatrix:
         """Pack the weight as it is stored if bfloat16 products can read it so, else as numbers of the model's dtype."""
-        stored = None
-        if self._dtype == BFLOAT16 and self.form is WeightForm.STORED:
-            stored = weight.quantized(self.library, is_gated=gate is not None)
+        in_8_bits, stored = self.form is WeightForm.INT8, None
+        if in_8_bits or (self._dtype == BFLOAT16 and self.form is WeightForm.STORED):
+            stored = weight.quantized(self.library, is_gated=gate is not None, in_8_bits=in_8_bits)
+        if stored is not None and stored.has_whole_panels and self._dtype != BFLOAT16:
+            stored = None  # such panels are of bfloat16
         numbers = weight.dense(self._dtype) if stored is None else stored
         return PackedMatrix(
-            self.library, numbers, bias, out_dtype=out_dtype, gate=gate, activation=activation, is_kept=self._is_kept
+            self.library,
+            numbers,
+            bias,
+            dtype=self._dtype,
+            out_dtype=out_dtype,
+            gate=gate,
+            activation=activation,
+            is_kept=self._is_kept,
         )
 
     def attention(self, kind: int, head_norms: Floats | None, eps: float, scale: float) -> CpuAttend:

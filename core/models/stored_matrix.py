@@ -8,7 +8,7 @@ import numpy as np
 from ipc.arrays import UInt8s
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.quantized import BlockRows, QuantizedMatrix, quantize
+from kernels.cpu.quantized import BlockRows, QuantizedMatrix, in_q8_0, quantize
 from kernels.dequantize import PLAIN_TYPES, dequantize
 from kernels.elements import Dtype, Numbers, write_rounded
 
@@ -75,15 +75,22 @@ class StoredMatrix:
             part.let_go()
         return numbers
 
-    def quantized(self, library: CpuLibrary, *, is_gated: bool = False) -> QuantizedMatrix | None:
+    def quantized(
+        self, library: CpuLibrary, *, is_gated: bool = False, in_8_bits: bool = False
+    ) -> QuantizedMatrix | None:
         """Return the matrix packed as it is stored, for products in bfloat16; None: use dense(). See quantize().
 
-        The data is released.
+        in_8_bits: for products in 8 bits; then parts that are not quantized become Q8_0. The data is released.
         """
-        packed = quantize(library, [part.block_rows for part in self.parts], is_gated=is_gated)
+        rows = [part.block_rows for part in self.parts]
+        if in_8_bits:
+            rows = [block for part in rows if (block := in_q8_0(library, part)) is not None]
+        packed = None
+        if len(rows) == len(self.parts):
+            packed = quantize(library, rows, is_gated=is_gated)
         for part in self.parts:
             part.let_go()
-        return packed
+        return packed._replace(in_8_bits=True) if in_8_bits and packed is not None else packed
 
     def own(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype, in memory that is not the data's."""

@@ -55,6 +55,7 @@ static void multiply(const Share *share, const Gemm *weights, const void *x, voi
     args.x = x, args.x_stride = args.depth;
     args.y = y, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
     args.num_rows = share->num_rows;
+    args.quantized = share->step->quantized, args.quantized_stride = share->step->quantized_stride;
     gemm_part(&args, share->thread, share->num_threads);
 }
 

@@ -59,6 +59,8 @@ typedef struct {
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
     float *logits;                      /* [S, num_columns of head]; NULL = compute only last_hidden */
     int32_t *largest;                   /* [S] by find_largest() of sampling.h; or NULL */
+    void *quantized;                    /* room for x of a product in 8 bits (gemm.h); or NULL */
+    int64_t quantized_stride;           /* for the deepest product: threads are at different ones */
     int64_t num_tokens, num_logits;
     int64_t is_narrow;                  /* out: the last layer's attention may lack rows without logits */
 } DecoderStep;

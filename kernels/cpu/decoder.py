@@ -13,7 +13,7 @@ from kernels.arrays import Floats, Int32s, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.embedding import CpuEmbedding, address
-from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.gemm import INT8, PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.norm import CpuNorm
@@ -94,7 +94,7 @@ class CpuDecoder:
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
         self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features if head else 0, norm.dtype
-        first = layers[0]
+        first, self._deepest = layers[0], _deepest_in_8_bits(layers, head)
         self._decoder = _decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
@@ -224,6 +224,9 @@ class CpuDecoder:
                 self._keep(name, (rows, width), self._dtype)
             self._keep("hidden", (rows, self._width), FLOAT32)
             self._keep("last_hidden", (rows, self._width), FLOAT32)
+            if self._deepest:
+                self._keep("quantized", (rows, row_bytes_in_8_bits(self._deepest)), np.dtype(np.uint8))
+                self._step.quantized_stride = blocks_in_8_bits(self._deepest)
             if self._normalises_added:
                 self._keep("normed", (rows, self._width), FLOAT32)
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
@@ -238,11 +241,17 @@ class CpuDecoder:
 
 def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
     """Return the bytes of weights that a step reads, whatever its number of rows."""
-    matrices = [
-        *([head] if head else []),
-        *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down)),
-    ]
-    return sum(matrix.packed.nbytes for matrix in matrices)
+    return sum(matrix.packed.nbytes for matrix in _matrices(layers, head))
+
+
+def _deepest_in_8_bits(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
+    """Return the largest depth of a product in 8 bits; 0 without one."""
+    return max((matrix.in_features for matrix in _matrices(layers, head) if matrix.packing == INT8), default=0)
+
+
+def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[PackedMatrix]:
+    own = [] if head is None else [head]
+    return [*own, *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down))]
 
 
 def exceed_caches(num_bytes: int) -> bool:

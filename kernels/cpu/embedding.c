@@ -87,7 +87,7 @@ void embedding_part(const Embedding *args, int thread, int num_threads) {
     for (int64_t row = begin; row < end; row++) {
         if (args->packing >= BLOCK_TABLE)
             embed_row_of_blocks(args, row, args->packing - BLOCK_TABLE);
-        else if (args->packing == PACKED + QUANTIZED_WEIGHTS)
+        else if (args->packing >= PACKED + QUANTIZED_WEIGHTS)
             embed_quantized_row(args, row);
         else if (args->packing == PACKED + COMPACT_WEIGHTS)
             embed_compact_row(args, row);

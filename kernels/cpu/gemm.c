@@ -3,6 +3,7 @@
 #include "gate.h"
 #include "gemm_amx.h"
 #include "gemm_slices.h"
+#include "int8.h"
 #include "pool.h"
 
 /* Rows of x are multiplied in chunks, each with all panels. A chunk has at most so many bytes, so that a second level
@@ -27,7 +28,7 @@ static int64_t bytes_of_panel(const Gemm *args) {
 }
 static const char *weights_of_panel(const Gemm *args, int64_t panel) {
     const char *weights = args->weights;
-    if (args->packing != QUANTIZED_WEIGHTS) return weights + panel * bytes_of_panel(args);
+    if (args->packing < QUANTIZED_WEIGHTS) return weights + panel * bytes_of_panel(args);
     return weights + quantized_panel(weights, panel)->offset;
 }
 /* Return the bytes of weights that a block reads at a time. */
@@ -242,6 +243,10 @@ int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype) {
 }
 
 void gemm_part(const Gemm *args, int thread, int num_threads) {
+    if (args->packing == INT8_WEIGHTS) {
+        int8_part(args, thread, num_threads);
+        return;
+    }
     const int64_t num_rows = args->num_rows;
     const Gemm *next = args->next ? args->next : args;
     if (gemm_splits_rows(num_rows, num_threads, args->dtype)) {

@@ -23,8 +23,9 @@
 
 enum { PANEL_COLUMNS = 32 };
 
-/* How weights are packed: as above; or, if they are bfloat16, compact (compact.h) or quantized (quantized.h). */
-enum { WHOLE_WEIGHTS = 0, COMPACT_WEIGHTS = 1, QUANTIZED_WEIGHTS = 2 };
+/* How weights are packed: as above; or, if they are bfloat16, compact (compact.h) or quantized (quantized.h). INT8_WEIGHTS
+ * are packed as quantized ones, and multiplied in 8 bits (int8.h). */
+enum { WHOLE_WEIGHTS = 0, COMPACT_WEIGHTS = 1, QUANTIZED_WEIGHTS = 2, INT8_WEIGHTS = 3 };
 
 typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
@@ -39,6 +40,8 @@ typedef struct Gemm {
     int32_t packing; /* of the weights: see below */
     int32_t activation; /* without a gate: NO_GATE, or the function of gate.h that is applied to sum + bias */
     const struct Gemm *next; /* the product that follows, whose weights are prefetched; or NULL */
+    void *quantized;         /* with INT8_WEIGHTS: room for num_rows rows of blocks of x (int8.h) */
+    int64_t quantized_stride; /* blocks from row to row, at least depth / GROUP */
 } Gemm;
 
 typedef struct {

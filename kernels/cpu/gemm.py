@@ -11,16 +11,32 @@ from kernels.cpu.structs import GemmArguments, PackArguments
 from kernels.elements import BFLOAT16, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
-WHOLE, COMPACT, QUANTIZED = range(3)  # enum in gemm.h
+WHOLE, COMPACT, QUANTIZED, INT8 = range(4)  # enum in gemm.h
+#: Version of the arithmetic of products in 8 bits, a part of the fingerprint.
+INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3}
+
+
+_BLOCK, _BLOCK_BYTES = 32, 48  # numbers, and bytes of Int8Block, in int8.h
+
+
+def blocks_in_8_bits(depth: int) -> int:
+    """Return the blocks of a row of x with `depth` numbers, a multiple of 32."""
+    return depth // _BLOCK
+
+
+def row_bytes_in_8_bits(depth: int) -> int:
+    """Return the bytes of these blocks."""
+    return blocks_in_8_bits(depth) * _BLOCK_BYTES
 
 
 class PackedMatrix:
     """A packed weight matrix that computes y = x @ weight.T + bias.
 
     `weight` [out, in] is float32, bfloat16 or float16. It is packed as `dtype`, and the original is not kept. Or it is
-    a quantized matrix, which gives the bits of a product with its dequantized numbers in bfloat16.
+    a quantized matrix, which gives the bits of a product with its dequantized numbers in bfloat16; or one for products
+    in 8 bits, which have the same bits in all variants.
 
     An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype. Its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
@@ -48,7 +64,7 @@ class PackedMatrix:
         assert gate is None or bias is None, gate
         assert activation is None or (gate is None and bias is not None and "gelu" in activation), activation
         if isinstance(weight, QuantizedMatrix):
-            assert dtype in (None, BFLOAT16), dtype
+            assert dtype in (None, BFLOAT16) or (weight.in_8_bits and not weight.has_whole_panels), dtype
             assert weight.is_gated == (gate is not None), gate
             num_columns, self.in_features = weight.num_columns, weight.depth
         else:
@@ -59,7 +75,8 @@ class PackedMatrix:
         self.variant = f"c-{library.variant}"  # identifies the arithmetic: it determines the bits of a product
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
         if isinstance(weight, QuantizedMatrix):
-            self.packed, self.packing = weight.packed, QUANTIZED
+            self.packed, self.packing = weight.packed, INT8 if weight.in_8_bits else QUANTIZED
+            self.variant += f"-int8.{INT8_ARITHMETIC}" if weight.in_8_bits else ""
         else:
             self.packed, self.packing = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
@@ -86,6 +103,9 @@ class PackedMatrix:
         arguments.x, arguments.y = x.ctypes.data, y.ctypes.data
         arguments.num_rows, arguments.y_stride = y.shape
         arguments.x_stride = x.strides[0] // x.itemsize
+        if self.packing == INT8:
+            blocks = aligned_empty((x.shape[0], row_bytes_in_8_bits(self.in_features)), np.dtype(np.uint8))
+            arguments.quantized, arguments.quantized_stride = blocks.ctypes.data, blocks_in_8_bits(self.in_features)
         self._gemm(arguments)
         return y
 

@@ -62,11 +62,10 @@ INLINE void work_on_vectors(const Groups *work, const char *head, const char *gr
     }
 #pragma GCC unroll 1
     for (int r = 0; r < GROUP / 8; r++) {
-        const int has_words = type != Q8_0 && type != WHOLE_PANEL;
         Words low[PANEL_VECTORS], high[PANEL_VECTORS];
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
-            low[v] = has_words ? load_words(codes + r * ROW_BYTES + (first + v) * VECTOR_BYTES) : (Words){0};
+            low[v] = load_low(codes, first + v, r, type);
             high[v] = load_high(codes, first + v, r, type);
         }
 #pragma GCC unroll 4

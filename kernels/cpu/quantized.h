@@ -14,9 +14,13 @@
  * The depth is cut into groups of GROUP weights. A group has its scales, then its codes. All are rows with an entry for
  * each of the panel's 32 columns, side by side:
  *   Q4_0, Q4_1, Q4_K  4 rows of words; a word has the codes of 8 neighbours along the depth, from its low end
- *   Q5_0, Q5_1, Q5_K  the same for the low four bits, then a row of words with the fifth bit of all 32
- *   Q6_K              the same for the low four bits, then 2 rows of words with the upper two bits of 16 each
- *   Q8_0              32 rows of bytes
+ *   Q5_0, Q5_1, Q5_K  the same for the low four bits, then a row of words with the fifth bit of all 32: bit s of each
+ *                     byte has step s (below)
+ *   Q6_K              the same for the low four bits, then 2 rows of words with the upper two bits of 16 each: bits 2 s
+ *                     and 2 s + 1 of each byte have step s or 4 + s
+ *   Q8_0              8 rows of words: steps
+ * A step has four codes: of eight neighbours those at even places, or those at odd places. A row of words with four bits
+ * of each code is two steps; so products in 8 bits (int8.h) get a step by one shift, and all types have the same steps.
  * Scales, and minima after them, are rows of float16. In K types they are integers of eight bits (Q4_K and Q5_K have
  * two rows, scale and minimum; Q6_K one row for each half of the group), and factors for eight groups, in rows of
  * float16, stand before the first of them (the head).

@@ -9,7 +9,7 @@ import numpy as np
 from kernels.arrays import UInt8s
 from kernels.cpu.dequantize import TYPE_NUMBERS
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
-from kernels.cpu.structs import QuantizeArguments, QuantizedPartArguments
+from kernels.cpu.structs import BlockArguments, QuantizeArguments, QuantizedPartArguments
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
 from kernels.elements import BFLOAT16, Dtype
 from kernels.rounding import ceil_div
@@ -33,12 +33,17 @@ class BlockRows(NamedTuple):
 
 
 class QuantizedMatrix(NamedTuple):
-    """A packed matrix [num_columns, depth]; products take the bfloat16 numbers that its blocks stand for."""
+    """A packed matrix [num_columns, depth]; products take the bfloat16 numbers that its blocks stand for.
+
+    Or they are in 8 bits (kernels/cpu/int8.h): then x is quantized too, and is bfloat16 or float32.
+    """
 
     packed: UInt8s
     num_columns: int
     depth: int
     is_gated: bool  # whether it is packed for a product with a gate
+    in_8_bits: bool = False
+    has_whole_panels: bool = False  # which products in 8 bits multiply in bfloat16
 
     @property
     def dtype(self) -> Dtype:
@@ -78,8 +83,31 @@ def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool 
         packed = library.allocate(wanted)
         arguments.packed = packed.ctypes.data
         if not write(arguments):  # else some panels need more bytes
-            return QuantizedMatrix(packed, num_columns, depth, is_gated)
+            has_whole_panels = (packed[: 16 * len(must_be_whole)].view("<i4")[2::4] < 0).any()
+            return QuantizedMatrix(packed, num_columns, depth, is_gated, has_whole_panels=bool(has_whole_panels))
     return None
+
+
+def in_q8_0(library: CpuLibrary, part: BlockRows) -> BlockRows | None:
+    """Return the rows as Q8_0: quantized ones unchanged, others with the bits that llama.cpp's quantization gives.
+
+    None: the depth is no multiple of 32, or a scale would be no finite float16.
+    """
+    plain = PLAIN_TYPES.get(part.type_name)
+    if plain is None:
+        return part
+    weights, num_bytes = BLOCK_SIZES["Q8_0"]
+    if part.depth % weights:
+        return None
+    blocks = np.empty((len(part.data), part.depth // weights * num_bytes), np.uint8)
+    arguments = BlockArguments(
+        numbers=part.data.ctypes.data,
+        blocks=blocks.ctypes.data,
+        num_blocks=blocks.size // num_bytes,
+        dtype=ELEMENT_NUMBERS[plain],
+    )
+    num_failed = library.function("make_blocks", ctypes.POINTER(BlockArguments), result=ctypes.c_int64)(arguments)
+    return None if num_failed else BlockRows("Q8_0", blocks)
 
 
 def _part_arguments(part: BlockRows) -> QuantizedPartArguments:

@@ -100,23 +100,36 @@ INLINE Floats number_of_code(const Words low, const Words high, const int i, con
     const __m512i shifted = (__m512i)(low >> (4 * i));
     if (type == Q4_0 || type == Q4_1 || type == Q4_K) return (Floats)_mm512_permutexvar_ps(shifted, (__m512)table);
     if (has_fifth_bit(type)) { /* the lower four bits of one, the fifth of the other; further ones are not looked at */
-        const __m512i fifth = (__m512i)moved(high, i, 4);
+        const __m512i fifth = (__m512i)moved(high, i / 2 * 8 + i % 2, 4);
         const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi32(15), shifted, fifth, 0xca);
         return (Floats)_mm512_permutex2var_ps((__m512)table, code, (__m512)(table + 16.0f));
     }
 #endif
     Words code = low >> (4 * i) & 15;
-    if (has_fifth_bit(type)) code |= moved(high, i, 4) & 16;
-    if (type == Q6_K) code |= moved(high, 2 * i, 4) & 48;
+    if (has_fifth_bit(type)) code |= moved(high, i / 2 * 8 + i % 2, 4) & 16;
+    if (type == Q6_K) code |= moved(high, i / 2 * 8 + i % 2 * 2, 4) & 48;
     const Floats number = __builtin_convertvector((Signed)code, Floats);
     return zero ? number - (float)zero : number;
 }
 
-/* Return the upper bits of the codes of row r of words. */
+/* Return the lower bits of the codes of row r; of Q8_0 the first of its two steps. */
+INLINE Words load_low(const char *codes, const int v, const int r, const int type) {
+    if (type == WHOLE_PANEL) return (Words){0};
+    return load_words(codes + (type == Q8_0 ? 2 * r : r) * ROW_BYTES + v * VECTOR_BYTES);
+}
+
+/* Return the upper bits of the codes of row r of words; of Q8_0 the second of its two steps. */
 INLINE Words load_high(const char *codes, const int v, const int r, const int type) {
-    if (has_fifth_bit(type)) return load_words(codes + 4 * ROW_BYTES + v * VECTOR_BYTES) >> (8 * r);
-    if (type == Q6_K) return load_words(codes + (4 + r / 2) * ROW_BYTES + v * VECTOR_BYTES) >> (r % 2 * 16);
+    codes += v * VECTOR_BYTES;
+    if (type == Q8_0) return load_words(codes + (2 * r + 1) * ROW_BYTES);
+    if (has_fifth_bit(type)) return load_words(codes + 4 * ROW_BYTES) >> (2 * r);
+    if (type == Q6_K) return load_words(codes + (4 + r / 2) * ROW_BYTES) >> (r % 2 * 4);
     return (Words){0};
+}
+
+/* Return byte i / 2 of each word of a step of Q8_0 as a number. */
+INLINE Floats number_of_byte(const Words step, const int i) {
+    return __builtin_convertvector((Signed)(step << (24 - i / 2 * 8)) >> 24, Floats);
 }
 
 /* Return the weight at place k = 8 r + i of the group as a float; `low` and `high` are those of row r. */
@@ -128,8 +141,7 @@ INLINE Floats weight_at(const char *codes, const Words low, const Words high, co
         return (Floats)(k % 2 ? pair & 0xffff0000 : pair << 16);
     }
     const Floats scale = type == Q6_K ? scales->scale[r / 2] : scales->scale[0];
-    const Floats number = type == Q8_0 ? load_signed_bytes(codes + k * PANEL_COLUMNS + v * LANES)
-                                       : number_of_code(low, high, i, type);
+    const Floats number = type == Q8_0 ? number_of_byte(i % 2 ? high : low, i) : number_of_code(low, high, i, type);
     return rounded_exactly(has_minimum(type) ? multiply_add(number, scale, scales->minimum) : number * scale);
 }
 

@@ -103,10 +103,16 @@ static void write_scales(const uint8_t *block, int32_t type, int g, int column, 
     }
 }
 
+/* Return the step that code k of a group belongs to: of each eight neighbours those at even places are one step, those
+ * at odd places the next. */
+static int step_of_code(int k) { return k / 8 * 2 + k % 2; }
+
+enum { STEP_OF_BYTES = PANEL_COLUMNS * 4 };
+
 /* Write the column's codes of a group. */
 static void write_codes(const uint8_t codes[GROUP], int32_t type, int column, char *rows) {
     if (type == Q8_0) {
-        for (int k = 0; k < GROUP; k++) rows[k * PANEL_COLUMNS + column] = (char)codes[k];
+        for (int k = 0; k < GROUP; k++) rows[step_of_code(k) * STEP_OF_BYTES + column * 4 + k % 8 / 2] = (char)codes[k];
         return;
     }
     uint32_t *words = (uint32_t *)rows + column;
@@ -116,9 +122,10 @@ static void write_codes(const uint8_t codes[GROUP], int32_t type, int column, ch
     }
     const int bits = type == Q6_K ? 2 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 1 : 0;
     for (int r = 0; r < bits; r++, words += PANEL_COLUMNS) {
-        const int count = GROUP / bits;
+        const int count = GROUP / bits, steps = 8 / bits;
         *words = 0;
-        for (int i = 0; i < count; i++) *words |= (uint32_t)(codes[r * count + i] >> 4) << (bits * i);
+        for (int k = r * count; k < (r + 1) * count; k++)
+            *words |= (uint32_t)(codes[k] >> 4) << (k % 8 / 2 * 8 + step_of_code(k) % steps * bits);
     }
 }
 

@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "dequantize.h"
 #include "embedding.h"
+#include "make_blocks.h"
 #include "norm.h"
 #include "quantized.h"
 #include "rope.h"
@@ -57,6 +58,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
     FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(activation) FIELD(next)
+    FIELD(quantized) FIELD(quantized_stride)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
@@ -86,7 +88,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderStep
     WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(slots) FIELD(logits_rows)
     FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(added) FIELD(normed)
-    FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(num_tokens) FIELD(num_logits) FIELD(is_narrow)
+    FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(quantized) FIELD(quantized_stride) FIELD(num_tokens) FIELD(num_logits) FIELD(is_narrow)
 #undef STRUCT
 #define STRUCT Dequantize
     WHOLE FIELD(blocks) FIELD(out) FIELD(num_blocks) FIELD(type) FIELD(dtype)
@@ -94,6 +96,9 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Embedding
     WHOLE FIELD(ids) FIELD(table) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(scale) FIELD(packing)
     FIELD(kinds) FIELD(places) FIELD(positions) FIELD(num_words)
+#undef STRUCT
+#define STRUCT MakeBlocks
+    WHOLE FIELD(numbers) FIELD(blocks) FIELD(num_blocks) FIELD(dtype) FIELD(reserved)
 #undef STRUCT
 #define STRUCT Norm
     WHOLE FIELD(hidden) FIELD(x) FIELD(norm) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)

@@ -105,7 +105,8 @@ class GemmArguments(CStruct):
         *_fields("x weights bias y", _POINTER),
         *_fields("num_rows num_columns depth x_stride y_stride", _INT64),
         *_fields("dtype y_dtype gate streams packing activation", _INT32),
-        ("next", _POINTER),
+        *_fields("next quantized", _POINTER),
+        ("quantized_stride", _INT64),
     )
 
 
@@ -159,6 +160,13 @@ class LayerArguments(CStruct):
     )
 
 
+class BlockArguments(CStruct):
+    """Arguments of make_blocks() (make_blocks.h)."""
+
+    c_name = "MakeBlocks"
+    _fields_ = (*_fields("numbers blocks", _POINTER), ("num_blocks", _INT64), *_fields("dtype reserved", _INT32))
+
+
 class DecoderArguments(CStruct):
     """A model's weights and constants (decoder.h)."""
 
@@ -190,8 +198,8 @@ class StepArguments(CStruct):
     c_name = "DecoderStep"
     _fields_ = (
         *_fields("decoder kinds cache token_ids positions slots logits_rows", _POINTER),
-        *_fields("hidden x qkv q attended gated added normed last_hidden logits largest", _POINTER),
-        *_fields("num_tokens num_logits is_narrow", _INT64),
+        *_fields("hidden x qkv q attended gated added normed last_hidden logits largest quantized", _POINTER),
+        *_fields("quantized_stride num_tokens num_logits is_narrow", _INT64),
     )
 
 

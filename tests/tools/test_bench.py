@@ -274,7 +274,8 @@ def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch
         read, *records = gemm.measure_gemm(EngineConfig(model=str(tmp_path), threads=1), (1, 40), rep=0)
     finally:
         torch.set_num_threads(threads)
-    kernels = [f"c-{usable_variants()[0]}", "onednn-prepacked", "linear"]
+    name = f"c-{usable_variants()[0]}"
+    kernels = [name, f"{name}-int8", "onednn-prepacked", "linear"]
     products = ["qkv", "o", "gate_up", "down", "head", "all"]
     assert {(record["kernel"], record["product"], record["rows"]) for record in records} == {
         (kernel, product, rows) for kernel in kernels for product in products for rows in (1, 40)

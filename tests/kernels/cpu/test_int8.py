@@ -1,0 +1,126 @@
+"""Products in 8 bits: the bits of their definition in every variant, for any number of rows."""
+
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import pytest
+
+from kernels.cpu.build import runnable_variants
+from kernels.cpu.gemm import INT8, PackedMatrix
+from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
+from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
+from tests.kernels.cpu.int8_reference import parts_of, product
+from tests.kernels.cpu.test_quantized import DEPTH, TYPES, numbers, ordinary, scales_of
+
+ROWS = [1, 2, 3, 4, 5, 7, 13, 140]
+GGUF = gguf.GGMLQuantizationType
+
+
+@pytest.fixture(scope="module", params=runnable_variants())
+def variant(request: pytest.FixtureRequest) -> Iterator[CpuLibrary]:
+    library = load_cpu_library(request.param)
+    library.start_threads(2)
+    yield library
+    library.stop_threads()
+
+
+@pytest.fixture(scope="module")
+def best() -> Iterator[CpuLibrary]:
+    library = load_cpu_library()
+    library.start_threads(2)
+    yield library
+    library.stop_threads()
+
+
+def packed(library: CpuLibrary, parts: list[BlockRows], gate: str | None = None, **options: object) -> PackedMatrix:
+    stored = quantize(library, parts, is_gated=gate is not None)
+    assert stored is not None
+    matrix = PackedMatrix(library, stored._replace(in_8_bits=True), gate=gate, **options)  # type: ignore[arg-type]
+    assert matrix.packing == INT8
+    return matrix
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_products_have_the_bits_of_the_definition(variant: CpuLibrary, name: str) -> None:
+    rows, depth = ordinary(name, 40), DEPTH if name.endswith("K") else DEPTH - 32  # no whole number of slices
+    rows = rows if name.endswith("K") else ordinary(name, 40, depth)
+    matrix, x = packed(variant, [rows], out_dtype=FLOAT32), numbers(max(ROWS), depth)
+    expected = product(x, parts_of(rows))
+    for count in ROWS:
+        assert np.array_equal(matrix(x[:count]).view(np.uint32), expected[:count].view(np.uint32)), count
+    assert np.array_equal(matrix(x[5:6]), expected[5:6])  # a row's place does not matter
+
+
+def test_x_may_be_float32(variant: CpuLibrary) -> None:
+    rows = ordinary("Q8_0", 33)
+    x = np.random.default_rng(3).standard_normal((9, DEPTH), np.float32)
+    found = packed(variant, [rows], dtype=FLOAT32)(x)
+    assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "Q4_1"])
+def test_the_largest_codes_do_not_overflow(variant: CpuLibrary, name: str) -> None:
+    rows = ordinary(name, 32)
+    rows.data[...] = 0xFF if name != "Q8_0" else 0x80  # the largest without a sign, -128 with one
+    scales_of(rows.data.reshape(32, -1, rows.data.shape[1] * 32 // DEPTH if name != "Q6_K" else 210), name)[...] = 1.0
+    x = rounded(np.where(np.arange(DEPTH) % 64 < 48, 1.0, -1.0)[None].repeat(9, 0).astype(np.float32), BFLOAT16)
+    found = packed(variant, [rows], out_dtype=FLOAT32)(x)
+    assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))
+
+
+def test_a_row_that_is_not_finite_or_nearly_zero_concerns_itself_alone(variant: CpuLibrary) -> None:
+    rows = ordinary("Q4_0", 32)
+    values = to_floats(numbers(9)).copy()
+    values[1, 70], values[3, 5], values[5] = np.nan, -np.inf, 1e-38
+    values[6, :32], values[7, 33] = 0.0, 3e38
+    x = rounded(values, BFLOAT16)
+    found, expected = packed(variant, [rows], out_dtype=FLOAT32)(x), product(x, parts_of(rows))
+    assert np.isnan(found[[1, 3]]).all()
+    assert not found[5].any()
+    others = [0, 2, 4, 6, 7, 8]
+    assert np.isfinite(found[others]).all()
+    assert np.array_equal(found[others], expected[others])
+
+
+def test_panels_of_several_types_are_multiplied_in_bfloat16(variant: CpuLibrary) -> None:
+    parts = [ordinary("Q4_0", 48), ordinary("Q8_0", 48, seed=1), ordinary("Q6_K", 32, seed=2)]
+    matrix, x = packed(variant, parts, out_dtype=FLOAT32), numbers(7)
+    whole = PackedMatrix(variant, quantize(variant, parts), out_dtype=FLOAT32)  # type: ignore[arg-type]
+    expected = np.concatenate([product(x, parts_of(part)) for part in parts], 1)
+    for count in (1, 3, 7):
+        found = matrix(x[:count])
+        assert np.array_equal(found[:, :32], expected[:count, :32])
+        assert np.array_equal(found[:, 64:96], expected[:count, 64:96])
+        assert np.array_equal(found[:, 32:64], whole(x[:count])[:, 32:64])
+        assert np.array_equal(found[:, 96:], expected[:count, 96:])
+
+
+def test_bias_and_gate_are_those_of_other_products(best: CpuLibrary) -> None:
+    rows, x = ordinary("Q4_K", 96), numbers(5)
+    y = product(x, parts_of(rows))
+    bias = np.linspace(-1, 1, 96, dtype=np.float32)
+    assert np.array_equal(packed(best, [rows], bias=bias)(x), rounded(y + bias, BFLOAT16))
+    gated = to_floats(packed(best, [rows], gate="silu")(x))
+    gate, up = to_floats(rounded(y, BFLOAT16))[:, :48], to_floats(rounded(y, BFLOAT16))[:, 48:]
+    np.testing.assert_allclose(gated, gate / (1 + np.exp(-gate)) * up, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(FLOAT32, "F32"), (FLOAT16, "F16"), (BFLOAT16, "BF16")])
+def test_blocks_are_those_of_the_gguf_package(best: CpuLibrary, dtype: np.dtype, name: str) -> None:  # type: ignore[type-arg]
+    values = np.random.default_rng(1).standard_normal((40, 128), np.float32) * np.logspace(-6, 3, 40)[:, None]
+    values[3, :32], values[4, 5] = 0.0, 2.5e-7
+    stored: Numbers = rounded(values.astype(np.float32), dtype)
+    made = in_q8_0(best, BlockRows(name, stored.view(np.uint8)))
+    assert made is not None
+    assert made.type_name == "Q8_0"
+    assert np.array_equal(made.data, gguf.quantize(to_floats(stored), GGUF.Q8_0))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_numbers_without_a_scale_are_not_quantized(best: CpuLibrary, bad: float) -> None:
+    values = np.ones((4, 64), np.float32)
+    values[2, 40] = bad
+    assert in_q8_0(best, BlockRows("F32", values.view(np.uint8))) is None
+    assert in_q8_0(best, BlockRows("F32", np.ones((4, 48), np.float32).view(np.uint8))) is None
