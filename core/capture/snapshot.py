@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from core.batch.request import Request
+from core.scheduling.draft import Draft
 
 #: Packages whose classes a snapshot may name.
 PACKAGES = ("core.batch", "core.execution", "core.kv", "core.proposers", "core.scheduling", "ipc")
@@ -132,6 +133,8 @@ class Snapshot:
         if (place := self._place.get(id(value))) is not None:
             return msgspec.msgpack.Ext(REFERENCE, place.to_bytes(4, "little"))
         match value:
+            case Draft():
+                return None  # that of the last step, which objects keep to know the next one from it
             case Enum():
                 return ["enum", class_name(kind), value.value]
             case np.generic():
@@ -229,6 +232,7 @@ _TAKERS: dict[type, Callable[[Any], _Taken]] = {
     dict: _take_dict,
     OrderedDict: _take_dict,
     np.ndarray: _take_array,
+    Draft: _take_inline,
 }
 
 

@@ -73,8 +73,14 @@ def other_inputs(rng: random.Random) -> list[tuple[int, EngineInput]]:
     return [(rng.randrange(3), rng.choice(kinds)())] if rng.random() < 0.15 else []
 
 
-def capture(path: Path, config: EngineConfig, seed: int, num_steps: int) -> None:
-    """Write a capture of a run with all kinds of requests and of messages beside them."""
+def capture(
+    path: Path,
+    config: EngineConfig,
+    seed: int,
+    num_steps: int,
+    make: Callable[[int, random.Random], AddRequest | AddPooling] = make_any,
+) -> None:
+    """Write a capture of a run with all kinds of requests and of messages beside them. make: a number's request."""
     rng = random.Random(seed)
     executor = load_executor(config)
     executor.initialize_cache(config)
@@ -84,7 +90,7 @@ def capture(path: Path, config: EngineConfig, seed: int, num_steps: int) -> None
     for index in range(num_steps):
         inbox = other_inputs(rng)
         for _ in range(rng.choice([0, 0, 1, 2])):
-            inbox.append((number % 3, make_any(number, rng)))
+            inbox.append((number % 3, make(number, rng)))
             number += 1
         engine.step(inbox, 10**12 + index * 1_000_000)
         engine.engine.scheduler.check_integrity()
