@@ -116,6 +116,8 @@ class Snapshot:
                 return ["set", *self._values(parts)]
             case dict():
                 return ["dict", kind is OrderedDict, *self._values(chain.from_iterable(parts.items()))]
+            case tuple():
+                return ["named", class_name(kind), *self._values(parts)]
             case msgspec.Struct():
                 return ["struct", class_name(kind), *self._values(msgspec.structs.astuple(parts))]
             case _:
@@ -144,7 +146,7 @@ class Snapshot:
             case MethodType():
                 return ["method", self._value(value.__self__), value.__name__]
             case tuple():
-                return ["tuple", class_name(kind) if kind is not tuple else "", *self._values(value)]
+                return ["tuple", *self._values(value)]
             case list():
                 return ["list", *value]
             case np.ndarray():
@@ -178,6 +180,11 @@ def _take_inline(value: Any) -> _Taken:
 
 def _take_tuple(value: tuple[Any, ...]) -> _Taken:
     return None, _others(value)
+
+
+def _take_named(value: tuple[Any, ...]) -> _Taken:
+    """Take a named tuple as a node: some are links of long chains, which share their beginnings."""
+    return value, _others(value)
 
 
 def _take_method(value: MethodType) -> _Taken:
@@ -245,7 +252,7 @@ def _taker_of(kind: type) -> Callable[[Any], _Taken]:
         if issubclass(kind, Enum):
             taker = _take_inline
         elif issubclass(kind, tuple):
-            taker = _take_tuple
+            taker = _take_named
         elif issubclass(kind, msgspec.Struct):
             taker = _take_inline if name.startswith("ipc.") else _take_struct  # messages do not change
         elif hasattr(kind, "__slots__"):
