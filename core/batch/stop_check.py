@@ -1,5 +1,7 @@
 """StopCheck: which of the sampled tokens end their requests, and why."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from core.batch.request import Request
@@ -25,6 +27,11 @@ class StopCheck:
         """Remove the stop_token_ids of these rows; rows without any are ignored."""
         if len(self._keys):
             self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
+
+    def rename(self, name: Callable[[int], int]) -> None:
+        """Give the rows' stop_token_ids other numbers."""
+        keys = [key >> 32 << 32 | name(key & 0xFFFFFFFF) for key in self._keys.tolist()]
+        self._keys = np.array(sorted(keys), np.int64)
 
     def finish_of_delivered(self, request: Request) -> tuple[FinishReason, int | None]:
         """Return how the tokens that a request arrives with have ended it, NONE where it goes on; and its stop token,

@@ -6,7 +6,7 @@ A replay is a capture too: the same inputs go into a CapturedEngine whose log co
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -126,7 +126,11 @@ class CapturedEngine:
 
         Errors: CaptureFileError.
         """
-        self.engine.take_over(restore(checkpoint.state))
+        self.go_on(restore(checkpoint.state), checkpoint)
+
+    def go_on(self, state: list[Any], checkpoint: Checkpoint) -> None:
+        """Go on with a state that was made of a checkpoint's."""
+        self.engine.take_over(state)
         self._num_steps, self._num_inputs = checkpoint.num_steps, checkpoint.num_inputs
 
     def _forget(self) -> None:

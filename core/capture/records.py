@@ -41,6 +41,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     wall_ns: int  # since 1970, when the capture began
     monotonic_ns: int  # the clock of the steps at that moment
+    is_redacted: bool = False  # its tokens are names; see core/capture/redaction.py. Since format 1.4
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):

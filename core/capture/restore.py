@@ -7,6 +7,7 @@ and their objects are made without calling them. What does not fit is a CaptureF
 import importlib
 import zlib
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -68,12 +69,12 @@ class _Objects:
         self._made: list[Any] = [None] * len(nodes)
         late = []  # made from objects that must be there before
         for number, node in enumerate(nodes):
-            if node[0] in ("view", "struct"):
+            if node[0] in ("view", "struct", "named"):
                 late.append(number)
             else:
                 self._made[number] = _shell(node)
         for number in late:
-            self._get(number)
+            self._make(number)
         self._late: list[tuple[Any, dict[str, Any]]] = []  # objects that look at others when they get their parts
         for number, node in enumerate(nodes):
             self._fill(self._made[number], node)
@@ -90,10 +91,8 @@ class _Objects:
         if kind is not list:
             return value
         match value:
-            case ["tuple", "", *parts]:
+            case ["tuple", *parts]:
                 return tuple(map(self.value, parts))
-            case ["tuple", name, *parts]:
-                return _class(name)._make(map(self.value, parts))
             case ["enum", name, number]:
                 return _class(name)(number)
             case ["scalar", dtype, data]:
@@ -112,12 +111,24 @@ class _Objects:
                 pass
         raise CaptureFileError(f"a checkpoint with a value of the unknown kind {value[:1]}")
 
+    def _make(self, number: int) -> None:
+        """Make an object, and before it those that it refers to, whose chains may be longer than the stack is deep."""
+        pending = [number]
+        while pending:
+            missing = [one for one in _references(self._nodes[pending[-1]]) if self._made[one] is None]
+            if missing:
+                pending += missing
+            else:
+                self._get(pending.pop())
+
     def _get(self, number: int) -> Any:
         made = self._made[number]
         if made is None:
             match self._nodes[number]:
                 case ["view", dtype, shape, strides, offset, base]:
                     made = np.ndarray(shape, dtype, self.value(base), offset, strides)
+                case ["named", name, *parts]:
+                    made = _class(name)._make(map(self.value, parts))
                 case ["struct", name, *parts]:
                     made = _struct(_class(name), [self.value(part) for part in parts])
                 case _:
@@ -142,6 +153,15 @@ class _Objects:
                     made.__dict__.update(values)
             case _:
                 pass
+
+
+def _references(value: list[Any]) -> Iterator[int]:
+    """Yield the numbers of the nodes that a node or a value refers to."""
+    for part in value:
+        if type(part) is msgspec.msgpack.Ext:
+            yield int.from_bytes(part.data, "little")
+        elif type(part) is list:
+            yield from _references(part)
 
 
 def _shell(node: list[Any]) -> Any:

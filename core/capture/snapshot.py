@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from core.batch.request import Request
+from core.scheduling.draft import Draft
 
 #: Packages whose classes a snapshot may name.
 PACKAGES = ("core.batch", "core.execution", "core.kv", "core.proposers", "core.scheduling", "ipc")
@@ -115,6 +116,8 @@ class Snapshot:
                 return ["set", *self._values(parts)]
             case dict():
                 return ["dict", kind is OrderedDict, *self._values(chain.from_iterable(parts.items()))]
+            case tuple():
+                return ["named", class_name(kind), *self._values(parts)]
             case msgspec.Struct():
                 return ["struct", class_name(kind), *self._values(msgspec.structs.astuple(parts))]
             case _:
@@ -132,6 +135,8 @@ class Snapshot:
         if (place := self._place.get(id(value))) is not None:
             return msgspec.msgpack.Ext(REFERENCE, place.to_bytes(4, "little"))
         match value:
+            case Draft():
+                return None  # that of the last step, which objects keep to know the next one from it
             case Enum():
                 return ["enum", class_name(kind), value.value]
             case np.generic():
@@ -141,7 +146,7 @@ class Snapshot:
             case MethodType():
                 return ["method", self._value(value.__self__), value.__name__]
             case tuple():
-                return ["tuple", class_name(kind) if kind is not tuple else "", *self._values(value)]
+                return ["tuple", *self._values(value)]
             case list():
                 return ["list", *value]
             case np.ndarray():
@@ -175,6 +180,11 @@ def _take_inline(value: Any) -> _Taken:
 
 def _take_tuple(value: tuple[Any, ...]) -> _Taken:
     return None, _others(value)
+
+
+def _take_named(value: tuple[Any, ...]) -> _Taken:
+    """Take a named tuple as a node: some are links of long chains, which share their beginnings."""
+    return value, _others(value)
 
 
 def _take_method(value: MethodType) -> _Taken:
@@ -229,6 +239,7 @@ _TAKERS: dict[type, Callable[[Any], _Taken]] = {
     dict: _take_dict,
     OrderedDict: _take_dict,
     np.ndarray: _take_array,
+    Draft: _take_inline,
 }
 
 
@@ -241,7 +252,7 @@ def _taker_of(kind: type) -> Callable[[Any], _Taken]:
         if issubclass(kind, Enum):
             taker = _take_inline
         elif issubclass(kind, tuple):
-            taker = _take_tuple
+            taker = _take_named
         elif issubclass(kind, msgspec.Struct):
             taker = _take_inline if name.startswith("ipc.") else _take_struct  # messages do not change
         elif hasattr(kind, "__slots__"):

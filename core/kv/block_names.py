@@ -7,6 +7,7 @@ the 64-bit keys costs a missed hit and never gives a wrong one. Names need no ha
 one block per row, whatever the number of rows.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -174,6 +175,22 @@ class BlockNames:
             self.events.cleared()
         self.block_of_key.clear()
         self.content[:] = UNNAMED
+
+    def rename(self, root: Callable[[int], int], tokens: Callable[[int, int, Int32s], Int32s]) -> None:
+        """Give all blocks other tokens, parents before children. They are found under these from now on.
+
+        root: the new number of a root. tokens: returns those of a block, given (content, new parent, tokens).
+        """
+        contents, parents, token_ids = self.columns()
+        blocks = {content: block for block, content in enumerate(self.content.tolist()) if content != UNNAMED}
+        self.block_of_key.clear()
+        for content, parent, old in zip(contents.tolist(), parents.tolist(), token_ids, strict=True):
+            block = blocks[content]
+            parent = root(parent) if parent < 0 else parent
+            new = tokens(content, parent, old)
+            key = block_key(parent, int(hash_blocks(new[None])[0]))
+            self._parent[block], self._tokens[block], self._key[block] = parent, new, key
+            self.block_of_key.setdefault(key, block)
 
     def columns(self) -> tuple[Ints, Ints, Int32s]:
         """Return (contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found.

@@ -1,7 +1,7 @@
 """Parties: the numbers of those who share the engine under policy fair: clients, and tenants that clients name."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from core.batch.request import Request
 from core.scheduling.policies import Policy
@@ -37,6 +37,13 @@ class Parties:
         self._idle.pop(tenant, None)
         self._num_live[tenant] = self._num_live.get(tenant, 0) + 1
         request.party = number
+
+    def rename(self, word: Callable[[str], str], weights: Mapping[str, float]) -> None:
+        """Give the tenants other names, under which they have these weights."""
+        self._weights = weights
+        self._numbers = {word(name): number for name, number in self._numbers.items()}
+        self._num_live = {word(name): count for name, count in self._num_live.items()}
+        self._idle = OrderedDict((word(name), None) for name in self._idle)
 
     def leave(self, request: Request) -> None:
         """Count the end of a tenant's request."""

@@ -9,6 +9,8 @@ The parts: policies.py orders requests, running_rows.py serves running rows, adm
 preemption.py makes room, core/batch/batch.py holds the rows and their blocks.
 """
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 from core.batch.batch import Batch
@@ -171,6 +173,14 @@ class Scheduler:
     def set_weight(self, client: int, weight: float) -> None:
         """Set the client's share under policy fair; clients without a weight have 1."""
         self.policy.set_weight(client, weight)
+
+    def live_requests(self) -> list[Request]:
+        """Return all live requests; O(n)."""
+        return self._requests.all()
+
+    def rename_tenants(self, word: Callable[[str], str], weights: Mapping[str, float]) -> None:
+        """Give the tenants other names, under which they have these weights."""
+        self._parties.rename(word, weights)
 
     def find(self, client: int, number: int) -> list[Request]:
         """Return the live choices of a request; empty when there are none."""

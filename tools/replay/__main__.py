@@ -13,6 +13,7 @@ from tools.options import ArgumentParser, print_error
 from tools.replay.differences import Difference
 from tools.replay.live import LiveReport, print_live, run_live
 from tools.replay.perfetto import MAX_EVENTS, write_perfetto
+from tools.replay.redact import run_redact
 from tools.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
 from tools.replay.what_if.command import run_what_if
 
@@ -40,22 +41,8 @@ class Report(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str]) -> int:
     """Replay the capture and return the exit status, one of EXIT_... or of argparse."""
-    parsed = _parser().parse_args(arguments)
-    _check_options(parsed)
     try:
-        file = CaptureFile(parsed.file)
-        _check_complete(file)
-        if parsed.what_if or parsed.perfetto or parsed.mode != "resched":
-            _check_whole(file)
-        if parsed.what_if:
-            run_what_if(file, parsed.what_if, is_open=parsed.arrivals == "recorded", as_json=parsed.json)
-            return EXIT_SAME
-        if parsed.perfetto:
-            count = write_perfetto(file, parsed.perfetto)
-            cut = f", of which the file has the first {MAX_EVENTS}" if count > MAX_EVENTS else ""
-            print(f"{parsed.perfetto}: {count} events{cut}; open it at ui.perfetto.dev or chrome://tracing")
-            return EXIT_SAME
-        return _play(file, parsed) if parsed.mode == "live" else _run(file, parsed)
+        return run_redact(arguments[1:]) if arguments[:1] == ["redact"] else _replay(arguments)
     except CaptureFileError as error:
         print_error(str(error))
         return EXIT_DAMAGED
@@ -64,10 +51,29 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_OTHER_MODEL
 
 
+def _replay(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    _check_options(parsed)
+    file = CaptureFile(parsed.file)
+    _check_complete(file)
+    if parsed.what_if or parsed.perfetto or parsed.mode != "resched":
+        _check_whole(file, parsed.mode)
+    if parsed.what_if:
+        run_what_if(file, parsed.what_if, is_open=parsed.arrivals == "recorded", as_json=parsed.json)
+        return EXIT_SAME
+    if parsed.perfetto:
+        count = write_perfetto(file, parsed.perfetto)
+        cut = f", of which the file has the first {MAX_EVENTS}" if count > MAX_EVENTS else ""
+        print(f"{parsed.perfetto}: {count} events{cut}; open it at ui.perfetto.dev or chrome://tracing")
+        return EXIT_SAME
+    return _play(file, parsed) if parsed.mode == "live" else _run(file, parsed)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core replay",
-        usage="engine-core replay FILE [--mode resched|full|live] [--what-if NAME=VALUE ...] [OPTION ...]",
+        usage="engine-core replay FILE [--mode resched|full|live] [--what-if NAME=VALUE ...] [OPTION ...]\n"
+        "       engine-core replay redact FILE OUT",
         description="Run a capture (of an engine started with --capture) again and say where it first differs.",
         epilog="exit status: 0 same, 1 internal error, 2 usage, 3 differs, 4 damaged or incomplete, 5 other model",
     )
@@ -134,13 +140,15 @@ def _check_complete(file: CaptureFile) -> None:
         raise CaptureFileError(f"{file.path}: there is no whole step in it ({file.num_dropped_bytes} bytes dropped)")
 
 
-def _check_whole(file: CaptureFile) -> None:
+def _check_whole(file: CaptureFile, mode: str) -> None:
     """Check that the file has all of its requests. Errors: CaptureFileError if it begins with a checkpoint."""
     if file.begins_inside:
         raise CaptureFileError(
             f"{file.path}: it begins with a checkpoint at step {file.first_step}, so some of its requests arrived "
             f"before: of the modes only resched can run it"
         )
+    if file.header.is_redacted and mode == "full":
+        raise CaptureFileError(f"{file.path}: it is redacted, so its tokens are no model's: --mode full cannot run it")
 
 
 def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:

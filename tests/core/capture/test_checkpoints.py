@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from core.capture import writer as capture_writer
@@ -73,8 +74,14 @@ def other_inputs(rng: random.Random) -> list[tuple[int, EngineInput]]:
     return [(rng.randrange(3), rng.choice(kinds)())] if rng.random() < 0.15 else []
 
 
-def capture(path: Path, config: EngineConfig, seed: int, num_steps: int) -> None:
-    """Write a capture of a run with all kinds of requests and of messages beside them."""
+def capture(
+    path: Path,
+    config: EngineConfig,
+    seed: int,
+    num_steps: int,
+    make: Callable[[int, random.Random], AddRequest | AddPooling] = make_any,
+) -> None:
+    """Write a capture of a run with all kinds of requests and of messages beside them. make: a number's request."""
     rng = random.Random(seed)
     executor = load_executor(config)
     executor.initialize_cache(config)
@@ -84,7 +91,7 @@ def capture(path: Path, config: EngineConfig, seed: int, num_steps: int) -> None
     for index in range(num_steps):
         inbox = other_inputs(rng)
         for _ in range(rng.choice([0, 0, 1, 2])):
-            inbox.append((number % 3, make_any(number, rng)))
+            inbox.append((number % 3, make(number, rng)))
             number += 1
         engine.step(inbox, 10**12 + index * 1_000_000)
         engine.engine.scheduler.check_integrity()
@@ -125,6 +132,23 @@ def test_random_captures_replay_from_each_checkpoint(tmp_path: Path, seed: int) 
     config = msgspec.structs.replace(CONFIG, **VARIANTS[rng.choice(list(VARIANTS))], max_num_seqs=rng.choice([2, 4, 8]))
     capture(tmp_path / "a.cap", config, seed, num_steps=400)
     assert replay_from_each(tmp_path / "a.cap") >= 3
+
+
+def test_a_long_beam_search_is_no_deep_one(tmp_path: Path) -> None:
+    """Its tokens are chains of links, longer than Python's stack is deep."""
+    config = msgspec.structs.replace(CONFIG, max_model_len=1500, fake_max_model_len=1500, num_blocks_override=800)
+    params = SamplingParams(use_beam_search=True, n=3, temperature=0, max_tokens=700, ignore_eos=True)
+
+    executor = load_executor(config)
+    executor.initialize_cache(config)
+    engine = EngineCore(config, executor)
+    engine.step([(0, AddRequest(0, np.array([5, 6, 7], "<i4").tobytes(), params, seed=0))], 1)
+    for step in range(600):
+        engine.step([], 2 + step)
+    other = EngineCore(config, executor)
+    other.take_over(restore(Snapshot(engine.state()).encode()))
+    assert other.scheduler.get_request_counts() == (3, 0)
+    assert Snapshot(other.state()).encode()
 
 
 def test_files_rotate_and_each_replays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

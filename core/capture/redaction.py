@@ -1,0 +1,178 @@
+"""redact: a capture run again under other names of its tokens, so that its decisions stay and its content goes.
+
+The renamed requests and results go through the real engine under capture. Each of its steps is compared with the
+recorded one: the same rows, tokens per row, prefix hits, preemptions, free blocks. So the new file is a capture as any
+other, and it is known to decide as the old one did. What stays is what the decisions are made of: times, lengths, who
+shares how much with whom, priorities.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from core.capture.engine import CapturedEngine
+from core.capture.file import CaptureFile, Turn
+from core.capture.output import CaptureOutput, Item, open_capture
+from core.capture.recorded_executor import RecordedExecutor
+from core.capture.records import TAGS, Checkpoint, Input, Step, decode_config, encode_config, encode_record
+from core.capture.renamed_state import check_state, rename_state
+from core.capture.renaming import Renaming
+from core.capture.restore import restore
+from core.capture.snapshot import Snapshot
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.scheduling.scheduler import Scheduler
+from ipc.config import EngineConfig
+from ipc.errors import CaptureFileError
+from ipc.messages import DECODE_ERRORS, AddRequest
+
+#: Fields of a Step that the renamed one has as well; the digest is of a plan with other tokens.
+_DECIDED = ("rows", "counts", "removed_rows", "added", "num_preemptions", "num_waiting", "num_free_blocks")
+
+
+class Redacted(NamedTuple):
+    """What was redacted."""
+
+    num_steps: int
+    num_requests: int
+
+
+class _RenamedExecutor(RecordedExecutor):
+    """Recorded results under their new names. scheduler: set before the first step."""
+
+    def __init__(self, file: CaptureFile, renaming: Renaming) -> None:
+        super().__init__(file.header.model)
+        self.scheduler: Scheduler | None = None
+        self._renaming = renaming
+
+    def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().tokens_of(plan)
+        assert self.scheduler is not None, "a step before the scheduler was set"
+        _, rows, tenancies = self.scheduler.batch.in_flight[0]
+        return self._renaming.result(output, self.scheduler.table, rows, tenancies)
+
+
+class _Log:
+    """The records of the last step; a checkpoint where the original has one."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Input] = []
+        self.step: Step | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.wants_checkpoint = False
+
+    def add(self, record: Input | Step) -> None:
+        if isinstance(record, Step):
+            self.step = record
+        else:
+            self.inputs.append(record)
+
+    def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
+        self.checkpoint = Checkpoint(num_steps, num_inputs, snapshot.encode())
+
+
+def redact(file: CaptureFile, path: str) -> Redacted:
+    """Write a capture without its content to a new file; a file that is not whole is removed again.
+
+    Errors: CaptureFileError for a capture that decides differently here, or whose decisions depend on its content;
+    ConfigError, OSError for a file that cannot be written.
+    """
+    redaction = _Redaction(file)
+    output = CaptureOutput(path, open_capture(path), redaction.header)
+    try:
+        for items in redaction.items():
+            output.write(items)
+        if file.close is not None:
+            output.finish()
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        output.close()
+    return Redacted(redaction.num_steps, redaction.num_requests)
+
+
+class _Redaction:
+    """One capture, and its engine under other names."""
+
+    def __init__(self, file: CaptureFile) -> None:
+        self.num_steps = self.num_requests = 0
+        self._file = file
+        config, model = _config(file), file.header.model
+        if config.speculative_config is not None:
+            raise CaptureFileError(
+                f"{file.path}: its engine guessed tokens ahead (speculative_config), and which guesses are made "
+                "depends on which tokens repeat: no renaming keeps the decisions"
+            )
+        self._first = file.checkpoint(file.checkpoints[0]) if file.begins_inside else None
+        state: list[Any] | None = None if self._first is None else restore(self._first.state)
+        stops, live = set[int](), [] if state is None else check_state(state)
+        for request in live:
+            stops.update((request.sampling and request.sampling.stop_token_ids) or ())
+        submitted = [message for turn in file.turns() for _, message in turn.inbox if isinstance(message, AddRequest)]
+        for message in submitted:
+            stops.update(message.params.stop_token_ids or ())
+        self._renaming = Renaming(model.vocab_size, model.eos_token_ids, stops)
+        weights = {self._renaming.tokens.word(name): weight for name, weight in config.client_weights.items()}
+        config = msgspec.structs.replace(config, client_weights=weights, capture_rotate_bytes=0, capture_keep_files=0)
+        self.header = msgspec.structs.replace(file.header, config=encode_config(config), is_redacted=True)
+        self._executor, self._log = _RenamedExecutor(file, self._renaming), _Log()
+        self._engine = CapturedEngine(config, self._executor, self._log, file.header.epoch)
+        if state is not None and self._first is not None:
+            for message in submitted:
+                self._renaming.learn(message)
+            rename_state(state, self._renaming, weights)
+            self._engine.go_on(state, self._first)
+        self._executor.scheduler = self._engine.engine.scheduler
+
+    def items(self) -> Iterator[list[Item]]:
+        """Yield the records of the new file, some at a time. Errors: CaptureFileError."""
+        if self._first is not None:
+            state = Snapshot(self._engine.engine.state()).encode()
+            first = msgspec.structs.replace(self._first, state=state)
+            yield [(TAGS[Checkpoint], encode_record(first))]
+        places = {place.num_steps for place in self._file.checkpoints}
+        for turn in self._file.turns():
+            self._log.wants_checkpoint = turn.step_index + 1 in places
+            yield self._step(turn)
+
+    def _step(self, turn: Turn) -> list[Item]:
+        recorded, log = turn.step, self._log
+        if turn.follows_checkpoint:
+            self._engine.write_columns()
+        self._executor.feed(recorded)
+        log.inputs, log.step, log.checkpoint = [], None, None
+        inbox = [(client, self._renaming.message(message)) for client, message in turn.inbox]
+        try:
+            self._engine.step(inbox, recorded.now_ns)
+        except Exception as error:  # any kind: the captured engine may have failed in this step, too
+            if not recorded.error:
+                raise CaptureFileError(f"{self._file.path}: step {turn.step_index}: {error!r}") from None
+        step = log.step
+        assert step is not None, f"step {turn.step_index} was not logged"
+        different = [name for name in _DECIDED if getattr(step, name) != getattr(recorded, name)]
+        if different and not recorded.error:
+            raise CaptureFileError(
+                f"{self._file.path}: step {turn.step_index} is decided differently ({', '.join(different)}) under "
+                "other names: this version of the engine decides differently, or the decision depends on the content"
+            )
+        error = recorded.error.partition(":")[0]
+        step = msgspec.structs.replace(step, elapsed_ns=recorded.elapsed_ns, times=recorded.times, error=error)
+        inputs = [
+            msgspec.structs.replace(one, received_ns=received_ns)
+            for one, received_ns in zip(log.inputs, turn.received_ns, strict=True)
+        ]
+        self.num_steps += 1
+        self.num_requests += sum(isinstance(message, AddRequest) for _, message in inbox)
+        records = [*inputs, step, *([log.checkpoint] if log.checkpoint else [])]
+        return [(TAGS[type(record)], encode_record(record)) for record in records]
+
+
+def _config(file: CaptureFile) -> EngineConfig:
+    try:
+        return decode_config(file.header)
+    except DECODE_ERRORS as error:
+        raise CaptureFileError(
+            f"{file.path}: written by engine-core {file.header.engine_version} with options that are none here: {error}"
+        ) from None

@@ -1,0 +1,77 @@
+"""rename_state: the state of an engine at a checkpoint without content: its live requests and its prefix cache."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from core.batch.request import NO_ROW, Request
+from core.capture.renaming import Renaming
+from core.scheduling.scheduler import Scheduler
+from ipc.arrays import Int32s
+from ipc.errors import CaptureFileError
+
+
+def check_state(state: list[Any]) -> list[Request]:
+    """Return the live requests of a state that can be renamed. Errors: CaptureFileError that says why it cannot."""
+    scheduler: Scheduler = state[1]
+    requests = scheduler.live_requests()
+    if any(request.searches for request in requests):
+        raise CaptureFileError("a beam search runs at its first checkpoint: what its beams were cannot be renamed")
+    return requests
+
+
+def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, float]) -> None:
+    """Give all tokens, salts and tenants other names, in an EngineCore.state() that no engine has taken over yet.
+
+    weights: of clients and tenants, by their new names.
+    """
+    _, scheduler, _, plans = state
+    cache, table = scheduler.batch.prefix_cache, scheduler.table
+    states: dict[int, bytes] = {}  # by content number: behind its block
+    for request in scheduler.live_requests():
+        request.params = renaming.any_params(request.params)
+        request.sampling = None if request.sampling is None else renaming.params(request.sampling)
+        request.root, request.seed = renaming.root(request.root), 0
+        request.tenant = renaming.tokens.word(request.tenant)
+        request.block_hashes.clear()
+        request.first_key = 0
+        if request.row == NO_ROW:
+            request.token_ids, _ = renaming.tokens.name_all(renaming.begin(request.root), request.token_ids)
+            cache.prepare(request)
+        else:
+            _rename_row(scheduler, renaming, request.row, states)
+            request.token_ids = table.token_ids(request.row)
+
+    def tokens_of(content: int, parent: int, tokens: Int32s) -> Int32s:
+        if parent not in states:  # a root, or a block that was evicted before this one
+            states[parent] = renaming.begin(parent)
+        names, states[content] = renaming.tokens.name_all(states[parent], tokens)
+        return names
+
+    scheduler.pool.names.rename(renaming.root, tokens_of)
+    scheduler.batch.stop_check.rename(renaming.stop)
+    scheduler.rename_tenants(renaming.tokens.word, weights)
+    # Of plans in flight, the tokens of starting requests were read already.
+    plans[:] = [msgspec.structs.replace(plan, added=[], added_pooling=[]) for plan in plans]
+
+
+def _rename_row(scheduler: Scheduler, renaming: Renaming, row: int, states: dict[int, bytes]) -> None:
+    """Rename the tokens of a running request, and note the states behind its named blocks."""
+    table, size = scheduler.table, scheduler.block_size
+    request = table.request[row]
+    assert request is not None, f"row {row} is free"
+    named = int(table.num_named_blocks[row])
+    contents = scheduler.pool.names.content[table.blocks.read(row, 0, named)].tolist() if named else []
+    if named:
+        contents[-1] = int(table.content[row])
+    old, state, parts = table.token_ids(row), renaming.begin(request.root), []
+    for index, content in enumerate(contents):
+        names, state = renaming.tokens.name_all(state, old[index * size : (index + 1) * size])
+        parts.append(names)
+        if content:
+            states[content] = state
+    names, _ = renaming.tokens.name_all(state, old[named * size :])
+    new = np.concatenate([*parts, names])
+    table.tokens.set(np.full(len(new), row), np.arange(len(new)), new)

@@ -1,0 +1,180 @@
+"""Renaming: a capture's requests and tokens under other names: of tokens, salts, tenants and what else is content."""
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from core.batch.request import Request
+from core.batch.table import BatchTable
+from core.capture.token_names import TokenNames
+from core.execution.plan import ModelRunnerOutput
+from core.inputs import EngineInput
+from ipc.arrays import Int32s, Ints
+from ipc.block_roots import PLAIN_ROOT, root_of_salt
+from ipc.errors import CaptureFileError
+from ipc.messages import AddRequest, Submission
+from ipc.pooling_messages import AddPooling
+from ipc.pooling_params import PoolingParams
+from ipc.sampling_params import SamplingParams
+
+#: What the scheduler reads of the parameters besides stop_token_ids; the rest is left out.
+_KEPT = (
+    "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
+_DROPPED = 0  # a token of a row that had left when it came: no one reads it
+
+
+class Renaming:
+    """The names of one redaction.
+
+    stop_token_ids: of all requests. Errors: CaptureFileError for a vocabulary that has too few names.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int]) -> None:
+        self._eos = set(eos_token_ids)
+        stops = sorted(set(stop_token_ids) - self._eos)
+        unused = (token for token in range(vocab_size) if token not in self._eos)
+        self._stops = {**dict(zip(stops, unused, strict=False)), **{token: token for token in self._eos}}
+        self.tokens = TokenNames(vocab_size, {*self._eos, *self._stops.values()})
+        if self.tokens.num_names < vocab_size // 2 or len(self._stops) < len(stops):
+            raise CaptureFileError(f"{len(stops)} stop tokens of a vocabulary of {vocab_size} leave too few names")
+        self._roots = {PLAIN_ROOT: PLAIN_ROOT}
+        self._states: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # by request: of so many tokens
+
+    # --- messages ---
+
+    def learn(self, message: Submission) -> None:
+        """Note the root of a message's blocks, before any state is renamed."""
+        old = root_of_salt(message.cache_salt, message.tenant)
+        self._roots[old] = root_of_salt(*map(self.tokens.word, (message.cache_salt, message.tenant)))
+
+    def root(self, root: int) -> int:
+        """Return the new root of blocks; see ipc/block_roots.py."""
+        if root not in self._roots:
+            self._roots[root] = root_of_salt(self.tokens.word(f"root {root}"))
+        return self._roots[root]
+
+    def begin(self, root: int) -> bytes:
+        """Return the state before the first token of a sequence with this new root."""
+        return self.tokens.begin(str(root))
+
+    def message(self, message: EngineInput) -> EngineInput:
+        """Return the message without content."""
+        if not isinstance(message, AddRequest | AddPooling):
+            return message
+        self.learn(message)
+        state = self.begin(self.root(root_of_salt(message.cache_salt, message.tenant)))
+        prompt, state = self.tokens.name_all(state, _int32s(message.prompt_token_ids))
+        changes = {
+            "prompt_token_ids": prompt.astype("<i4").tobytes(),
+            "cache_salt": self.tokens.word(message.cache_salt),
+            "tenant": self.tokens.word(message.tenant),
+        }
+        if isinstance(message, AddPooling):
+            return msgspec.structs.replace(message, **changes)
+        delivered = [self._delivered(state, _int32s(column), message.params) for column in message.delivered]
+        return msgspec.structs.replace(
+            message, params=self.params(message.params), seed=0, delivered=delivered, **changes
+        )
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Return what the scheduler reads of these parameters."""
+        kept = {name: getattr(params, name) for name in _KEPT}
+        if params.stop_token_ids:
+            kept["stop_token_ids"] = [self._stops[token] for token in params.stop_token_ids]
+        if params.prompt_logprobs is not None:
+            kept["prompt_logprobs"] = 0
+        return SamplingParams(temperature=min(params.temperature, 1.0), **kept)
+
+    def any_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+        """Return what the scheduler reads of these parameters."""
+        return self.params(params) if isinstance(params, SamplingParams) else params
+
+    def stop(self, token: int) -> int:
+        """Return the new name of a stop token."""
+        return self._stops[token]
+
+    def _delivered(self, state: bytes, tokens: Int32s, params: SamplingParams) -> bytes:
+        if not len(tokens):
+            return b""
+        names, state = self.tokens.name_all(state, tokens[:-1])
+        last, is_over = int(tokens[-1]), len(tokens) >= params.min_tokens
+        by_eos = last in self._eos and not params.ignore_eos
+        ends = is_over and (by_eos or last in (params.stop_token_ids or ()))
+        name = self._stops[last] if ends else self.tokens.name(state, last)
+        return np.append(names, name).astype("<i4").tobytes()
+
+    # --- results ---
+
+    def result(self, output: ModelRunnerOutput, table: BatchTable, rows: Ints, tenancies: Ints) -> ModelRunnerOutput:
+        """Return the result of a plan of these rows, renamed for the requests that are still in them."""
+        tokens, at = output.token_ids.copy(), 0
+        counts = np.ones(len(rows), np.int64) if output.counts is None else output.counts
+        for row, tenancy, count in zip(rows.tolist(), tenancies.tolist(), counts.tolist(), strict=True):
+            request = table.request[row]
+            run = tokens[at : at + count]
+            if request is None or table.tenancy[row] != tenancy:
+                run[run >= 0] = _DROPPED
+            elif (run >= 0).any():
+                self._run(request, table, row, run)
+            at += count
+        candidates = output.candidates
+        if candidates is not None:
+            ids, at = candidates.token_ids.copy(), 0
+            for index, count in zip(candidates.rows.tolist(), candidates.counts.tolist(), strict=True):
+                row = int(rows[index])
+                request = table.request[row]
+                if request is not None and table.tenancy[row] == tenancies[index]:
+                    state = self._state(request, table, row)
+                    part = ids[at : at + count]
+                    part[:] = [self._candidate(state, request, token) for token in part.tolist()]
+                at += count
+            candidates = msgspec.structs.replace(candidates, token_ids=ids)
+        pooled = output.pooled
+        if pooled is not None:
+            pooled = msgspec.structs.replace(pooled, values=np.zeros_like(pooled.values))
+        failures = [(index, "") for index, _ in output.failures]
+        changes = {"token_ids": tokens, "candidates": candidates, "pooled": pooled, "failures": failures}
+        return msgspec.structs.replace(output, **changes)
+
+    def _run(self, request: Request, table: BatchTable, row: int, run: Int32s) -> None:
+        """Rename the new tokens of a row."""
+        state, length = self._state(request, table, row), int(table.num_tokens[row])
+        params, may_stop_at = request.sampling, int(table.min_total_tokens[row])
+        assert params is not None, f"a token of request {request.number}, which pools"
+        stops = params.stop_token_ids or ()
+        for place, token in enumerate(run.tolist()):
+            length += 1
+            by_eos = token in self._eos and not params.ignore_eos
+            if length >= may_stop_at and (by_eos or self._stops.get(token, -1) in stops):
+                run[place] = self._stops[token]
+            else:
+                run[place] = self.tokens.name(state, token)
+            state = self.tokens.follow(state, int(run[place]))
+        self._states[request.client, request.number, request.choice] = length, state
+
+    def _candidate(self, state: bytes, request: Request, token: int) -> int:
+        assert request.sampling is not None, f"a candidate of request {request.number}, which pools"
+        params = request.sampling
+        by_eos = token in self._eos and not params.ignore_eos
+        ends = by_eos or self._stops.get(token, -1) in (params.stop_token_ids or ())
+        return self._stops[token] if ends else self.tokens.name(state, token)
+
+    def _state(self, request: Request, table: BatchTable, row: int) -> bytes:
+        """Return the state behind a row's tokens, which have their new names."""
+        known = self._states.get((request.client, request.number, request.choice))
+        if known is not None and known[0] == table.num_tokens[row] and not request.searches:
+            return known[1]
+        return self.tokens.follow_all(self.begin(request.root), table.token_ids(row))
+
+
+def _int32s(column: bytes) -> Int32s:
+    return np.frombuffer(column, "<i4").astype(np.int32, copy=False)

@@ -1,0 +1,67 @@
+"""TokenNames: other names for a capture's tokens, by which equal beginnings stay equal and nothing else shows.
+
+A token's name is a keyed hash of the token and of the names before it. The key is made for one redaction and thrown
+away. Two sequences have equal names as far as their tokens are equal and not a token further: after the same beginning,
+different tokens have different names. The same token at two places has two names, so no frequency and no dictionary
+says what it was.
+"""
+
+import secrets
+from hashlib import blake2b
+
+import numpy as np
+
+from ipc.arrays import AnyInts, Int32s
+
+_STATE_BYTES = 16
+
+
+class TokenNames:
+    """Names from a vocabulary without the reserved ids, which name no token but those that end requests."""
+
+    def __init__(self, vocab_size: int, reserved: set[int]) -> None:
+        self._key = secrets.token_bytes(32)
+        self._free = np.setdiff1d(np.arange(vocab_size), np.array(sorted(reserved), np.int64)).tolist()
+        self._taken: dict[tuple[bytes, int], int] = {}  # (state, name): the token that has it there
+
+    @property
+    def num_names(self) -> int:
+        """Return the number of names that a token can have."""
+        return len(self._free)
+
+    def begin(self, label: str) -> bytes:
+        """Return the state before the first token; label: what the sequence belongs to, such as its cache salt."""
+        return blake2b(label.encode(), digest_size=_STATE_BYTES, key=self._key).digest()
+
+    def follow(self, state: bytes, name: int) -> bytes:
+        """Return the state behind a name."""
+        return blake2b(state + name.to_bytes(4, "little"), digest_size=_STATE_BYTES, key=self._key).digest()
+
+    def follow_all(self, state: bytes, names: AnyInts) -> bytes:
+        """Return the state behind these names."""
+        for name in names.tolist():
+            state = self.follow(state, name)
+        return state
+
+    def name(self, state: bytes, token: int) -> int:
+        """Return the name of a token in a state."""
+        attempt = 0
+        while True:
+            text = state + token.to_bytes(4, "little") + attempt.to_bytes(4, "little")
+            drawn = int.from_bytes(blake2b(text, digest_size=8, key=self._key).digest(), "little")
+            name: int = self._free[drawn % len(self._free)]
+            if self._taken.setdefault((state, name), token) == token:
+                return name
+            attempt += 1
+
+    def name_all(self, state: bytes, tokens: AnyInts) -> tuple[Int32s, bytes]:
+        """Return the names of consecutive tokens, and the state behind them."""
+        names = []
+        for token in tokens.tolist():
+            names.append(self.name(state, token))
+            state = self.follow(state, names[-1])
+        return np.array(names, np.int32), state
+
+    def word(self, text: str) -> str:
+        """Return another word for a salt, a tenant or another name; "" for none."""
+        return blake2b(text.encode(), digest_size=8, key=self._key, person=b"word").hexdigest() if text else ""

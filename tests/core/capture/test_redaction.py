@@ -1,0 +1,167 @@
+"""Redaction: every decision stays, and an attacker who knows the method and all but the key finds no content."""
+
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from core.capture import writer as capture_writer
+from core.capture.file import CaptureFile
+from core.capture.records import decode_config
+from core.capture.redaction import redact
+from core.capture.token_names import TokenNames
+from ipc.errors import CaptureFileError, ConfigError
+from ipc.messages import AddRequest
+from ipc.pooling_messages import AddPooling
+from ipc.sampling_params import SamplingParams
+from ipc.speculation import SpeculativeConfig
+from tests.captures import CONFIG
+from tests.core.capture.test_checkpoints import VARIANTS, capture, make_any, replay_from_each
+from tools.replay.__main__ import main
+from tools.replay.differences import unpack
+
+#: Bytes that must not be in the redacted file.
+CANARIES = ("salt-canary", "tenant-canary", "stop-canary", "regex-canary")
+
+
+def make_secret(number: int, rng: random.Random) -> AddRequest | AddPooling:
+    """Requests of all kinds but beam searches, with canaries in all that is text, and outputs as later prompts."""
+    message = make_any(number, rng)
+    changes = {
+        "cache_salt": "salt-canary" if number % 4 == 1 else "",
+        "tenant": "tenant-canary" if number % 4 == 2 else "",
+    }
+    if isinstance(message, AddRequest):
+        params = message.params
+        if params.use_beam_search:
+            params = SamplingParams(temperature=0, max_tokens=9)
+        params = msgspec.structs.replace(params, stop=["stop-canary"], logit_bias={17: 1.0}, bad_words=["regex-canary"])
+        changes["params"] = params
+    return msgspec.structs.replace(message, **changes)
+
+
+def decisions(path: Path) -> list[tuple[object, ...]]:
+    names = ("now_ns", "rows", "counts", "removed_rows", "added", "num_preemptions", "num_waiting", "num_free_blocks")
+    return [tuple(getattr(turn.step, name) for name in names) for turn in CaptureFile(path).turns()]
+
+
+def tokens_of(path: Path) -> list[list[int]]:
+    """All sequences of tokens in the requests and results of a file."""
+    found = []
+    for turn in CaptureFile(path).turns():
+        found += [unpack(message.prompt_token_ids) for _, message in turn.inbox if hasattr(message, "prompt_token_ids")]
+        found.append([token for token in unpack(turn.step.tokens) if token >= 0])
+    return found
+
+
+@pytest.fixture
+def slow_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
+    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 12_000)
+
+
+@pytest.mark.usefixtures("slow_close")
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "drafts"])
+def test_every_decision_stays_and_the_file_replays(tmp_path: Path, name: str) -> None:
+    config = msgspec.structs.replace(CONFIG, **VARIANTS[name], client_weights={"tenant-canary": 2.0})
+    path, out = tmp_path / "a.cap", tmp_path / "red.cap"
+    capture(path, config, seed=3, num_steps=80)  # with beam searches
+    redacted = redact(CaptureFile(path), str(out))
+    assert redacted.num_steps == 80
+    assert decisions(out) == decisions(path)
+    assert replay_from_each(out) == len(CaptureFile(path).checkpoints)
+    assert decode_config(CaptureFile(out).header).client_weights.keys().isdisjoint({"tenant-canary"})
+
+
+@pytest.mark.usefixtures("slow_close")
+@pytest.mark.parametrize("name", ["plain", "deep", "fair", "swap"])
+def test_a_file_that_begins_inside_is_redacted_with_its_checkpoint(tmp_path: Path, name: str) -> None:
+    config = msgspec.structs.replace(CONFIG, **{**VARIANTS[name], "num_blocks_override": 60}, capture_rotate_bytes=9000)
+    capture(tmp_path / "a.cap", config, seed=4, num_steps=110, make=make_secret)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 2
+    for path in files:
+        out = tmp_path / f"{path.name}.red"
+        redact(CaptureFile(path), str(out))
+        assert decisions(out) == decisions(path)
+        replay_from_each(out)
+        check_canaries(out)
+    inside = [path for path in files if CaptureFile(path).begins_inside]
+    added = [start for path in inside for turn in CaptureFile(path).turns() for start in turn.step.added]
+    assert sum(cached for *_, cached in added) > 0
+
+
+def check_canaries(path: Path) -> None:
+    data = path.read_bytes()
+    for canary in CANARIES:
+        assert canary.encode() not in data
+
+
+@pytest.mark.usefixtures("slow_close")
+def test_an_attacker_finds_no_token(tmp_path: Path) -> None:
+    """The attacker has the original, but not the key: neighbours, frequencies, places and guesses say nothing."""
+    path, out, again = tmp_path / "a.cap", tmp_path / "red.cap", tmp_path / "again.cap"
+    config = msgspec.structs.replace(CONFIG, fake_vocab_size=30_000)
+    capture(path, config, seed=3, num_steps=120, make=make_secret)
+    redact(CaptureFile(path), str(out))
+    redact(CaptureFile(path), str(again))
+    check_canaries(out)
+    old, new, other = tokens_of(path), tokens_of(out), tokens_of(again)
+    pairs = [tuple(one[i : i + 2]) for one in old for i in range(len(one) - 1)]
+    data = out.read_bytes()
+    found = sum(re.search(re.escape(np.array(pair, "<i4").tobytes()), data) is not None for pair in set(pairs))
+    assert len(set(pairs)) > 500
+    assert found <= 1  # by chance
+    flat = [[token for one in many for token in one] for many in (old, new, other)]
+    same = [sum(a == b for a, b in zip(flat[0], x, strict=True)) / len(flat[0]) for x in flat[1:]]
+    assert max(same) < 0.02  # ends of requests
+    between = sum(a == b for a, b in zip(flat[1], flat[2], strict=True)) / len(flat[0])
+    assert between < 0.02  # two redactions have two keys
+    most_common = Counter(flat[0]).most_common(1)[0]
+    places = [i for i, token in enumerate(flat[0]) if token == most_common[0]]
+    assert most_common[1] > 10
+    names = Counter(flat[1][i] for i in places)
+    prefixes = {tuple(one[: i + 1]) for one in old for i, token in enumerate(one) if token == most_common[0]}
+    assert len(names) > len(prefixes) // 3  # a name for each beginning, not one for the token
+
+
+def test_names_are_equal_as_far_as_the_tokens_are() -> None:
+    names = TokenNames(50, {0, 1, 2})
+    rng = random.Random(1)
+    known = list[tuple[list[int], list[int]]]()
+    for _ in range(200):
+        tokens = [rng.randrange(47) for _ in range(3)]
+        named = names.name_all(names.begin(""), np.array(tokens))[0].tolist()
+        assert not {0, 1, 2} & set(named)
+        for others, theirs in known:
+            shared = next((i for i, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), 3)
+            assert named[:shared] == theirs[:shared]
+            assert shared == 3 or named[shared] != theirs[shared]
+        known.append((tokens, named))
+    assert names.begin("a") != names.begin("b")
+
+
+@pytest.mark.usefixtures("slow_close")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "a.cap", tmp_path / "red.cap"
+    capture(path, CONFIG, seed=3, num_steps=30)
+    assert main(["redact", str(path), str(out)]) == 0
+    assert "30 steps" in capsys.readouterr().out
+    assert main([str(out)]) == 0
+    assert main([str(out), "--mode", "full"]) == 4
+    assert "it is redacted" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="never overwritten"):
+        main(["redact", str(path), str(out)])
+
+
+def test_what_cannot_be_redacted_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    settings = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    path, out = tmp_path / "a.cap", tmp_path / "red.cap"
+    capture(path, msgspec.structs.replace(CONFIG, speculative_config=settings), seed=1, num_steps=5)
+    with pytest.raises(CaptureFileError, match="which tokens repeat"):
+        redact(CaptureFile(path), str(out))
+    assert not out.exists()
