@@ -69,7 +69,7 @@ def in_bash(scripts: Path, line: str) -> list[str]:
         ("engine-core rm org/n", ["org/name"]),
         ("engine-core serve --model org/n", ["org/name"]),
         # A file may have any name. It is quoted, as it will stand on the command line.
-        ("engine-core rm ev", r"evil/gguf:\$\(touch\ pwned\)\`touch\ pwned\`.gguf".split()),
+        ("engine-core rm ev", ["evil/gguf:\\$\\(touch\\", "pwned\\)\\`touch\\", "pwned\\`.gguf"]),
         ("engine-core chat org/gguf:Q4", ["Q4_K_M"]),  # bash replaces what stands behind the colon
         ("engine-core chat org/gguf:", ["Q4_K_M", "Q8_0"]),
         ("engine-core control dr", ["drain"]),
