@@ -37,7 +37,7 @@ def bash(commands: Sequence[Command]) -> str:
     cases = "".join(_bash_case(command) for command in commands)
     return f"""# Completion of engine-core for bash, made by `engine-core completion bash`.
 _engine_core() {{
-    local line=${{COMP_LINE:0:COMP_POINT}} words= models= files= before
+    local line=${{COMP_LINE:0:COMP_POINT}} words= models= files= before name
     local word=${{line##*[[:space:]]}}
     read -ra before <<< "${{line%"$word"}}"
     local command=${{before[1]}} flag=${{before[-1]}}
@@ -49,8 +49,11 @@ _engine_core() {{
     [[ $word == --*=* ]] && flag=${{word%%=*}} word=${{word#*=}}
     case $command in
 {cases}    esac
-    [[ $models ]] && words+=" $({_MODELS})"
     COMPREPLY=($(compgen -W "$words" -- "$word"))
+    # Not as words of compgen, which expands them: a model's file may have any name, also that of a command.
+    [[ $models ]] && while IFS= read -r name; do
+        [[ $name == "$word"* ]] && printf -v name %q "$name" && COMPREPLY+=("$name")
+    done < <({_MODELS})
     [[ $files ]] && COMPREPLY+=($(compgen -f -- "$word"))
     [[ $files && ! $models ]] && compopt -o filenames 2>/dev/null
     [[ $word == *:* && $COMP_WORDBREAKS == *:* ]] && COMPREPLY=("${{COMPREPLY[@]#"${{word%:*}}:"}}")

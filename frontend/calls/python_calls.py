@@ -79,10 +79,10 @@ def _read_call(node: ast.expr, tools: Tools) -> tuple[str, str]:
     """Return a call's name and arguments."""
     if not isinstance(node, ast.Call) or node.args:
         raise NotACallError
-    name = ast.unparse(node.func)
-    if tools is not None and name not in tools:
-        raise NotACallError
     try:
+        name = ast.unparse(node.func)
+        if tools is not None and name not in tools:
+            raise NotACallError
         arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords if one.arg}
         return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

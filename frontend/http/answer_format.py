@@ -1,5 +1,6 @@
 """AnswerFormat: how one dialect writes a reply. Each API (chat, completions, ...) has a file of one or two of these."""
 
+import json
 from typing import Protocol
 
 import msgspec
@@ -62,8 +63,11 @@ class PromptSide(msgspec.Struct):
 
 
 def json_bytes(value: object) -> bytes:
-    """Return a value as JSON without any character that ends a line."""
-    data = _encode(value)
+    """Return a value as JSON without any character that ends a line. A lone surrogate becomes a question mark."""
+    try:
+        data = _encode(value)
+    except UnicodeEncodeError:  # a model's JSON may have "\ud800", and its parts are read
+        data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
     if not data.isascii():
         for raw, escaped in _LINE_ENDS:
             data = data.replace(raw, escaped)

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -17,6 +18,7 @@ from ipc.errors import ConfigError
 
 _log = logging.getLogger("engine_core.http")
 _MAX_KEYS = 10_000
+_LIMIT = re.compile(r"-?[0-9]{1,18}")
 _LIMITS = ("concurrent", "rpm", "tpm", "max_tokens", "min_priority")
 
 
@@ -109,10 +111,11 @@ def _read_line(words: list[str], place: str) -> Key:
         name, _, value = word.partition("=")
         if name == "models":
             limits[name] = tuple(value.split(","))
-        elif name in _LIMITS and value.lstrip("-").isdigit():
+        elif name in _LIMITS and _LIMIT.fullmatch(value) and (name == "min_priority" or int(value) > 0):
             limits[name] = int(value)
         else:
-            raise ConfigError(f"{place}: {word!r:.80} is no limit; known: models=a,b and {', '.join(_LIMITS)}=N")
+            text = f"{place}: {word!r:.80} is no limit; known: models=a,b and {', '.join(_LIMITS)}=N"
+            raise ConfigError(f"{text}, above 0 but for min_priority")
     return Key(words[0], digest, **limits)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ from frontend.http.request import JSON, Request
 
 MAX_HEAD_BYTES = 65_536
 MAX_FIELDS = 100
+_MAX_SHARE = 16  # bytes that may come for each byte of a body, beside those of a head: a chunk of one byte has 6
 MAX_PIPELINED = 32  # requests of one connection that wait for the answer before theirs
 _HEAD_S = 10.0  # from a head's first byte to its last
 IDLE_S = 75.0  # of a connection without a request: longer than clients keep one in their pools
@@ -69,7 +70,7 @@ class HttpProtocol(asyncio.Protocol):
         self._began = time.monotonic()  # of the wait, the head or the body that is being read
         self._url = b""
         self._fields: dict[bytes, bytes] = {}
-        self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = 0
+        self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = self._read_bytes = 0
         self._error: HttpError | None = None  # of the refusal that closes the connection
         self._is_paused = False
         self._ignores = False  # what comes is not for this server: a refusal was written, or a last request is complete
@@ -89,7 +90,7 @@ class HttpProtocol(asyncio.Protocol):
         """Parse what came, up to the first bound that it breaks."""
         if self._ignores:
             return
-        was_in_head = self._phase is _Phase.HEAD
+        phase, began = self._phase, self._began
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # the request is answered as if it had not asked; nothing follows it
@@ -98,16 +99,14 @@ class HttpProtocol(asyncio.Protocol):
             if not self._ignores:
                 self._refuse(self._error or HttpError(400, "this is not a valid HTTP/1.1 request"))
             return
-        if was_in_head and self._phase is _Phase.HEAD:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(HttpError(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes"))
+        if self._phase is phase and self._began == began and not self._ignores:  # all of it is of one head, or body
+            self._count_read(len(data))
 
     def on_message_begin(self) -> None:
         """Begin a head."""
         self._phase, self._began = _Phase.HEAD, time.monotonic()
         self._url, self._fields = b"", {}
-        self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = 0
+        self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = self._read_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Take a part of the target."""
@@ -140,7 +139,8 @@ class HttpProtocol(asyncio.Protocol):
         self._requests.append(request)
         if len(self._requests) > 1 and not self._is_paused:
             self._is_paused = True
-            self.transport.pause_reading()
+            if not self.is_full:
+                self.transport.pause_reading()
         try:
             self._app.judge(request)
         except HttpError as error:
@@ -179,12 +179,16 @@ class HttpProtocol(asyncio.Protocol):
     # --- the peer reads -----------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Take note that the peer reads too slowly."""
+        """Read nothing of a peer that reads too slowly: the answers to what it sends would wait here."""
         self.is_full = True
+        if not self._is_paused:
+            self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Tell the reply that waited."""
+        """Read again, and tell the reply that waited."""
         self.is_full = False
+        if not self._is_paused:
+            self.transport.resume_reading()
         if self._requests:
             exchange = self._requests[0].exchange
             wake, exchange.on_writable = exchange.on_writable, None
@@ -206,7 +210,8 @@ class HttpProtocol(asyncio.Protocol):
             return
         if self._is_paused and len(self._requests) < 2:
             self._is_paused = False
-            self.transport.resume_reading()
+            if not self.is_full:
+                self.transport.resume_reading()
         if self._requests:
             self._begin(self._requests[0])
         elif self._error is not None:
@@ -265,7 +270,7 @@ class HttpProtocol(asyncio.Protocol):
             self,
             is_head=method == "HEAD",
             is_http_1_0=version == "1.0",
-            keep_alive=parser.should_keep_alive(),
+            keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
         )
         text = path.decode("ascii")
         text = unquote(text) if "%" in text else text
@@ -277,6 +282,14 @@ class HttpProtocol(asyncio.Protocol):
             self._app.answer(request)
         elif request.headers.get(b"expect", b"").lower() == b"100-continue":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _count_read(self, num_bytes: int) -> None:
+        """Count bytes of a request; refuse one whose head is too long, or what surrounds the parts of its body."""
+        self._read_bytes += num_bytes
+        if self._phase is _Phase.HEAD and self._read_bytes > MAX_HEAD_BYTES:
+            self._refuse(HttpError(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes"))
+        elif self._phase is _Phase.BODY and self._read_bytes > MAX_HEAD_BYTES + _MAX_SHARE * self._body_bytes:
+            self._refuse(HttpError(431, "the body's chunks have too long extensions, or too long a trailer"))
 
     def _end_after_this(self) -> None:
         self._ignores = True

@@ -6,6 +6,7 @@ as columns and calls into Python once for each choice; there is no task, queue o
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ipc.sampling_params import SamplingParams
 
 _TICK_S = 1.0
 _EACH_TURN = 128  # replies: a write takes some 10 microseconds
+_log = logging.getLogger("engine_core.http")
 
 
 class Pump:
@@ -103,7 +105,10 @@ class Pump:
             at += count
             part = parts.get(number)
             if part is not None:
-                part.take(self.client, choice, ids, finish)
+                try:
+                    part.take(self.client, choice, ids, finish)
+                except Exception as error:  # of one answer's text: the others have their news in this very run
+                    _fail(part.reply, error)
                 self._touched[part.reply] = None
             elif finish and (end := self._ends.pop(number, None)) is not None and not end.done():
                 end.set_result(None)
@@ -118,7 +123,11 @@ class Pump:
         now = time.monotonic()
         for reply in list(itertools.islice(self._touched, _EACH_TURN)):
             del self._touched[reply]
-            reply.flush(now)
+            try:
+                reply.flush(now)
+            except Exception as error:  # as in _run()
+                _fail(reply, error)
+                reply.flush(now)
         if self._touched:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
@@ -137,3 +146,9 @@ class Pump:
         now = time.monotonic()
         for reply in list(self.replies):
             reply.tick(now)
+
+
+def _fail(reply: Reply, error: Exception) -> None:
+    """Let a reply end with an error that the reading or the writing of its own text raised."""
+    _log.error("request %s failed", reply.request.id, exc_info=error)
+    reply.fail(error)

@@ -8,11 +8,12 @@ import msgspec
 
 from frontend.http.answer_format import json_bytes
 from frontend.http.errors import HttpError
-from frontend.http.pooling import pool
+from frontend.http.pooling import MAX_TEXTS, pool
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from frontend.pooling import pair_prompt, scored_pairs
 from frontend.results.pooling_outputs import ScoringRequestOutput, cosine_score, score_of
+from frontend.text.prompts import PromptInput
 from ipc.pooling_params import PoolingParams
 
 
@@ -84,8 +85,14 @@ async def _scores(
         raise HttpError(
             400, f"scores need a classifier with one label; this one has {tasks['classify']}", param="model"
         )
+    if len(pairs) > MAX_TEXTS:
+        raise HttpError(400, f"{len(pairs)} pairs in one request; {MAX_TEXTS} are allowed")
     if "classify" in tasks:
-        prompts = [pair_prompt(service.engine, pair, body.template) for pair in pairs]
+
+        def prepare() -> list[PromptInput]:
+            return [pair_prompt(service.engine, pair, body.template) for pair in pairs]
+
+        prompts = await service.run(request, prepare)
         return [score_of(one) for one in await pool(service, request, prompts, params, "classify", priority)]
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     outputs = await pool(service, request, texts, params, "embed", priority)

@@ -23,7 +23,8 @@ def the_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = folder / "bin" / "engine-core"
     program.parent.mkdir()
     program.write_text(
-        '#!/bin/sh\n[ "$*" = "list --quiet" ] && printf "org/name\\norg/gguf:Q4_K_M\\norg/gguf:Q8_0\\n"\n'
+        "#!/bin/sh\n[ \"$*\" = 'list --quiet' ] && printf 'org/name\\norg/gguf:Q4_K_M\\norg/gguf:Q8_0\\n"
+        "evil/gguf:$(touch pwned)`touch pwned`.gguf\\n'\n"
     )
     program.chmod(0o755)
     (folder / "here").mkdir()
@@ -67,6 +68,8 @@ def in_bash(scripts: Path, line: str) -> list[str]:
         ("engine-core serve --config ", ["engine.toml"]),
         ("engine-core rm org/n", ["org/name"]),
         ("engine-core serve --model org/n", ["org/name"]),
+        # A file may have any name. It is quoted, as it will stand on the command line.
+        ("engine-core rm ev", ["evil/gguf:\\$\\(touch\\", "pwned\\)\\`touch\\", "pwned\\`.gguf"]),
         ("engine-core chat org/gguf:Q4", ["Q4_K_M"]),  # bash replaces what stands behind the colon
         ("engine-core chat org/gguf:", ["Q4_K_M", "Q8_0"]),
         ("engine-core control dr", ["drain"]),
@@ -77,6 +80,7 @@ def in_bash(scripts: Path, line: str) -> list[str]:
 )
 def test_bash_completes(scripts: Path, line: str, expected: list[str]) -> None:
     assert in_bash(scripts, line) == expected
+    assert sorted(path.name for path in (scripts / "here").iterdir()) == ["engine.toml"]
 
 
 def test_every_command_and_flag_is_declared(scripts: Path) -> None:

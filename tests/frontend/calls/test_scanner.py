@@ -153,6 +153,7 @@ def test_deep_nesting_ends_no_answer() -> None:
             "call:get_time" + "{a:" * 5000,
             "[get_time(a=" + "[" * 5000 + "]" * 5000 + ")]",
             "[get_time(a=" + "-" * 5000 + "1)]",
+            "[" + "a." * 500 + "get_time(a=1)]",
         ):
             scan(form, [form.calls.begins[0] + text])
             scan(form, [text])

@@ -181,7 +181,18 @@ def test_other_machines_need_keys() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["alice", "alice 12", f"alice {'x' * 64}", line("a", "b", "rpm=x"), line("a", "b", "speed=3"), line("a", "b") * 2],
+    [
+        "alice",
+        "alice 12",
+        f"alice {'x' * 64}",
+        line("a", "b", "rpm=x"),
+        line("a", "b", "rpm=--5"),  # ended the server, as did the next one
+        line("a", "b", "tpm=\N{SUPERSCRIPT TWO}"),
+        line("a", "b", "rpm=0"),  # meant no limit, as did the next one
+        line("a", "b", "rpm=-5"),
+        line("a", "b", "speed=3"),
+        line("a", "b") * 2,
+    ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"

@@ -127,6 +127,68 @@ def test_an_endless_field_is_not_kept() -> None:
     assert status(transport) == 431
 
 
+def test_neither_an_endless_trailer_nor_endless_extensions_are_read() -> None:
+    begin = b"POST /x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n1"
+    for more in (b"\r\na\r\n0\r\na: ", b";a="):
+        protocol, transport = connected(App())
+        protocol.data_received(begin + more)
+        for _ in range(200):
+            protocol.data_received(b"b" * 1000)
+        assert status(transport) == 431, more
+
+
+def test_a_body_in_chunks_of_one_byte_is_taken() -> None:
+    app = App()
+    protocol, transport = connected(app)
+    protocol.data_received(b"POST /x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(5000):
+        protocol.data_received(b"1\r\na\r\n")
+    protocol.data_received(b"0\r\n\r\n")
+    assert (b"".join(app.requests[0].parts), transport.written) == (b"a" * 5000, b"")
+
+
+def test_a_head_counts_once_however_it_is_cut() -> None:
+    """It was refused from half of the bound on where it came in pieces."""
+    sent = b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: %b\r\n" % (i, b"v" * 1000) for i in range(60)) + b"\r\n"
+    for size in (len(sent), 1400):
+        app = App()
+        protocol, _ = connected(app)
+        for at in range(0, len(sent), size):
+            protocol.data_received(sent[at : at + size])
+        assert len(app.requests) == 1, size
+
+
+def test_nothing_is_read_of_a_peer_that_does_not_read() -> None:
+    """Its refusals would fill this server's memory, many bytes for each of its own."""
+    protocol, transport = connected(App(refused=("/no",)))
+    protocol.data_received(b"GET /no HTTP/1.1\r\nhost: h\r\n\r\n")
+    protocol.pause_writing()
+    assert transport.calls == ["pause_reading"]
+    protocol.data_received(b"GET /1 HTTP/1.1\r\nhost: h\r\n\r\nGET /2 HTTP/1.1\r\nhost: h\r\n\r\n")
+    protocol.resume_writing()
+    assert transport.calls == ["pause_reading"]  # now for the second request, which waits
+    protocol, transport = connected(App(refused=("/no",)))
+    protocol.data_received(b"GET /no HTTP/1.1\r\nhost: h\r\n\r\n")
+    protocol.pause_writing()
+    protocol.resume_writing()
+    assert transport.calls == ["pause_reading", "resume_reading"]
+
+
+def test_requests_behind_one_another_are_counted_apart() -> None:
+    sent = b"".join(
+        b"POST /%d HTTP/1.1\r\nhost: h\r\na: %b\r\ncontent-length: 4000\r\n\r\n" % (i, b"v" * 30_000) + b"x" * 4000
+        for i in range(3)
+    )
+    app = App()
+    protocol, _ = connected(app)
+    for at in range(10, len(sent) + 34_000, 34_000):  # each piece has a part of two requests
+        protocol.data_received(sent[max(0, at - 34_000) : at])
+        for request in app.requests:
+            if not request.exchange.is_complete:
+                request.exchange.write_whole(200, [], b"")
+    assert [request.path for request in app.requests] == ["/0", "/1", "/2"]
+
+
 def test_answers_keep_the_order_of_requests() -> None:
     app = App(refused=("/no",))
     protocol, transport = connected(app)
@@ -169,6 +231,15 @@ def test_an_upgrade_is_answered_as_if_it_was_not_asked_for() -> None:
     app.requests[0].exchange.write_whole(200, [], b"body")
     assert b"connection: close" in transport.written
     assert transport.calls == ["close"]
+
+
+def test_a_refusal_of_an_upgrade_says_that_the_connection_ends() -> None:
+    """Nothing is read behind it, so a client must not send its next request there."""
+    protocol, transport = connected(App(refused=("/no",)))
+    protocol.data_received(b"GET /no HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+    assert b"connection: close" in transport.written
+    protocol.sweep(time.monotonic() + 3)
+    assert transport.calls[-1] in ("close", "abort")
 
 
 def test_connections_beyond_the_bound_are_refused() -> None:

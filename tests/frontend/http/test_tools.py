@@ -114,6 +114,15 @@ def test_broken_arguments_are_text_and_no_error(served: Caller) -> None:
     assert served.chat(tools=TOOLS, **exactly(broken)).json["choices"][0]["message"]["content"] == broken
 
 
+def test_a_model_may_write_what_no_utf_8_has(served: Caller) -> None:
+    """Half of a surrogate pair, as JSON may escape it: once this answer and all streams beside it were lost."""
+    text = '<tool_call>{"name": "\\ud800", "arguments": {"a": "\\ud800"}}</tool_call>'
+    body = {"tools": TOOLS, **exactly(text)}
+    whole = shown(served.chat(**body).json["choices"][0])
+    assert [call["name"] for call in whole["tool_calls"]] == ["?"]
+    assert fold(served.chat(**body, stream=True).events) == whole
+
+
 def test_an_answer_of_a_schema_or_calls(served: Caller) -> None:
     """Both are possible where tools and a response_format are given, as agents with a typed result send them."""
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}

@@ -54,6 +54,27 @@ class OneReply:
     def flush(self, now: float) -> None:
         self._notes.append("write")
 
+    def fail(self, error: Exception) -> None:
+        self._notes.append(str(error))
+
+
+class BrokenReply(OneReply):
+    """A reply whose text cannot be read, or cannot be written."""
+
+    def __init__(self, number: int, notes: list[str], *, reads: bool) -> None:
+        super().__init__(number, notes)
+        self.request = SimpleNamespace(id="x")
+        self._reads = reads
+
+    def _take(self, client: Any, choice: int, ids: list[int], finish: int) -> None:
+        if not self._reads:
+            raise RecursionError("not read")
+
+    def flush(self, now: float) -> None:
+        if self._reads and "not written" not in self._notes:
+            raise RecursionError("not written")
+        super().flush(now)
+
 
 def test_replies() -> None:
     notes = list[str]()
@@ -78,6 +99,26 @@ def test_replies() -> None:
     assert notes[notes.index("write") : last].count("other") >= 2
     longest = max(map(len, "".join("w" if note == "write" else " " for note in notes).split()))
     assert longest < COUNT / 2
+
+
+def test_a_reply_that_cannot_be_made_fails_alone() -> None:
+    notes = list[str]()
+
+    async def run() -> list[OneReply]:
+        client: Any = Client()
+        pump = Pump(client)
+        broken = [BrokenReply(0, notes, reads=False), BrokenReply(1, notes, reads=True)]
+        replies = [*broken, *(OneReply(number, notes) for number in range(2, COUNT))]
+        for reply in replies:
+            pump.add(reply, [])  # type: ignore[arg-type]
+        client.listener()
+        while notes.count("write") < COUNT:
+            await asyncio.sleep(0)
+        pump.close()
+        return replies
+
+    assert [reply.ids for reply in asyncio.run(run())[2:]] == [[number] for number in range(2, COUNT)]
+    assert sorted(set(notes)) == ["not read", "not written", "write"]
 
 
 def test_requests() -> None:
