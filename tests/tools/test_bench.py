@@ -129,6 +129,7 @@ def test_latency_prints_one_record_per_workload_and_repetition() -> None:
     ]
     record = records[0]
     assert set(record) == {
+        "cpu",
         *("engine", "version", "dtype", "workload", "requests", "in_tok", "out_tok", "ok", "wall_s", "out_tok_s"),
         *("total_tok_s", "ttft_ms", "tpot_ms", "threads", "round", "rep", "peak_rss_mb", "pss_mb", "cpu_s"),
         *("foreign_cpu_s", "steal_s", "noisy", "ready_s", "start_to_first_token_s"),

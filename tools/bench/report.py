@@ -10,6 +10,7 @@ from typing import Any
 
 from ipc.config import EngineConfig
 from ipc.version import NAME, VERSION
+from tools.bench.cpu_name import cpu_name
 from tools.bench.runs import Bench, Run
 from tools.bench.startup import MeasuredStartup
 from tools.bench.startup_parts import Parts
@@ -18,8 +19,8 @@ _NOISY_SHARE = 0.08  # of the wall time; if others take more CPU time, the resul
 
 
 def print_record(record: Mapping[str, Any]) -> None:
-    """Print one record as a line of JSON."""
-    sys.stdout.write(json.dumps(record) + "\n")
+    """Print one record as a line of JSON, with the CPU's name."""
+    sys.stdout.write(json.dumps({**record, "cpu": cpu_name()}) + "\n")
     sys.stdout.flush()
 
 
