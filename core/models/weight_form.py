@@ -26,7 +26,7 @@ def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
 
     A weight as stored takes five instructions to decode, a compact one half of one. Where `vdpbf16ps` runs at its full
     rate (the variant avx512bf16 is chosen on such CPUs only) decoding is what a product of stored weights waits for. On
-    AMD Zen 5 they took 1.1 to 2 times as long with one thread (1 to 256 rows), 1.2 to 1.5 times with two (1 to 32). The
+    AMD Zen 4 they took 1.1 to 2 times as long with one thread (1 to 256 rows), 1.2 to 1.5 times with two (1 to 32). The
     variant in float32 is faster with stored weights from 4 rows on.
     """
     is_slower = library.variant == "avx512bf16" and library.num_threads <= _FEW_THREADS
