@@ -32,7 +32,6 @@ FLAGS: dict[str, str] = {
     "--data-parallel-size": "start several engines, each with its own --listen",
     "--enable-lora": "adapters are not supported by this version",
     "--lora-modules": "adapters are not supported by this version",
-    "--quantization": "the format of the files decides; leave it out",
     "--kv-cache-dtype": "the KV cache has the model's dtype; leave it out",
     "--trust-remote-code": "no code from a model's folder is ever run; leave it out",
     "--disable-log-requests": "requests are not logged unless --log-requests is given; leave it out",

@@ -126,7 +126,7 @@ async def _stream(served: _Served, connections: int, num_tokens: int) -> dict[st
 async def _health(served: _Served, connections: int, num_tokens: int) -> dict[str, Any]:
     """Ask /health beside such streams: until the last of them, all begun at once, has its first token, and after it."""
     peers = [await connect(served.port) for _ in range(connections)]
-    command = (sys.executable, "-m", "tools.bench.health_probe", str(served.port))
+    command = (sys.executable, "-m", f"{__package__}.health_probe", str(served.port))
     probe = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     await asyncio.sleep(0.5)  # it has begun
     begin = time.monotonic()

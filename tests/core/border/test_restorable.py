@@ -45,7 +45,7 @@ def test_as_many_as_were_announced_pass_every_bound(start: Callable[..., Running
 
 def test_an_engine_that_begins_to_drain_waits_for_what_was_announced(start: Callable[..., Running]) -> None:
     """Two of three come after the drain has begun, and are not new; a fourth is. The third never comes."""
-    running = start()
+    running = start(lease_ms=60_000)
     with come_back(running, 3) as client, owner(running) as asking:
         client.add(0, [10], max_tokens=LONG)
         asking.send(BeginDrain(5))
