@@ -1,15 +1,19 @@
 """Hatchling's build hook: it moves all packages of the checkout into `engine_core` and adds compiled C kernels.
 
-With kernels, the wheel is for this platform only. Without a C compiler the wheel is pure Python; then kernels are built
-on the machine that installs it, or torch's are used. An editable install uses the checkout unchanged.
+With kernels, the wheel is for this platform only. It has every variant of its architecture, or those that
+ENGINE_CORE_WHEEL_VARIANTS names (avx512,portable). Without a C compiler the wheel is pure Python; then kernels are
+built on the machine that installs it, or torch's are used. An editable install uses the checkout unchanged.
 """
 
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+WANTED = "ENGINE_CORE_WHEEL_VARIANTS"
 
 
 class WheelHook(BuildHookInterface[Any]):
@@ -41,7 +45,7 @@ class WheelHook(BuildHookInterface[Any]):
         libraries = {}
         try:
             compiler = cpu_build.find_compiler()
-            for variant in cpu_build.variants_of_machine():
+            for variant in _wanted(cpu_build.variants_of_machine()):
                 try:
                     cpu_build.check_instructions(variant, compiler)
                 except cpu_build.CannotCompileError as error:
@@ -67,3 +71,14 @@ class WheelHook(BuildHookInterface[Any]):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+
+
+def _wanted(variants: list[str]) -> list[str]:
+    """Return the variants that the environment asks for, best first; all where it names none.
+
+    Errors: ValueError for names of other variants.
+    """
+    names = os.environ.get(WANTED, "").replace(",", " ").split()
+    if unknown := set(names) - set(variants):
+        raise ValueError(f"{WANTED}: {', '.join(sorted(unknown))}; there are {', '.join(variants)}")
+    return [variant for variant in variants if variant in names] if names else variants

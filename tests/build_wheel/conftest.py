@@ -6,19 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from build_wheel.hook import WANTED
+from kernels.cpu.build import usable_variants
 from tests.build_wheel.suite import build, install
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file. Workers of one run share it: compiling the kernels is most of a build."""
+    """The file, with two variants of the kernels; `make test-wheel` builds all. Workers of one run share it: compiling
+    is most of a build.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-dist"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not any(folder.glob("*.whl")):
-            build(folder, "--wheel")
+            build(folder, "--wheel", **{WANTED: f"{usable_variants()[0]},portable"})
     (path,) = folder.glob("*.whl")
     return path
 
