@@ -36,6 +36,7 @@ _TYPES = {
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     431: "RequestHeaderFieldsTooLargeError",
+    499: "ClientClosedRequestError",  # in the log and the metrics only: nobody is there to read it
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",

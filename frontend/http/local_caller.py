@@ -18,7 +18,7 @@ class LocalAnswer(NamedTuple):
     body: bytes
 
 
-class _LocalExchange(Exchange):
+class LocalExchange(Exchange):
     """An exchange that keeps the answer; it is its own wire, which is never full."""
 
     is_full = False
@@ -73,7 +73,7 @@ class LocalCaller:
 
     async def post(self, path: str, body: bytes) -> LocalAnswer:
         """Return the answer to a POST of JSON."""
-        exchange = _LocalExchange()
+        exchange = LocalExchange()
         headers = {b"content-type": b"application/json"}
         request = Request("POST", path, path.encode(), b"", headers, exchange, num_hosts=0)
         request.parts.append(body)

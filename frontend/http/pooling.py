@@ -14,6 +14,7 @@ from ipc.pooling_params import PoolingParams, PoolingTask
 
 #: Most texts of one request.
 MAX_TEXTS = 2048
+_LEFT = "the peer has left"
 
 
 async def pool(
@@ -50,22 +51,39 @@ async def pool(
     num_tokens = sum(len(one.prompt.token_ids) for one in prepared)
     settle = service.take_quota(request, num_tokens)
     try:
-        return await _answers(service, prepared)
+        return await _answers(service, request, prepared)
     finally:
         if settle is not None:
             settle(num_tokens)
 
 
-async def _answers(service: Service, prepared: Sequence[PreparedPooling]) -> list[PoolingRequestOutput]:
-    """Submit the requests and wait for their ends. What still runs when one fails is aborted."""
+async def _answers(
+    service: Service, request: Request, prepared: Sequence[PreparedPooling]
+) -> list[PoolingRequestOutput]:
+    """Submit the requests and wait for their ends. What still runs when one fails, or the peer leaves, is aborted."""
+    exchange = request.exchange
+    if exchange.has_left:  # while a thread prepared them
+        raise HttpError(499, _LEFT)
     states: list[PoolingState] = []
     try:
         for one in prepared:
             states.append(submit_pooling(service.engine, one))  # noqa: PERF401 - for the finally
-        await asyncio.gather(*(service.pump.ended(state.number) for state in states))
+        ends = asyncio.gather(*(service.pump.ended(state.number) for state in states))
+
+        def leave() -> None:
+            ends.cancel()
+
+        exchange.on_left = leave
+        try:
+            await ends
+        except asyncio.CancelledError:
+            if exchange.has_left:
+                raise HttpError(499, _LEFT) from None
+            raise
         outputs = [service.engine.advance(state) for state in states]
         return [output for output in outputs if output is not None]
     finally:
+        exchange.on_left = None
         numbers = [state.number for state in states]
         service.pump.forget(numbers)
         service.engine.client.discard(numbers)

@@ -145,6 +145,8 @@ class HttpProtocol(asyncio.Protocol):
             self._app.judge(request)
         except HttpError as error:
             request.refusal = error
+            if _waits_to_send(request):  # without a yes, what it sends next may be the body or another request
+                request.exchange.keep_alive = False
         if request is self._requests[0]:
             self._begin(request)
 
@@ -280,7 +282,7 @@ class HttpProtocol(asyncio.Protocol):
         """Begin with a request whose turn has come: ask for its body, or answer it."""
         if request.refusal is not None or request.exchange.is_received:
             self._app.answer(request)
-        elif request.headers.get(b"expect", b"").lower() == b"100-continue":
+        elif _waits_to_send(request):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _count_read(self, num_bytes: int) -> None:
@@ -325,6 +327,11 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
         else:
             self.transport.write_eof()
+
+
+def _waits_to_send(request: Request) -> bool:
+    """Return whether the peer asks before it sends the body (RFC 9110, 10.1.1)."""
+    return request.headers.get(b"expect", b"").lower() == b"100-continue"
 
 
 def sweep(connections: Iterable[HttpProtocol]) -> None:

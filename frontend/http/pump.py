@@ -54,7 +54,7 @@ class Pump:
             self._parts[part.state.number] = part
         self.replies[reply] = None
         if reply.is_streamed:
-            self._loop.call_later(HEAD_S, reply.start_late)
+            self._loop.call_later(HEAD_S, _start_late, reply)
 
     def remove(self, reply: Reply) -> None:
         """Forget an ended reply, and its requests."""
@@ -146,6 +146,15 @@ class Pump:
         now = time.monotonic()
         for reply in list(self.replies):
             reply.tick(now)
+
+
+def _start_late(reply: Reply) -> None:
+    """Let the head of a stream go out that has no news yet."""
+    try:
+        reply.start_late()
+    except Exception as error:  # as in Pump._run()
+        _fail(reply, error)
+        reply.flush(time.monotonic())
 
 
 def _fail(reply: Reply, error: Exception) -> None:

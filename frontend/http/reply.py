@@ -191,8 +191,7 @@ class Reply:
     def start_late(self) -> None:
         """Write the head of a stream that has no news yet."""
         if not self.is_ended and not self._is_started and not self.full_since and self._failure is None:
-            self._begin_stream()
-            self._exchange.write(self._format.opening())
+            self._exchange.write(self._begin_stream())
 
     def tick(self, now: float) -> None:
         """Keep a silent stream alive; end one whose peer does not read."""
@@ -232,8 +231,7 @@ class Reply:
             body += self._format.closing(self.usage)
         if not self._is_started:
             self.first_token_at = now
-            self._begin_stream()
-            body = self._format.opening() + body
+            body = self._begin_stream() + body
         self.last_write = now
         if is_last:
             self._exchange.end(body)
@@ -275,7 +273,9 @@ class Reply:
 
     # --- the wire -----------------------------------------------------------------------------------------------
 
-    def _begin_stream(self) -> None:
+    def _begin_stream(self) -> bytes:
+        """Begin the stream, and return its opening. Where that cannot be made, the failure is a status still."""
+        opening = self._format.opening()
         self._is_started = True
         fields = [
             (b"content-type", self._format.stream_type),
@@ -284,6 +284,7 @@ class Reply:
             *self.request.answer_headers,
         ]
         self._exchange.begin(fields)
+        return opening
 
     def _write_whole(self, status: int, body: bytes, headers: Headers) -> None:
         self._exchange.write_whole(status, [(b"content-type", JSON), *self.request.answer_headers, *headers], body)

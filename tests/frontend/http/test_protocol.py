@@ -222,6 +222,18 @@ def test_a_body_is_asked_for_only_where_it_is_wanted() -> None:
         assert transport.written.startswith(wanted)
 
 
+@pytest.mark.parametrize("expects", [True, False])
+def test_who_asked_before_the_body_and_was_refused_may_not_send_there(expects: bool) -> None:
+    """Whether the body comes still is open, so the next request on this connection could be taken for it."""
+    app = App(refused=("/no",))
+    protocol, transport = connected(app)
+    protocol.data_received(HEAD.replace(b"/x", b"/no") + b"expect: 100-continue\r\n" * expects + b"\r\n")
+    assert (b"connection: close" in transport.written) is expects
+    assert transport.calls == ["write_eof"] * expects
+    protocol.data_received(b"1234567890GET /x HTTP/1.1\r\nhost: h\r\n\r\n")
+    assert [one.path for one in app.requests] == (["/no"] if expects else ["/no", "/x"])
+
+
 def test_an_upgrade_is_answered_as_if_it_was_not_asked_for() -> None:
     app = App()
     protocol, transport = connected(app)

@@ -6,10 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from frontend.client.news import NO_NEWS, News
+from frontend.http import pooling
+from frontend.http.errors import HttpError
 from frontend.http.intake import Intake
+from frontend.http.local_caller import LocalExchange
 from frontend.http.pump import Pump
+from frontend.http.reply import Reply
 
 COUNT = 300
 
@@ -136,3 +141,68 @@ def test_requests() -> None:
     asyncio.run(run())
     assert [note for note in notes if note != "other"] == list(range(40))
     assert notes.index("other") < 20
+
+
+class OpeningFails:
+    """A format of answers whose first events cannot be made."""
+
+    stream_type, keep_alive = b"text/event-stream", b""
+
+    def opening(self) -> bytes:
+        raise RecursionError("no opening")
+
+    def failure(self, error: Any) -> bytes:
+        return b"failed"
+
+
+def test_a_late_head_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.http.pump.HEAD_S", 0.0)
+    ended = list[int]()
+    request: Any = SimpleNamespace(
+        id="x", received_at=0.0, answer_headers=[], exchange=LocalExchange(), error_body=HttpError.body
+    )
+
+    async def run() -> None:
+        client: Any = Client()
+        client.discard = list
+        pump = Pump(client)
+        answers: Any = OpeningFails()
+        reply = Reply(request, answers, is_streamed=True, max_model_len=8, on_end=ended.append)
+        pump.add(reply, [])
+        await asyncio.wait_for(request.exchange.done.wait(), 30)
+        pump.close()
+        assert not pump.replies
+
+    asyncio.run(run())
+    assert request.exchange.answer.status == 500
+    assert b"failed to handle this request" in request.exchange.answer.body
+    assert ended == [0]
+
+
+def test_texts_of_a_peer_that_leaves_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    discarded = list[list[int]]()
+    monkeypatch.setattr(pooling, "submit_pooling", lambda engine, one: SimpleNamespace(number=one))
+
+    async def run(*, leaves_before: bool) -> None:
+        client: Any = Client()
+        client.discard = discarded.append
+        pump, exchange = Pump(client), LocalExchange()
+        service: Any = SimpleNamespace(engine=SimpleNamespace(client=client), pump=pump)
+        request: Any = SimpleNamespace(exchange=exchange)
+        if leaves_before:
+            exchange.leave()
+        texts: Any = [COUNT, COUNT + 1]
+        asking = asyncio.create_task(pooling._answers(service, request, texts))
+        await asyncio.sleep(0)
+        exchange.leave()
+        with pytest.raises(HttpError, match="the peer has left") as caught:
+            await asyncio.wait_for(asking, 30)
+        assert caught.value.status == 499
+        assert caught.value.body()
+        assert exchange.on_left is None
+        pump.close()
+
+    asyncio.run(run(leaves_before=False))
+    assert discarded == [[COUNT, COUNT + 1]]
+    asyncio.run(run(leaves_before=True))
+    assert discarded == [[COUNT, COUNT + 1]]
