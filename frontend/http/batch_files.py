@@ -69,7 +69,8 @@ class BatchOutput:
     """An output file. Opened again, it keeps the answers that are final, and its requests are not sent again.
 
     final: any status but 408, 429 and those from 500 on, which another attempt may change. A line that was cut is
-    dropped. Errors: ConfigError for a file that cannot be written, or is no output of a batch.
+    dropped. num_failed: answers of 400 and above, also those that were kept. Errors: ConfigError for a file that cannot
+    be written, or is no output of a batch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,11 +114,12 @@ class BatchOutput:
         is_changed = False
         with open(path, "rb") as file, open(kept_path, "wb") as kept:
             for number, line in enumerate(file, 1):
-                custom_id = _final_id(line, f"{path}, line {number}")
-                if custom_id is None or custom_id in self.done:
+                found = _final_answer(line, f"{path}, line {number}")
+                if found is None or found[0] in self.done:
                     is_changed = True
                     continue
-                self.done.add(custom_id)
+                self.done.add(found[0])
+                self.num_failed += found[1] >= 400
                 kept.write(line)
             kept.flush()
             os.fsync(kept.fileno())
@@ -127,8 +129,8 @@ class BatchOutput:
             kept_path.unlink()
 
 
-def _final_id(line: bytes, where: str) -> str | None:
-    """Return the custom_id of a final answer; None for one that is to be asked again."""
+def _final_answer(line: bytes, where: str) -> tuple[str, int] | None:
+    """Return custom_id and status of a final answer; None for one that is to be asked again."""
     try:
         done = _done_decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -136,8 +138,9 @@ def _final_id(line: bytes, where: str) -> str | None:
             return None  # the last line, cut
         raise ConfigError(f"{where}: this is no output of a batch; name another file") from None
     status = (done.response or {}).get("status_code")
-    is_final = isinstance(status, int) and status < 500 and status not in (408, 429)
-    return done.custom_id if is_final and line.endswith(b"\n") else None
+    if not isinstance(status, int) or status >= 500 or status in (408, 429) or not line.endswith(b"\n"):
+        return None
+    return done.custom_id, status
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -1,14 +1,18 @@
 """Batch files: the answers are those of HTTP, an output file that was cut goes on, and wrong lines are named."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from frontend.http.batch_files import BatchOutput, check_requests
+from frontend.http import batch
+from frontend.http.batch_files import BatchOutput, BatchRequest, check_requests
 from frontend.http.local_caller import LocalAnswer
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import ROOT, Caller, environment
@@ -68,12 +72,55 @@ def test_a_batch_is_answered_as_over_http_and_goes_on_where_it_ended(served: Cal
     again = read(target)
     shown = {name: without_ids(answer) for name, answer in answers.items()}
     assert {name: without_ids(answer) for name, answer in again.items()} == shown
-    assert "0 answered in" in run(str(source)).stderr  # all is there: no engine is started
+    third = run(str(source))
+    assert "0 answered in" in third.stderr  # all is there: no engine is started
+    assert "1 failed" in third.stderr
+    assert third.returncode == 1
 
 
 def without_ids(answer: Any) -> Any:
     drops = ("id", "created", "created_at", "request_id", "usage", "output")
     return {k: v for k, v in answer["body"].items() if k not in drops}
+
+
+def test_an_engine_that_refuses_everything_ends_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of the test's: one request is refused for ever, while another is answered after 20 minutes."""
+    clock, long_s = [0.0], 1200.0
+
+    class Answers:
+        async def post(self, path: str, body: bytes) -> LocalAnswer:
+            if body != b"long":
+                return LocalAnswer(503, {}, b"full")
+            while clock[0] < long_s:
+                await asyncio.sleep(0)
+            return LocalAnswer(200, {}, b"")
+
+    class Time:
+        monotonic = staticmethod(lambda: clock[0])
+
+    async def pause(seconds: float) -> None:
+        clock[0] += seconds
+        await asyncio.sleep(0)
+
+    class Loop:
+        CancelledError, sleep = asyncio.CancelledError, staticmethod(pause)
+
+    monkeypatch.setattr(batch, "time", Time)
+    monkeypatch.setattr(batch, "asyncio", Loop)
+    engine: Any = SimpleNamespace(client=SimpleNamespace(error=None))
+    answers: Any = Answers()
+
+    async def ask_both() -> tuple[LocalAnswer, LocalAnswer, float]:
+        asker = batch.Asker(engine, answers)
+        long = asyncio.create_task(asker.ask(BatchRequest("a", "/", msgspec.Raw(b"long"))))
+        await asyncio.sleep(0)
+        refused = await asker.ask(BatchRequest("b", "/", msgspec.Raw(b"{}")))
+        ended_at = clock[0]
+        return await long, refused, ended_at
+
+    answered, refused, ended_at = asyncio.run(ask_both())
+    assert (answered.status, refused.status, refused.body) == (200, 503, b"full")
+    assert long_s + 600 < ended_at < long_s + 620, "the engine worked on the long one until then"
 
 
 @pytest.mark.parametrize(
@@ -118,4 +165,5 @@ def test_failures_that_are_final_are_kept(tmp_path: Path) -> None:
     output = BatchOutput(target)
     output.close()
     assert output.done == {"a", "b"}
+    assert output.num_failed == 1, "the exit status of another run counts b"
     assert list(tmp_path.iterdir()) == [target]
