@@ -14,6 +14,14 @@ from frontend.calls.source import NotACallError, Reading, Source
 MAX_LIST = 1 << 16  # characters
 _PLAIN = re.compile(r"[^\"'\[\](){}]+")
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+#: A string with its prefix; or a number that a keyword follows without a space, which no literal has.
+_STRING_OR_JOINED = re.compile(
+    r"""(?<!\w)(?P<prefix>\w*)(?P<string>"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')"""
+    r"|(?<![\w.])\.?\d[\w.]*(?:and|else|for|if|in|is|not|or)(?!\w)",
+    re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\([4-7][0-7]{2}|.)", re.DOTALL)
+_ESCAPED = frozenset("\r\n\\'\"abfnrtvxNuU01234567")
 
 
 def read_python_calls(source: Source, sink: Sink, tools: Tools, end: str) -> Reading[None]:
@@ -69,10 +77,33 @@ def _read_string(source: Source, quote: str, parts: list[str]) -> Reading[None]:
 
 def _parse(text: str) -> list[ast.expr]:
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = ast.parse(_STRING_OR_JOINED.sub(_without_warnings, text), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NotACallError from None
     return tree.elts if isinstance(tree, ast.List) else []
+
+
+def _without_warnings(found: re.Match[str]) -> str:
+    """Return a string as it is to be parsed: the parser would print warnings with the model's text.
+
+    It warns of escapes that Python does not know, which stand for themselves, and of octal ones above \\377. Errors:
+    NotACallError for what is in no literal that JSON has.
+    """
+    if found["string"] is None:
+        raise NotACallError
+    prefix = found["prefix"].lower()
+    if prefix == "r":
+        return found[0]
+    if prefix not in ("", "u"):
+        raise NotACallError
+    return _ESCAPE.sub(_known_escape, found["string"])
+
+
+def _known_escape(found: re.Match[str]) -> str:
+    """Return an escape that Python knows, of the same value."""
+    if len(found[1]) == 3:
+        return f"\\u{int(found[1], 8):04x}"
+    return found[0] if found[1] in _ESCAPED else f"\\{found[0]}"
 
 
 def _read_call(node: ast.expr, tools: Tools) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def _types(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _as_json(value: str, kind: Any) -> str:
     if kind != "string":
         try:
-            return json.dumps(json.loads(value), ensure_ascii=False)
+            return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)  # NaN is Python's, and no JSON
         except (ValueError, RecursionError):
             pass
         if value.lower() in ("true", "false"):

@@ -11,7 +11,7 @@ from frontend.calls.delta import Delta, Kind, Message, fold
 from frontend.calls.formats import AnswerForm
 from frontend.calls.scanner import Scanner
 from tests.frontend.calls import recorded
-from tests.frontend.calls.recorded import HERMES, LLAMA, QWEN3, RECORDED, TOOLS, Recorded
+from tests.frontend.calls.recorded import HERMES, LLAMA, PYTHON, QWEN3, RECORDED, TOOLS, XML, Recorded
 
 FORMS = sorted({one.form for one in RECORDED}, key=str)
 
@@ -164,3 +164,34 @@ def test_json_that_is_no_call_is_an_answer() -> None:
     assert fold(scan(LLAMA, list(text))).calls[0].name == "get_weather"
     text = '{"city": "Paris"}'
     assert fold(scan(LLAMA, list(text))) == Message(content=text)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (r"'a\d\.b'", "a\\d\\.b"),
+        (r'"\\d\n\x41\101\N{BULLET}\u0041"', "\\d\nAA\u2022A"),
+        (r"'\400\777\18'", "\u0100\u01ff\x018"),
+        (r"r'\d\n'", r"\d\n"),
+        (r"u'\é' R'\('", r"\é\("),
+        ("'it\\'s \\\n1if'", "it's 1if"),
+        ("0x1f", 31),
+    ],
+)
+def test_escapes_of_python_calls_that_python_warns_of(written: str, value: object) -> None:
+    """Warnings are errors here: the parser would print them with the model's text."""
+    message = fold(scan(PYTHON, [f"[get_time(x={written})]"]))
+    assert [json.loads(call.arguments) for call in message.calls] == [{"x": value}]
+
+
+@pytest.mark.parametrize("written", ["1if 1else 2", "[1for x in y]", "0x1or 2", "1.in z", r"b'\d'", r"f'\d{1}'"])
+def test_what_is_no_literal_is_content_without_a_warning(written: str) -> None:
+    text = f"[get_time(x={written})]"
+    assert fold(scan(PYTHON, [text])) == Message(content=text)
+
+
+@pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e999", "[NaN]"])
+def test_numbers_that_json_does_not_have_are_text(word: str) -> None:
+    text = f"<tool_call><function=get_time><parameter=x>{word}</parameter></function></tool_call>"
+    (call,) = fold(scan(XML, [text])).calls
+    assert json.loads(call.arguments, parse_constant=pytest.fail) == {"x": word}
