@@ -66,8 +66,8 @@ def _cached(name: HubName, with_weights: bool) -> tuple[Path | None, str]:
     from huggingface_hub import constants
 
     home = Path(constants.HF_HUB_CACHE, "models--" + name.repo.replace("/", "--"))
-    reference = home / "refs" / name.revision
-    commit = reference.read_text().strip() if reference.is_file() else name.revision
+    reference = home / "refs" / name.branch
+    commit = reference.read_text().strip() if reference.is_file() else name.branch
     folder = home / "snapshots" / commit
     if not folder.is_dir():
         return None, f"{constants.HF_HUB_CACHE} has no {name.repo}"
@@ -87,14 +87,14 @@ def _download(name: HubName, with_weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     # Not list_repo_files(), which tries for half a minute where there is no network.
-    files = [one.rfilename for one in HfApi().model_info(name.repo, revision=name.revision).siblings or ()]
+    files = [one.rfilename for one in HfApi().model_info(name.repo, revision=name.branch).siblings or ()]
     has_safetensors = any(file.endswith(".safetensors") and "/" not in file for file in files)
     if name.quantization is None and "config.json" in files and (has_safetensors or not with_weights):
         wanted = [file for file in files if file in _TEXT_FILES or _MODULES.fullmatch(file)]
         wanted += [file for file in files if with_weights and _WEIGHTS.fullmatch(file)]
         found = snapshot_download(
             name.repo,
-            revision=name.revision,
+            revision=name.branch,
             allow_patterns=[glob.escape(file) for file in wanted],
             tqdm_class=_progress_bar(),
         )
@@ -109,7 +109,7 @@ def _download(name: HubName, with_weights: bool) -> Path:
         )
     file = choose_gguf(files, name.quantization, name.repo)
     found = snapshot_download(
-        name.repo, revision=name.revision, allow_patterns=[glob.escape(file)], tqdm_class=_progress_bar()
+        name.repo, revision=name.branch, allow_patterns=[glob.escape(file)], tqdm_class=_progress_bar()
     )
     return Path(found, file)
 

@@ -33,7 +33,7 @@ def remove_cached(name: HubName) -> int:
     cache = _scan()
     repos = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name.repo]
     models = [model for repo in repos for model in _models(repo)]
-    is_all = name == HubName(name.repo, name.quantization)
+    is_all = name.revision is None
     revisions = [
         one for repo in repos for one in repo.revisions if is_all or name.revision in (one.commit_hash, *one.refs)
     ]
@@ -52,7 +52,7 @@ def remove_cached(name: HubName) -> int:
 
 def _is_same(model: CachedModel, name: HubName) -> bool:
     quantization, wanted = model.name.quantization or "", (name.quantization or "").lower()
-    return wanted in (quantization.lower(), model.path.name.lower()) and model.name.revision == name.revision
+    return wanted in (quantization.lower(), model.path.name.lower()) and model.name.branch == name.branch
 
 
 def _execute(strategy: Any) -> int:
@@ -83,7 +83,8 @@ def _models(repo: Any) -> list[CachedModel]:
     found = []
     for revision in repo.revisions:
         names = sorted(revision.refs, key=lambda name: (name != "main", name))
-        of_repo = HubName(repo.repo_id, None, (names or [revision.commit_hash])[0])
+        named = (names or [revision.commit_hash])[0]
+        of_repo = HubName(repo.repo_id, None, None if named == HubName(repo.repo_id).branch else named)
         by_path = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
         ggufs = gguf_files(by_path)
         for path in ggufs:

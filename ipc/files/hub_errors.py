@@ -32,7 +32,7 @@ def explain(error: Exception, name: HubName, lacks: str) -> str:
 
     reason = _reason(error)
     cause = _cause(error).format(
-        url=f"{constants.ENDPOINT}/{name.repo}", endpoint=constants.ENDPOINT, repo=name.repo, revision=name.revision
+        url=f"{constants.ENDPOINT}/{name.repo}", endpoint=constants.ENDPOINT, repo=name.repo, revision=name.branch
     )
     if not lacks:
         return f"{name} is in the cache and was not brought up to date: {cause} ({reason})"

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ipc.errors import ModelFileError
 from ipc.files.hub_gguf import quantization_of
 
 #: Beginnings that llama.cpp's and Ollama's users write, and those of addresses copied from a browser.
@@ -19,30 +20,40 @@ class HubName(NamedTuple):
     """The parts of a name.
 
     quantization: of a GGUF file (Q4_K_M), or the file's name; None = the safetensors, else the usual GGUF file.
+    revision: None = none is named, which is the branch main.
     """
 
     repo: str
     quantization: str | None = None
-    revision: str = _DEFAULT_REVISION
+    revision: str | None = None
+
+    @property
+    def branch(self) -> str:
+        """Return the revision, also where none is named: a branch, a tag or a commit."""
+        return self.revision or _DEFAULT_REVISION
 
     def __str__(self) -> str:
         quantization = "" if self.quantization is None else f":{self.quantization}"
-        return self.repo + quantization + ("" if self.revision == _DEFAULT_REVISION else f"@{self.revision}")
+        return self.repo + quantization + ("" if self.revision is None else f"@{self.revision}")
 
 
 def parse_hub_name(text: str) -> HubName | None:
     """Return the parts of a name; None for a text that is none.
 
-    A name has one slash. A text that ends with .gguf is a path, but for a file's name behind a colon.
+    A name has one slash. A text that ends with .gguf is a path, but for a file's name behind a colon. Errors:
+    ModelFileError for a revision that would lead out of the cache's folder.
     """
     match = _NAME.fullmatch(text)
     if match is None or (match["repo"].endswith(".gguf") and match["quantization"] is None):
         return None
-    return HubName(match["repo"], match["quantization"], match["revision"] or _DEFAULT_REVISION)
+    revision = match["revision"]
+    if revision is not None and {".", ".."} & set(revision.split("/")):
+        raise ModelFileError(f"{text!r:.200}: a revision is a branch, a tag or a commit, without '.' and '..' as parts")
+    return HubName(match["repo"], match["quantization"], revision)
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether this can be a name on the Hub."""
+    """Return whether this can be a name on the Hub. Errors: those of parse_hub_name()."""
     return parse_hub_name(model) is not None
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 from ipc.errors import ModelFileError
 from ipc.files.hub import fetch_model
+from ipc.files.hub_cache import remove_cached
 from ipc.files.hub_gguf import choose_gguf
 from ipc.files.hub_name import HubName, hub_name, is_hub_name, parse_hub_name
 from ipc.files.model_files import locate_model
@@ -60,7 +61,7 @@ def add_snapshot(cache: Path, *files: str, commit: str = COMMIT, revision: str =
     [
         ("org/name", HubName("org/name")),
         ("HuggingFaceTB/SmolLM2-1.7B", HubName("HuggingFaceTB/SmolLM2-1.7B")),
-        ("a/b@main", HubName("a/b")),
+        ("a/b@main", HubName("a/b", None, "main")),
         ("a/b.c@refs/pr/3", HubName("a/b.c", None, "refs/pr/3")),
         ("a_/1:Q4_K_M@v1.0", HubName("a_/1", "Q4_K_M", "v1.0")),
         ("hf.co/a/b-GGUF:q8_0", HubName("a/b-GGUF", "q8_0")),
@@ -97,6 +98,24 @@ def test_names(text: str, expected: HubName) -> None:
 )
 def test_no_names(name: str) -> None:
     assert not is_hub_name(name)
+
+
+@pytest.mark.parametrize("revision", ["../..", "..", ".", "refs/../../x", "v1/.."])
+def test_a_revision_does_not_lead_out_of_the_cache(cache: Path, revision: str) -> None:
+    add_snapshot(cache, "config.json", "model.safetensors")
+    for call in (fetch_model, locate_model, is_hub_name):
+        with pytest.raises(ModelFileError, match=r"a revision is a branch, a tag or a commit, without"):
+            call(f"org/name@{revision}")  # type: ignore[operator]
+
+
+def test_of_a_revision_that_is_named_only_this_one_is_removed(cache: Path) -> None:
+    main = add_snapshot(cache, "config.json", "model.safetensors")
+    other = add_snapshot(cache, "config.json", "model.safetensors", commit="b" * 40, revision="v1")
+    for text, left in (("org/name@main", [other]), ("org/name", [])):
+        name = parse_hub_name(text)
+        assert name is not None
+        remove_cached(name)
+        assert [one for one in (main, other) if one.exists()] == left
 
 
 def test_a_snapshot_in_the_cache(cache: Path) -> None:
