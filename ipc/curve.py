@@ -48,23 +48,29 @@ def add_client(folder: str, name: str, file: str) -> None:
     """Allow a new client, and write its keys to a new file, which is to be carried to it. Errors: ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"a client's name has 1 to 64 letters, digits, '.', '_' and '-'; got {name!r:.80}")
-    engine, allowed = read_keys(folder), read_allowed(folder)
-    if name in allowed.values():
+    engine, lines = read_keys(folder), _read_lines(folder)
+    if name in _names(folder, lines).values():
         raise ConfigError(f"{folder} allows a client {name} already: remove it first, or name another")
     public, secret = (key.decode() for key in zmq.curve_keypair())
+    if lines and not lines[-1].endswith((b"\n", b"\r")):
+        lines[-1] += b"\n"
+    lines.append(f"{name} {public}\n".encode())
+    _check_size(folder, sum(map(len, lines)))
     try:
         _write(Path(file), msgspec.json.encode(Keys(public, secret, engine.public)), is_new=True)
     except OSError as error:
         raise ConfigError(f"the client's keys cannot be written to {file}: {error.strerror}") from None
-    _write_allowed(folder, {**allowed, public: name})
+    _write_allowed(folder, lines)
 
 
 def remove_client(folder: str, name: str) -> None:
     """Allow a client no longer: it is not let in again. Errors: ConfigError."""
-    allowed = read_allowed(folder)
+    lines = _read_lines(folder)
+    allowed = _names(folder, lines)
     if name not in allowed.values():
         raise ConfigError(f"{folder} allows no client {name}; it allows: {', '.join(allowed.values()) or 'nobody'}")
-    _write_allowed(folder, {key: other for key, other in allowed.items() if other != name})
+    gone = {name, *(key for key, other in allowed.items() if other == name)}  # also under another name
+    _write_allowed(folder, [line for line in lines if gone.isdisjoint(_words(line))])
 
 
 def read_keys(path: str) -> Keys:
@@ -88,17 +94,41 @@ def read_keys(path: str) -> Keys:
 
 def read_allowed(folder: str) -> dict[str, str]:
     """Return the clients that an engine's folder allows: {public key: name}. Errors: ConfigError with the line."""
+    return _names(folder, _read_lines(folder))
+
+
+def _read_lines(folder: str) -> list[bytes]:
+    """Return the lines of the list of clients, with their ends. Errors: ConfigError."""
     file = Path(folder, ALLOWED_FILE)
     try:
-        text = file.read_bytes()[:_MAX_ALLOWED_BYTES].decode("ascii", "replace")
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_ALLOWED_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the list of clients {file} cannot be read: {error.strerror}") from None
+    _check_size(folder, len(data))
+    return data.splitlines(keepends=True)
+
+
+def _check_size(folder: str, num_bytes: int) -> None:
+    if num_bytes > _MAX_ALLOWED_BYTES:
+        raise ConfigError(f"the list of clients {Path(folder, ALLOWED_FILE)} may have {_MAX_ALLOWED_BYTES} bytes")
+
+
+def _words(line: bytes) -> list[str]:
+    """Return the words of a line; none of a comment."""
+    words = line.decode("ascii", "replace").split()
+    return [] if not words or words[0].startswith("#") else words
+
+
+def _names(folder: str, lines: list[bytes]) -> dict[str, str]:
+    """Return {public key: name} of the lines. Errors: ConfigError with the line."""
     allowed: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+    for number, line in enumerate(lines, 1):
+        words = _words(line)
+        if not words:
             continue
         if len(words) != 2 or not _NAME.fullmatch(words[0]) or not _KEY.fullmatch(words[1]):
+            file = Path(folder, ALLOWED_FILE)
             raise ConfigError(f"{file}:{number}: a line is NAME PUBLIC_KEY, the key 40 characters of Z85")
         allowed[words[1]] = words[0]
     return allowed
@@ -133,10 +163,9 @@ def _check_curve() -> None:
         raise ConfigError("this libzmq was built without CURVE: install pyzmq's own wheel (pip install pyzmq)")
 
 
-def _write_allowed(folder: str, allowed: dict[str, str]) -> None:
-    lines = "".join(f"{name} {key}\n" for key, name in allowed.items())
+def _write_allowed(folder: str, lines: list[bytes]) -> None:
     try:
-        _write(Path(folder, ALLOWED_FILE), lines.encode(), is_new=False)
+        _write(Path(folder, ALLOWED_FILE), b"".join(lines), is_new=False)
     except OSError as error:
         raise ConfigError(f"the list of clients in {folder} cannot be written: {error.strerror}") from None
 

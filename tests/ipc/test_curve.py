@@ -71,6 +71,30 @@ def test_wrong_files_are_refused_by_name(folder: str, tmp_path: Path) -> None:
         read_allowed(folder)
 
 
+def test_the_list_keeps_what_others_wrote_in_it(folder: str, tmp_path: Path) -> None:
+    file, key = Path(folder, "allowed"), "k" * 40
+    file.write_bytes(f"# from Zürich\n\nbob {key}\n  # who comes and goes".encode())
+    before = file.read_bytes()
+    add_client(folder, "alice", str(tmp_path / "alice"))
+    assert file.read_bytes().startswith(before + b"\nalice ")
+    remove_client(folder, "alice")
+    assert file.read_bytes() == before + b"\n"
+    file.write_text(f"old {key}\nbob {key}\n# both are one key\n")
+    remove_client(folder, "bob")
+    assert file.read_text() == "# both are one key\n"
+
+
+def test_a_list_that_is_too_long_is_refused_and_stays(folder: str, tmp_path: Path) -> None:
+    file = Path(folder, "allowed")
+    for size in ((1 << 20) + 1, (1 << 20) - 9):
+        file.write_text("bob " + "k" * 40 + "\n" + "#" * (size - 45))
+        with pytest.raises(ConfigError, match=r"allowed may have 1048576 bytes"):
+            add_client(folder, "alice", str(tmp_path / "alice"))
+        assert file.stat().st_size == size
+        assert not (tmp_path / "alice").exists()
+    assert read_allowed(folder) == {"k" * 40: "bob"}
+
+
 @pytest.mark.parametrize("binding", [True, False])
 def test_an_address_outside_this_machine_needs_keys(binding: bool) -> None:
     with pytest.raises(AddressError, match=r"leaves this machine, so it needs keys: make them with `engine-core keys`"):
