@@ -14,6 +14,8 @@ Method = Literal["last", "cls", "mean", "max"]
 #: What classifiers make of their logits.
 Activation = Literal["softmax", "sigmoid", "none"]
 
+_MAX_EXPONENT = 709.0  # its power is a float64, and the sigmoid there a float32 of 0
+
 
 class Norm(NamedTuple):
     """A layer normalisation behind the pooling."""
@@ -101,7 +103,7 @@ class Pooler(NamedTuple):
 def _activated(logits: Doubles, activation: Activation) -> Doubles:
     match activation:
         case "sigmoid":
-            return np.reciprocal(1.0 + np.exp(-logits))
+            return np.reciprocal(1.0 + np.exp(np.minimum(-logits, _MAX_EXPONENT)))
         case "softmax":
             powers: Doubles = np.exp(logits - logits.max(axis=1, keepdims=True))
             powers /= powers.sum(axis=1, keepdims=True)

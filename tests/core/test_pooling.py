@@ -11,6 +11,7 @@ from core.engine import EngineCore
 from core.execution.plan import PooledColumns, SchedulerOutput
 from core.executors.fake import FakeExecutor, checksum, fake_vector
 from core.inputs import EngineInput, EngineReply
+from core.pooling.pooler import Dense, Pooler
 from frontend.client.received_vectors import vectors_of
 from ipc.arrays import Floats
 from ipc.config import EngineConfig
@@ -216,3 +217,12 @@ def test_columns_of_vectors_that_do_not_fit() -> None:
     ):
         with pytest.raises(MalformedMessageError):
             list(vectors_of(bad))
+
+
+def test_a_sigmoid_of_any_logit() -> None:
+    """Warnings are errors here."""
+    logits = np.array([-1e308, -1e4, -709.5, -708.0, -88.0, -1.5, 0.0, 3.0, 1e4])
+    pooler = Pooler("cls", 1, classifier=(Dense(np.ones((1, 1)), None),), activation="sigmoid")
+    found = pooler(logits[:, None], PoolingParams("classify"))[:, 0]
+    assert found[:3].tolist() == [0.0, 0.0, 0.0]
+    assert np.array_equal(found[3:], np.reciprocal(1.0 + np.exp(-logits[3:])).astype(np.float32))

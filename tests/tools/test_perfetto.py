@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from core.capture.engine import start_capture
 from core.capture.file import CaptureFile
+from core.executors.by_name import load_executor
 from tests.captures import CONFIG, capture_in_process
 from tools.cli import main
 from tools.replay.traces import End, read_traces
@@ -102,3 +104,13 @@ def test_a_long_trace_is_cut_with_a_word(
     assert main(["replay", str(capture), "--perfetto", str(out)]) == 0
     assert "of which the file has the first 100" in capfd.readouterr().out
     assert len(json.loads(out.read_text())["traceEvents"]) == 100
+
+
+def test_an_engine_without_a_step_has_a_trace_without_events(tmp_path: Path) -> None:
+    executor = load_executor(CONFIG)
+    executor.initialize_cache(CONFIG)
+    start_capture(str(tmp_path / "a.cap"), CONFIG, executor.info, "test", 0).close()
+    executor.close()
+    out = tmp_path / "a.json"
+    assert main(["replay", str(tmp_path / "a.cap"), "--perfetto", str(out)]) == 0
+    assert {event["name"] for event in json.loads(out.read_text())["traceEvents"]} == {"process_name"}

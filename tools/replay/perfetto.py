@@ -168,12 +168,14 @@ class TraceMaker:
 
 
 def write_perfetto(file: CaptureFile, path: str) -> int:
-    """Write the capture's trace to a new file, compressed if its name ends in .gz; return the number of events.
+    """Write the capture's trace to a new file, compressed if its name ends in .gz.
 
+    Returns the number of the capture's events, also of those beyond MAX_EVENTS, which the file lacks.
     Errors: CaptureFileError where this version decides otherwise than the captured engine; ConfigError for the path.
     """
-    first = next(file.turns())
-    maker = TraceMaker(min([first.step.now_ns, *(ns for ns in first.received_ns if ns)]))
+    first = next(file.turns(), None)  # None: an engine that ended before its first step
+    times = [] if first is None else [first.step.now_ns, *(ns for ns in first.received_ns if ns)]
+    maker = TraceMaker(min(times, default=0))
     events = [
         {"ph": "M", "pid": _ENGINE, "name": "process_name", "args": {"name": f"engine: {file.header.model.name}"}},
         {"ph": "M", "pid": _REQUESTS, "name": "process_name", "args": {"name": "requests, by client"}},
