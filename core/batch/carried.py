@@ -47,3 +47,8 @@ class Carried:
         self.out = Copies([], [])  # from the cache to the host
         self.within = Copies([], [])  # the cache
         self.back = Copies([], [])  # from the host to the cache
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything; most steps carry nothing."""
+        copies = self.out.sources or self.within.sources or self.back.sources
+        return bool(self.removed_rows or self.renewed_rows or copies)

@@ -362,7 +362,8 @@ class Scheduler:
             self.speculation.begin(draft.guessed)
         self.batch.prefix_cache.name_full_blocks(rows, ends)
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
-        carried, self.batch.carried = self.batch.carried, Carried()
+        if carried := self.batch.carried:
+            self.batch.carried = Carried()
         self.preemption.swap_space.end_plan()
         plan = finish_plan(draft, rows, counts, carried)
         self.stats.count_step(plan, self.pool)
