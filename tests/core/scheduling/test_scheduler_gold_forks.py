@@ -38,7 +38,7 @@ class ForksMachine(GoldMachine):
 
 @pytest.mark.timeout(400)
 def test_decisions_with_forks_equal_the_gold_models() -> None:
-    run(ForksMachine, 80, True)
+    run(ForksMachine, 40, True)
     assert ForksMachine.num_forked > 100
 
 
