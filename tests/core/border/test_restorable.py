@@ -64,7 +64,7 @@ def test_an_announcement_that_is_not_kept_delays_a_drain_only_for_a_while(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception, "RETURN_S", 0.2)
-    running = start()
+    running = start(lease_ms=60_000)  # so that it is not the lease that ends the wait
     with come_back(running, 3) as client, owner(running) as asking:
         asking.send(BeginDrain(5))
         asking.receive(CallDone)
