@@ -1,7 +1,7 @@
 """The engine process: `python -P -m core LEASE_FD REPORT_FD`, started by frontend/engine/process.py with two pipes.
 
-LEASE_FD brings Start, and later Drain; when it closes, the process ends. REPORT_FD takes StartPhase messages, then
-Ready or StartFailed.
+LEASE_FD brings Start, and later Drain; when it closes, the process ends. A standby receives Prepare before Start.
+REPORT_FD takes StartPhase messages, then Ready or StartFailed.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import errno
 import faulthandler
 import importlib.util
 import os
+import resource
 import signal
 import sys
 import time
@@ -19,10 +20,11 @@ from core import log
 from core.border.doorway import raise_descriptor_limit
 from core.process.lease import Lease
 from core.process.loop import run
+from core.process.standby import dying_first, prepare_standby
 from core.process.start import StartedEngine, bind, start_engine
 from ipc.errors import EngineCoreError, EngineStartError, OutOfMemoryError
 from ipc.pipes import write_frame
-from ipc.start_messages import Ready, StartFailed, StartPhase, StartReport
+from ipc.start_messages import Prepared, Ready, StartFailed, StartPhase, StartReport
 
 EXIT_START_FAILED = 2
 _LOG_S = 0.5  # for the last lines on standard error
@@ -65,6 +67,13 @@ def describe_failure(error: BaseException) -> StartFailed:
             f"the system gave the engine no more memory while it started{detail}: lower kv_cache_memory_bytes, take a "
             "smaller model or raise the limit (ulimit -v, the container's)",
         )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return StartFailed(
+            EngineStartError.__name__,
+            f"the system lets the engine open no more files while it starts ({error}): raise the limit (ulimit -n, "
+            f"here {limit})",
+        )
     traceback.print_exception(error)
     last = traceback.format_exception_only(error)[-1].splitlines()[0]
     return StartFailed("", f"{last} (see its standard error)")
@@ -99,26 +108,36 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
         with contextlib.suppress(BrokenPipeError):  # the owner is gone: the lease ends the process
             write_frame(report_fd, message)
 
+    began = 0.0  # of the start, in seconds since the process began
+
     def begin(phase: str) -> None:
-        report(StartPhase(phase, seconds_since_start()))
+        report(StartPhase(phase, seconds_since_start() - began))
 
     try:
-        lease = Lease(lease_fd)
-        log.use_format(lease.start.config.log_format)
+        lease, prepared = Lease(lease_fd), None
+        log.use_format(lease.config.log_format)
+        if lease.prepare is not None:
+            check_packages()
+            with dying_first():
+                prepared = prepare_standby(lease.prepare, begin)
+                report(Prepared(seconds_since_start()))
+                lease.wait_start()
+            began = seconds_since_start()
+        start = lease.wait_start()
         begin("listen")
         check_packages()
         with lease.making_files:
-            context, router = bind(lease.start)
-            lease.on_exit(router.remove_files)
+            bound = bind(start)
+            lease.on_exit(bound.router.remove_files)
         try:
-            started = start_engine(lease.start, context, router, begin)
+            started = start_engine(start, bound, begin, prepared)
         except BaseException:
-            router.close(0)
+            bound.router.close(0)
             raise
         lease.on_exit(started.close_capture)
         started.io.start()
         lease.serve(started.io)
-        report(Ready(router.address, seconds_since_start()))
+        report(Ready(bound.router.address, seconds_since_start() - began))
     except BaseException as error:
         report(describe_failure(error))
         return None

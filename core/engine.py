@@ -6,19 +6,32 @@ from typing import Any
 import msgspec
 
 from core.batch.request import requests_from_message
-from core.execution.executor import Executor
+from core.execution.executor import Executor, ExecutorEndedError
 from core.execution.pipeline import Pipeline, StepWatcher
-from core.inputs import EndPause, EngineInput, EngineReply, HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
+from core.inputs import (
+    EndPause,
+    EngineInput,
+    EngineReply,
+    ExecutorLost,
+    ExecutorRestored,
+    HoldClient,
+    ReleaseClient,
+    RenewKVEvents,
+    SetClientWeight,
+)
 from core.kv.event_feed import KVFeed
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
 from ipc.call import Call
 from ipc.columns import unpack_choices, unpack_numbers
 from ipc.config import EngineConfig
+from ipc.fleet_messages import NO_FLEET, ChangeReplica, GetReplicas
 from ipc.messages import (
     Abort,
     AddRequest,
     CallDone,
+    CallFailed,
+    ErrorCode,
     GetStatistics,
     Goodbye,
     Pause,
@@ -106,6 +119,13 @@ class EngineCore:
                     self.scheduler.set_weight(client, weight)
                 case RenewKVEvents():
                     self.kv_feed.renew(client)
+                case ExecutorLost(text, is_final):
+                    if is_final:
+                        raise ExecutorEndedError(text)
+                    self.scheduler.lose_executor()
+                case ExecutorRestored():
+                    self.pipeline.go_on()
+                    self.scheduler.has_executor = True
                 case Call():
                     replies.append((client, self._answer(client, message, now_ns)))
         return replies
@@ -137,10 +157,17 @@ class EngineCore:
             "num_unbegun": scheduler.waiting.num_unbegun,
             "num_swap_blocks": swap_space.num_slots,
             "num_free_swap_blocks": swap_space.num_free,
+            "num_host_blocks": scheduler.batch.host_cache.num_slots,
+            "num_kept_blocks": scheduler.batch.host_cache.num_kept,
+            "num_host_hits": scheduler.batch.host_cache.num_hits,
             "engine_ns": now_ns,
             "step_tokens": scheduler.stats.step_tokens.copy(),
         }
         return Statistics(**{**msgspec.structs.asdict(scheduler.stats), **gauges})
+
+
+def _no_fleet(call: int) -> CallFailed:
+    return CallFailed(call, ErrorCode.INVALID_ARGUMENT, NO_FLEET)
 
 
 #: The handler of each call that the border passes on. It returns the answer, or None for CallDone.
@@ -157,4 +184,6 @@ HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | N
     StopRequest: lambda engine, client, message, now_ns: engine.scheduler.finish_requests(
         message.session, [message.number]
     ),
+    GetReplicas: lambda engine, client, message, now_ns: _no_fleet(message.call),
+    ChangeReplica: lambda engine, client, message, now_ns: _no_fleet(message.call),
 }

@@ -43,8 +43,33 @@ class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
     """End any pause, because the engine drains: under a pause, requests would wait for ever."""
 
 
+class ExecutorLost(msgspec.Struct, frozen=True, array_like=True, tag=125):
+    """The executor's processes are gone, with all that they held of requests: rows, K and V, copies of blocks.
+
+    text: how they ended, for people. is_final: they are not started again, so the engine ends.
+    """
+
+    text: str
+    is_final: bool = False
+
+
+class ExecutorRestored(msgspec.Struct, frozen=True, array_like=True, tag=126):
+    """The executor takes plans again, and knows of no request."""
+
+
+#: What an executor with processes of its own tells the core.
+ExecutorNews: TypeAlias = ExecutorLost | ExecutorRestored
 #: Messages that the border passes to the engine. Requests are validated before that.
 EngineInput: TypeAlias = (
-    Submission | Abort | Goodbye | ClientCall | HoldClient | ReleaseClient | SetClientWeight | RenewKVEvents | EndPause
+    Submission
+    | Abort
+    | Goodbye
+    | ClientCall
+    | HoldClient
+    | ReleaseClient
+    | SetClientWeight
+    | RenewKVEvents
+    | EndPause
+    | ExecutorNews
 )
 EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed

@@ -27,6 +27,16 @@ _ENGINE = ("frontend.llm_engine", "LLMEngine")
 _ARGS = {"EngineArgs": ("frontend.engine_args", "EngineArgs")}
 _ASYNC_ARGS = {"AsyncEngineArgs": ("frontend.engine_args", "AsyncEngineArgs")}
 _OUTPUTS = {name: ("frontend.results.outputs", name) for name in ("CompletionOutput", "RequestOutput")}
+_POOLING_OUTPUTS = {
+    name: ("frontend.results.pooling_outputs", name)
+    for name in (
+        *("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"),
+        *("ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+    )
+}
+_POOLING_PARAMS = {"PoolingParams": ("ipc.pooling_params", "PoolingParams")}
+_BEAMS = {name: ("frontend.results.beam_search", name) for name in ("BeamSearchOutput", "BeamSearchSequence")}
+_PARSER = {"FlexibleArgumentParser": ("frontend.vllm_arguments", "FlexibleArgumentParser")}
 _PROMPTS = {name: ("frontend.text.prompts", name) for name in ("TextPrompt", "TokensPrompt")}
 _PARAMS = {"SamplingParams": ("ipc.sampling_params", "SamplingParams")}
 _TOKENIZER = {"get_tokenizer": ("frontend.vllm_functions", "get_tokenizer")}
@@ -40,9 +50,12 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
         **_ARGS,
         **_ASYNC_ARGS,
         **_OUTPUTS,
+        **_POOLING_OUTPUTS,
         **_PROMPTS,
         **_PARAMS,
+        **_POOLING_PARAMS,
     },
+    "vllm.beam_search": _BEAMS,
     "vllm.distributed": {},
     "vllm.distributed.parallel_state": {
         name: (_FUNCTIONS, name) for name in ("destroy_distributed_environment", "destroy_model_parallel")
@@ -57,18 +70,22 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "vllm.inputs": _PROMPTS,
     "vllm.logprobs": {"Logprob": ("frontend.results.outputs", "Logprob")},
     "vllm.lora": {},
-    "vllm.lora.request": {"LoRARequest": (_FUNCTIONS, "LoRARequest")},
-    "vllm.outputs": _OUTPUTS,
+    "vllm.lora.request": {"LoRARequest": ("frontend.lora", "LoRARequest")},
+    "vllm.outputs": {**_OUTPUTS, **_POOLING_OUTPUTS},
+    "vllm.pooling_params": _POOLING_PARAMS,
     "vllm.renderers": {},
     "vllm.renderers.hf": {"resolve_chat_template": (_FUNCTIONS, "resolve_chat_template")},
     "vllm.sampling_params": {
         **_PARAMS,
+        "BeamSearchParams": ("ipc.beam_search", "BeamSearchParams"),
         "RequestOutputKind": ("ipc.sampling_params", "RequestOutputKind"),
         "StructuredOutputsParams": ("ipc.structured_outputs", "StructuredOutputsParams"),
     },
     "vllm.tokenizers": _TOKENIZER,
     "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": _TOKENIZER,
+    "vllm.utils": _PARSER,
+    "vllm.utils.argparse_utils": _PARSER,
     "vllm.v1": {},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": _ASYNC_LLM},

@@ -4,6 +4,7 @@ from frontend.async_llm import AsyncLLM
 from frontend.engine_args import AsyncEngineArgs, EngineArgs
 from frontend.llm import LLM
 from frontend.llm_engine import LLMEngine, ModelDescription
+from frontend.lora import LoRARequest
 from frontend.results.beam_search import BeamSearchOutput, BeamSearchSequence
 from frontend.results.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from frontend.results.pooling_outputs import (
@@ -58,6 +59,7 @@ __all__ = [
     "HandshakeError",
     "InvalidRequestError",
     "LLMEngine",
+    "LoRARequest",
     "MalformedMessageError",
     "ModelDescription",
     "ModelFileError",

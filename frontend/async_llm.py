@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from frontend.absent_methods import AbsentMethods
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import ModelDescription, describe_model
+from frontend.lora import LoRARequest
 from frontend.pooling import prepare_pooling, submit_pooling
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
@@ -35,18 +37,19 @@ Prepared = TypeVar("Prepared")
 _LONG_TEXT_CHARS = 4096
 
 
-class AsyncLLM:
+class AsyncLLM(AbsentMethods):
     """An engine with an asynchronous interface; arguments and errors are those of LLM.
 
     The constructor blocks until the engine is ready; `await AsyncLLM.create(...)` does not block the loop. The object
-    is bound to the event loop of its first generate(). Loops of asyncio and of uvloop both work.
+    is bound to the event loop of its first generate() until that is closed. Loops of asyncio and of uvloop both work.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        connect: str | None = None,
+        connect: str | Sequence[str] | None = None,
+        route: str | None = None,
         seed: int | None = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -59,6 +62,7 @@ class AsyncLLM:
         self._engine = EngineHandle(
             model,
             connect=connect,
+            route=route,
             seed=seed,
             tokenizer=tokenizer,
             skip_tokenizer=skip_tokenizer_init,
@@ -92,7 +96,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         priority: int = 0,
         deadline: float | None = None,
@@ -106,8 +110,9 @@ class AsyncLLM:
         Errors, raised by the iterator: InvalidRequestError, also for a request_id that is live; RequestFailedError;
         DeadlineExceededError; EngineDeadError.
         """
-        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        begin = self._generating(prompt, sampling_params, priority, deadline, tenant, add_special_tokens=True)
+        check_neutral(tokenization_kwargs=tokenization_kwargs)
+        options = {"add_special_tokens": True, "lora": lora_request}
+        begin = self._generating(prompt, sampling_params, priority, deadline, tenant, **options)
         return self._serve(begin, request_id)
 
     def chat(
@@ -117,7 +122,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -128,10 +133,7 @@ class AsyncLLM:
         tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one conversation, a list of {"role", "content"}; see generate()."""
-        check_neutral(
-            lora_request=lora_request,
-            chat_template_content_format=chat_template_content_format,
-        )
+        check_neutral(chat_template_content_format=chat_template_content_format)
         (prompt,) = self._engine.render_chats(
             [messages],
             chat_template=chat_template,
@@ -140,7 +142,8 @@ class AsyncLLM:
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        begin = self._generating(prompt, sampling_params, priority, deadline, tenant, add_special_tokens=False)
+        options = {"add_special_tokens": False, "lora": lora_request}
+        begin = self._generating(prompt, sampling_params, priority, deadline, tenant, **options)
         return self._serve(begin, request_id)
 
     async def beam_search(
@@ -149,7 +152,7 @@ class AsyncLLM:
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         deadline: float | None = None,
         tenant: str = "",
@@ -173,6 +176,7 @@ class AsyncLLM:
         deadline: float | None = None,
         tenant: str = "",
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the answer to one pooling request: once, as vLLM's interface does. Arguments: those of LLM.encode().
 
@@ -182,9 +186,17 @@ class AsyncLLM:
         async def begin(name: str) -> State[PoolingRequestOutput]:
             arguments = (self._engine, [_one_prompt(prompt)], pooling_params, pooling_task)
             prepare = partial(
-                prepare_pooling, priority=priority, deadline=deadline, tenant=tenant, prompt_name=prompt_name
+                prepare_pooling,
+                priority=priority,
+                deadline=deadline,
+                tenant=tenant,
+                prompt_name=prompt_name,
+                lora=lora_request,
             )
-            (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
+            if lora_request is not None:
+                (prepared,) = await asyncio.to_thread(prepare, *arguments)
+            else:
+                (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
             return submit_pooling(self._engine, prepared, name)
 
         return self._serve(begin, request_id)
@@ -324,15 +336,17 @@ class AsyncLLM:
         priority: int,
         deadline: float | None,
         tenant: str,
-        *,
-        add_special_tokens: bool,
+        **options: Any,
     ) -> Callable[[str], Awaitable[State[RequestOutput]]]:
-        """Return the function that submits a request for tokens under a name."""
+        """Return the function that submits a request for tokens under a name. options: more of EngineHandle.prepare."""
 
         async def begin(name: str) -> State[RequestOutput]:
             arguments = ([_one_prompt(prompt)], params, priority, deadline)
-            prepare = partial(self._engine.prepare, tenant=tenant, add_special_tokens=add_special_tokens)
-            (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
+            prepare = partial(self._engine.prepare, tenant=tenant, **options)
+            if options["lora"] is not None:  # the engine may have to load it, and is waited for
+                (prepared,) = await asyncio.to_thread(prepare, *arguments)
+            else:
+                (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
             return self._engine.submit(prepared, name)
 
         return begin
@@ -342,7 +356,9 @@ class AsyncLLM:
         if self._waker is None:
             self._waker = Waker(self._engine.client, loop)
         if self._waker.loop is not loop:
-            raise EngineCoreError("this AsyncLLM is bound to the event loop of its first generate(); make one per loop")
+            if not self._waker.loop.is_closed():
+                raise EngineCoreError("this AsyncLLM is bound to another event loop that is open; make one per loop")
+            self._waker.move(loop)
         return self._waker
 
     def _claim(self, request_id: str | None) -> str:

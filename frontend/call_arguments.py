@@ -1,18 +1,18 @@
 """Checks of generate()'s and chat()'s arguments other than prompts and sampling parameters."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.errors import ConfigError, InvalidRequestError, UnsupportedParameterError
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DEADLINE_S = 1e9  # AddRequest counts milliseconds up to 2**40
 #: Template variables that chat_template_kwargs must not set. Others of chat()'s arguments are allowed, as in vLLM.
-_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token")
+_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token", "takes_images")
 #: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
 _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
-    "lora_request": (None,),
     "tokenization_kwargs": (None, {}),
     "chat_template_content_format": ("auto",),
 }
@@ -60,3 +60,13 @@ def read_priorities(priority: int | Sequence[int] | None, count: int) -> list[in
         if isinstance(one, bool) or not isinstance(one, int) or abs(one) > _MAX_PRIORITY:
             raise InvalidRequestError(f"a priority must be an integer within +-{_MAX_PRIORITY}, got {one!r}")
     return priorities
+
+
+def read_path(name: str, value: object) -> str | None:
+    """Return a path or a name as text; None = it was not given. Errors: ConfigError."""
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(path, str):
+        raise ConfigError(f"{name} must be a path or a name, as a str or a pathlib.Path; got {value!r:.80}")
+    return path

@@ -1,13 +1,16 @@
 """EngineArgs: the arguments of LLM() as an object, under vLLM's name."""
 
-from typing import Any
+import argparse
+from typing import Any, Self
 
 from frontend.session import EngineHandle
+from frontend.vllm_arguments import add_cli_args, names_of_arguments
 from ipc.errors import ConfigError
 
 #: Arguments of EngineHandle that are no options of EngineConfig, with their defaults.
 _OTHERS: dict[str, Any] = {
     "connect": None,
+    "route": None,
     "seed": 0,
     "tokenizer": None,
     "skip_tokenizer_init": False,
@@ -27,6 +30,16 @@ class EngineArgs:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for each argument, and return the parser."""
+        return add_cli_args(parser)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Return the arguments that a parser with these flags has read."""
+        return cls(**{name: value for name, value in vars(args).items() if name in names_of_arguments()})
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name."""

@@ -7,10 +7,12 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
+from frontend.absent_methods import AbsentMethods
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import Counter, Gauge, LLMEngine, Vector
+from frontend.lora import LoRAInput
 from frontend.offline_run import run_all
 from frontend.pooling_calls import PoolingCalls
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
@@ -24,16 +26,17 @@ from ipc.messages import Statistics
 from ipc.sampling_params import SamplingParams
 
 
-class LLM(PoolingCalls):
+class LLM(PoolingCalls, AbsentMethods):
     """An engine with a synchronous interface, which is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
-    running engine, instead of a model. seed: seed of requests without one of their own; None = 0. tokenizer: path of
-    the tokenizer files, instead of the model's; skip_tokenizer_init: use token ids only. start_timeout: seconds in
-    which the engine must start; connect_timeout: seconds in which it must answer. restart_engine: whether an engine
-    that dies is started again; its requests then go on, exactly (docs/operations.md). client_name: this client's name
-    in the engine (for client_weights). options: those of EngineConfig. The session ends with close(), at the end of a
-    `with` block, or when the object is collected.
+    running engine, instead of a model, or a list of several: then route says how requests are spread over them (prefix,
+    least_loaded, round_robin; docs/scale_out.md), and without it the next one serves when one is lost. seed: seed of
+    requests without one of their own; None = 0. tokenizer: path of the tokenizer files, instead of the model's;
+    skip_tokenizer_init: use token ids only. start_timeout: seconds in which the engine must start; connect_timeout:
+    seconds in which it must answer. restart_engine: whether an engine that dies is started again; its requests then go
+    on, exactly (docs/operations.md). client_name: this client's name in the engine (for client_weights). options: those
+    of EngineConfig. The session ends with close(), at the end of a `with` block, or when the object is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -41,7 +44,8 @@ class LLM(PoolingCalls):
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        connect: str | None = None,
+        connect: str | Sequence[str] | None = None,
+        route: str | None = None,
         seed: int | None = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -54,6 +58,7 @@ class LLM(PoolingCalls):
         self._engine = EngineHandle(
             model,
             connect=connect,
+            route=route,
             seed=seed,
             tokenizer=tokenizer,
             skip_tokenizer=skip_tokenizer_init,
@@ -79,7 +84,7 @@ class LLM(PoolingCalls):
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRAInput = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: None = None,
         *,
@@ -94,7 +99,7 @@ class LLM(PoolingCalls):
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRAInput = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: None = None,
         *,
@@ -108,7 +113,7 @@ class LLM(PoolingCalls):
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRAInput = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: None = None,
         *,
@@ -124,14 +129,16 @@ class LLM(PoolingCalls):
         every request must finish. tenant: for whom they are, where this program sends for several: each tenant has
         its own share (policy fair), its own bounds and its own prefix cache. use_tqdm: whether to show progress, or a
         class such as tqdm. return_exceptions: return the error of a failed prompt in its place, instead of raising
-        one at the end. lora_request, tokenization_kwargs: vLLM's arguments, None only. A prompt that the engine
-        refuses for want of room is sent again, until the deadline. Errors: InvalidRequestError before anything is
-        submitted; RequestFailedError at the
+        one at the end. lora_request: the adapter of all prompts, or of each (docs/lora.md). tokenization_kwargs:
+        vLLM's argument, None only. A prompt that the engine refuses for want of room is sent again, until the deadline.
+        Errors: InvalidRequestError before anything is submitted; RequestFailedError at the
         end when the engine failed a request, DeadlineExceededError when the deadline was the reason; EngineDeadError
         at once. The last three have the finished outputs in `outputs`.
         """
-        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        prepared = self._engine.prepare(split_prompts(prompts), sampling_params, priority, deadline, tenant=tenant)
+        check_neutral(tokenization_kwargs=tokenization_kwargs)
+        prepared = self._engine.prepare(
+            split_prompts(prompts), sampling_params, priority, deadline, tenant=tenant, lora=lora_request
+        )
         return run_all(self._engine, prepared, use_tqdm, return_exceptions=return_exceptions)
 
     def chat(
@@ -139,7 +146,7 @@ class LLM(PoolingCalls):
         messages: list[Message] | Sequence[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRAInput = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -156,10 +163,7 @@ class LLM(PoolingCalls):
         frontend/text/chat_messages.py describes messages, including tool calls. The other arguments, the result and
         the errors are those of generate().
         """
-        check_neutral(
-            lora_request=lora_request,
-            chat_template_content_format=chat_template_content_format,
-        )
+        check_neutral(chat_template_content_format=chat_template_content_format)
         conversations = split_conversations(messages)
         rendered = self._engine.render_chats(
             conversations,
@@ -170,7 +174,13 @@ class LLM(PoolingCalls):
             kwargs=chat_template_kwargs,
         )
         prepared = self._engine.prepare(
-            rendered, sampling_params, priority, deadline=deadline, tenant=tenant, add_special_tokens=False
+            rendered,
+            sampling_params,
+            priority,
+            deadline=deadline,
+            tenant=tenant,
+            add_special_tokens=False,
+            lora=lora_request,
         )
         return run_all(self._engine, prepared, use_tqdm)
 
@@ -178,7 +188,7 @@ class LLM(PoolingCalls):
         self,
         prompts: PromptInput | Sequence[PromptInput],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRAInput = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -187,8 +197,7 @@ class LLM(PoolingCalls):
         The beams of all prompts run in the engine's batch, beside other requests. concurrency_limit: vLLM's argument,
         without an effect: the engine decides how many run. The other arguments and the errors are those of generate().
         """
-        check_neutral(lora_request=lora_request)
-        prepared = self._engine.prepare(split_prompts(prompts), sampling_params(params))
+        prepared = self._engine.prepare(split_prompts(prompts), sampling_params(params), lora=lora_request)
         outputs = run_all(self._engine, prepared, use_tqdm, return_exceptions=False)
         tokenizer = self._engine.tokenizer
         texts = ["" if tokenizer is None else tokenizer.decode(output.prompt_token_ids) for output in outputs]

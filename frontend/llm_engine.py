@@ -6,9 +6,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from frontend.absent_methods import AbsentMethods
 from frontend.call_arguments import check_neutral
 from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, open_engine
+from frontend.lora import LoRARequest
 from frontend.results.outputs import RequestOutput
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle
@@ -87,7 +89,7 @@ def read_metrics(statistics: Statistics, model: str) -> list[Gauge | Counter | V
     return [*gauges, *counters, *vectors]
 
 
-class LLMEngine:
+class LLMEngine(AbsentMethods):
     """An engine to which requests are added, and whose outputs are fetched by step().
 
     The engine itself makes its steps without being asked: step() waits until it has something new for a request. All
@@ -117,7 +119,7 @@ class LLMEngine:
         prompt: PromptInput,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         trace_headers: None = None,
         priority: int = 0,
@@ -127,7 +129,7 @@ class LLMEngine:
 
         Errors: InvalidRequestError, also for a name in use and for more than one prompt.
         """
-        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_neutral(tokenization_kwargs=tokenization_kwargs)
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id must be a str, got {type(request_id).__name__}")
         if request_id in self._states:
@@ -135,7 +137,7 @@ class LLMEngine:
         prompts = split_prompts(prompt)
         if len(prompts) != 1:
             raise InvalidRequestError(f"add_request() takes one prompt; got {len(prompts)}")
-        (prepared,) = self._engine.prepare(prompts, params, priority)
+        (prepared,) = self._engine.prepare(prompts, params, priority, lora=lora_request)
         self._states[request_id] = self._engine.submit(prepared, request_id)
 
     def step(self) -> list[RequestOutput]:

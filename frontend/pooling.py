@@ -8,10 +8,12 @@ from typing import NamedTuple
 import msgspec
 
 from frontend.call_arguments import read_deadline, read_priorities
+from frontend.lora import LoRAInput
 from frontend.results.pooling_state import PoolingState
 from frontend.session import EngineHandle
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.lora_messages import AdapterId
 from ipc.pooling_messages import POOLING_MINOR
 from ipc.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
 
@@ -24,6 +26,7 @@ class PreparedPooling(NamedTuple):
     priority: int = 0
     deadline: float | None = None  # monotonic seconds
     tenant: str = ""
+    adapter: AdapterId | None = None
 
 
 def prepare_pooling(
@@ -36,11 +39,12 @@ def prepare_pooling(
     deadline: float | None = None,
     tenant: str = "",
     prompt_name: str | None = None,
+    lora: LoRAInput = None,
 ) -> list[PreparedPooling]:
     """Check and tokenize all prompts, before any is submitted; return one PreparedPooling each.
 
     task: None = that of the parameters, else the engine's usual one. prompt_name: see TextPrompts.before(); for texts
-    that are embedded. Errors: InvalidRequestError.
+    that are embedded. lora: the prompts' adapters, which the engine loads now. Errors: InvalidRequestError.
     """
     if not isinstance(tenant, str):
         raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
@@ -67,7 +71,11 @@ def prepare_pooling(
     for prompt, one in zip(read, chosen, strict=True):
         check_task(one, welcome.tasks, len(prompt.token_ids))
     priorities = read_priorities(priority, len(read))
-    return [PreparedPooling(*parts, end, tenant) for parts in zip(read, chosen, priorities, strict=True)]
+    adapters = engine.adapters.of_prompts(lora, len(read))
+    return [
+        PreparedPooling(prompt, one, urgency, end, tenant, adapter)
+        for prompt, one, urgency, adapter in zip(read, chosen, priorities, adapters, strict=True)
+    ]
 
 
 def _with_tasks(
@@ -96,7 +104,7 @@ def _with_tasks(
 
 def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: str | None = None) -> PoolingState:
     """Submit a request; request_id None = its number. Errors: those of EngineClient.submit."""
-    prompt, params, priority, deadline, tenant = prepared
+    prompt, params, priority, deadline, tenant, adapter = prepared
     number = engine.client.submit(
         prompt.token_ids,
         params,
@@ -106,6 +114,7 @@ def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: 
         cache_salt=prompt.cache_salt,
         tenant=tenant,
         second_from=prompt.second_from,
+        adapter=adapter,
     )
     return PoolingState(str(number) if request_id is None else request_id, number, prompt, params)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from frontend.call_arguments import check_neutral
+from frontend.lora import LoRAInput
 from frontend.offline_run import run_all
 from frontend.pooling import pair_prompt, prepare_pooling, scored_pairs
 from frontend.results.pooling_outputs import (
@@ -32,7 +32,7 @@ class PoolingCalls:
         prompts: PromptInput | Sequence[PromptInput],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRAInput = None,
         priority: int | Sequence[int] | None = None,
         *,
         pooling_task: PoolingTask | None = None,
@@ -47,7 +47,6 @@ class PoolingCalls:
         config_sentence_transformers.json; None = its default, "" = none. The other arguments and errors are those of
         generate().
         """
-        check_neutral(lora_request=lora_request)
         prepared = prepare_pooling(
             self._engine,
             split_prompts(prompts),
@@ -57,6 +56,7 @@ class PoolingCalls:
             deadline=deadline,
             tenant=tenant,
             prompt_name=prompt_name,
+            lora=lora_request,
         )
         outputs: list[PoolingRequestOutput] = run_all(self._engine, prepared, use_tqdm)
         return outputs

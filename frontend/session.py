@@ -11,22 +11,30 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from frontend.call_arguments import read_deadline, read_priorities, read_template_kwargs
+from frontend.call_arguments import read_deadline, read_path, read_priorities, read_template_kwargs
+from frontend.client.alternatives import Alternatives
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
+from frontend.client.transport_interface import Transport
 from frontend.engine.process import EngineProcess
 from frontend.engine.start_display import StartDisplay
 from frontend.engine.supervised_engine import SupervisedEngine
+from frontend.fleet.placement import POLICIES
+from frontend.fleet.transport import FleetTransport
+from frontend.images.image_prompts import IMAGE_MARK, ImagePrompts, image_prompts
+from frontend.lora import LoadedAdapters, LoRAInput
 from frontend.results.completion_state import needs_every_token
 from frontend.results.request_state import RequestState
 from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
-from frontend.text.chat_template import render_chat
+from frontend.text.chat_prompts import render_prompts
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.config import EngineConfig, config_from_options
+from ipc.config import EngineConfig
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.given_options import config_from_options
+from ipc.lora_messages import AdapterId
 from ipc.messages import STRUCTURED_OUTPUTS_MINOR
 from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 
@@ -44,16 +52,18 @@ class PreparedRequest(NamedTuple):
     priority: int
     deadline: float | None = None  # monotonic seconds; the request fails unless it has finished by then
     tenant: str = ""
+    adapter: AdapterId | None = None
 
 
 class EngineHandle:
     """An engine in use; close() ends the session, and the engine if this handle started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
-    address of a running engine, instead of a model. seed: seed of requests without one of their own; None = 0.
-    tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer: use token ids only. start_timeout,
-    connect_timeout: seconds. restart: whether an engine that dies is started again and its requests go on. client_name:
-    this client's name in the engine. options: those of EngineConfig. Errors:
+    address of a running engine, instead of a model, or several. route: how requests are spread over several (prefix,
+    least_loaded or round_robin); None = one of them serves, and the next one where that is lost. seed: seed of requests
+    without one of their own; None = 0. tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer:
+    use token ids only. start_timeout, connect_timeout: seconds. restart: whether an engine that dies is started again
+    and its requests go on. client_name: this client's name in the engine. options: those of EngineConfig. Errors:
     ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -61,7 +71,8 @@ class EngineHandle:
         self,
         model: str | os.PathLike[str] | None,
         *,
-        connect: str | None,
+        connect: str | Sequence[str] | None,
+        route: str | None = None,
         seed: int | None,
         tokenizer: str | os.PathLike[str] | None,
         skip_tokenizer: bool,
@@ -82,11 +93,12 @@ class EngineHandle:
         self._owner = os.getpid()
         _check_timeout("start_timeout", start_timeout)
         _check_timeout("connect_timeout", connect_timeout)
-        self._text_source = _read_path("tokenizer", tokenizer)
+        self._text_source = read_path("tokenizer", tokenizer)
         self._skip_tokenizer = skip_tokenizer
         self.tokenizer: Tokenizer | None = None
+        self._files: dict[str, bytes] = {}
         if connect is None:
-            config = config_from_options(model=_read_path("model", model), **options)
+            config = config_from_options(model=read_path("model", model), **options)
             self._start(config, start_timeout, connect_timeout, restart)
         else:
             if model is not None or options:
@@ -94,7 +106,14 @@ class EngineHandle:
                 raise ConfigError(
                     f"connect={connect!r} uses an engine as it runs; leave out {', '.join([*given, *options])}"
                 )
-            self._connect(connect, connect_timeout)
+            self._connect(self._transport_to(connect, route), connect_timeout)
+        if connect is None and route is not None:
+            raise ConfigError(f"route={route!r} is for running engines: name them with connect=[...]")
+        self.adapters = LoadedAdapters(self.client)
+        self.images: ImagePrompts | None = None
+        if self.tokenizer is not None:
+            mark = self.tokenizer.hf.token_to_id(IMAGE_MARK)
+            self.images = image_prompts(self._files, self.client.welcome.features, mark)
         self._salt = b"" if connect is None else self.client.welcome.session_token
 
     def prepare(
@@ -107,11 +126,13 @@ class EngineHandle:
         tenant: str = "",
         add_special_tokens: bool = True,
         is_shared: bool = True,
+        lora: LoRAInput = None,
     ) -> list[PreparedRequest]:
         """Check and tokenize all prompts, before any is submitted; return one PreparedRequest each.
 
         deadline: seconds from now. tenant: see LLM.generate(). is_shared: whether a caller may change the parameters
-        while the requests run, so that they are copied. Errors: InvalidRequestError.
+        while the requests run, so that they are copied. lora: the prompts' adapters, which the engine loads now.
+        Errors: InvalidRequestError.
         """
         if not isinstance(tenant, str):
             raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
@@ -127,9 +148,15 @@ class EngineHandle:
             max_model_len=limits.max_model_len,
             add_special_tokens=add_special_tokens,
             truncation=[one.truncate_prompt_tokens for one in all_params],
+            features=self.client.welcome.features,
+            images=self.images,
         )
         priorities = read_priorities(priority, len(read))
-        return [PreparedRequest(*parts, end, tenant) for parts in zip(read, all_params, priorities, strict=True)]
+        adapters = self.adapters.of_prompts(lora, len(read))
+        return [
+            PreparedRequest(prompt, one, urgency, end, tenant, adapter)
+            for prompt, one, urgency, adapter in zip(read, all_params, priorities, adapters, strict=True)
+        ]
 
     def render_chats(
         self,
@@ -140,33 +167,26 @@ class EngineHandle:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> list[str]:
-        """Return the prompt of each conversation, rendered by a chat template.
+        takes_files: bool = True,
+    ) -> list[PromptInput]:
+        """Return the prompt of each conversation, rendered by a chat template: a str, or an ImagePrompt.
 
-        chat_template: None = the model's, a name = the model's template of this name, else a template's text. Errors:
-        InvalidRequestError.
+        chat_template: None = the model's, a name = the model's template of this name, else a template's text.
+        takes_files: whether images may be files of this machine. Errors: InvalidRequestError.
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "this engine has no tokenizer, so no chat template: use generate() with token ids"
-            )
-        if chat_template is not None and not isinstance(chat_template, str):
-            raise InvalidRequestError(f"chat_template must be a str, got {type(chat_template).__name__}")
-        arguments = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        } | read_template_kwargs(kwargs)
-        return [
-            render_chat(
-                self.tokenizer.choose_chat_template(chat_template, with_tools=bool(arguments["tools"])),
-                messages,
-                bos_token=self.tokenizer.bos_token,
-                eos_token=self.tokenizer.eos_token,
-                **arguments,
-            )
-            for messages in conversations
-        ]
+        return render_prompts(
+            self.tokenizer,
+            conversations,
+            template=chat_template,
+            takes_images=self.images is not None,
+            takes_files=takes_files,
+            arguments={
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "tools": tools,
+                **read_template_kwargs(kwargs),
+            },
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the engine recommends, without those that this version does not know."""
@@ -178,7 +198,7 @@ class EngineHandle:
         """Submit a request; request_id None = its number, seed None = derive_seed() of its number, where its
         parameters have none. Errors: those of EngineClient.submit.
         """
-        prompt, params, priority, deadline, tenant = prepared
+        prompt, params, priority, deadline, tenant, adapter = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         number = self.client.submit(
             prompt.token_ids,
@@ -189,6 +209,8 @@ class EngineHandle:
             cache_salt=prompt.cache_salt,
             tenant=tenant,
             streaming=needs_every_token(params),
+            adapter=adapter,
+            features=prompt.features,
         )
         name = str(number) if request_id is None else request_id
         return RequestState(name, number, prompt, params, self.tokenizer)
@@ -263,8 +285,22 @@ class EngineHandle:
         if files and self._text_source is None:
             self._check_hash(files)
 
-    def _connect(self, address: str, connect_timeout: float) -> None:
-        self.client = EngineClient(ZmqTransport(address), name=self._client_name, hello_timeout=connect_timeout)
+    def _transport_to(self, connect: str | Sequence[str], route: str | None) -> Transport:
+        """Return the transport to one running engine, or to several. Errors: ConfigError, AddressError."""
+        addresses = [connect] if isinstance(connect, str) else list(connect)
+        if not addresses or not all(isinstance(one, str) for one in addresses) or len({*addresses}) < len(addresses):
+            raise ConfigError(f"connect must be an address or a list of different addresses, got {connect!r:.200}")
+        if route is not None and route not in POLICIES:
+            raise ConfigError(f"route must be one of {', '.join(POLICIES)}, or None; got {route!r:.80}")
+        if route is not None:
+            return FleetTransport(addresses, route=route, seed=self._seed, name=self._client_name)
+        if len(addresses) == 1:
+            return ZmqTransport(addresses[0])
+        alternatives = Alternatives(addresses)
+        return ZmqTransport(alternatives.first, locate=alternatives, grace=_RESUME_S)
+
+    def _connect(self, transport: Transport, connect_timeout: float) -> None:
+        self.client = EngineClient(transport, name=self._client_name, hello_timeout=connect_timeout)
         try:
             if self._skip_tokenizer:
                 return
@@ -286,7 +322,7 @@ class EngineHandle:
 
     def _load(self, files: dict[str, bytes]) -> None:
         if files or self._text_source is not None:
-            self.tokenizer = Tokenizer.from_files(files)
+            self.tokenizer, self._files = Tokenizer.from_files(files), files
 
     def _check_hash(self, files: dict[str, bytes]) -> None:
         theirs, ours = self.client.welcome.tokenizer_hash, tokenizer_hash(files)
@@ -359,12 +395,3 @@ def _check_timeout(name: str, value: object) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_TIMEOUT_S:  # type: ignore[operator]
         raise ConfigError(f"{name} must be a finite number of seconds, 0 to {_MAX_TIMEOUT_S:g}; got {value!r:.80}")
-
-
-def _read_path(name: str, value: object) -> str | None:
-    if value is None:
-        return None
-    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(path, str):
-        raise ConfigError(f"{name} must be a path or a name, as a str or a pathlib.Path; got {value!r:.80}")
-    return path

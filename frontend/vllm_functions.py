@@ -2,10 +2,9 @@
 
 import importlib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import UnsupportedParameterError
 from ipc.files.model_files import locate_model, read_tokenizer_files, resolve_model
 
 
@@ -52,10 +51,3 @@ def destroy_model_parallel() -> None:
 
 def destroy_distributed_environment() -> None:
     """Do nothing: an engine of ours ends with its LLM."""
-
-
-class LoRARequest:
-    """An adapter, which this version refuses."""
-
-    def __init__(self, *arguments: object, **named: object) -> NoReturn:
-        raise UnsupportedParameterError("adapters (LoRARequest) are not supported by this version")

@@ -26,7 +26,14 @@ class Waker:
 
     def forget(self, number: int) -> None:
         """Drop the event of a request that has no iterator any more."""
-        del self._news[number]
+        self._news.pop(number, None)
+
+    def move(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on in another loop, where the old one is closed. Called in the new one. What waited there never runs."""
+        self._news.clear()
+        self.loop = loop  # before the flag: what comes later is for the new loop
+        self._scheduled.clear()
+        loop.call_soon(self._wake)
 
     def _on_news(self) -> None:
         """Schedule _wake() in the loop, unless it is scheduled. Called by the client's IO thread."""
@@ -36,7 +43,7 @@ class Waker:
         try:
             self.loop.call_soon_threadsafe(self._wake)
         except RuntimeError:  # the loop is closed, so there is no iterator to wake
-            return
+            self._scheduled.clear()
 
     def _wake(self) -> None:
         self._scheduled.clear()

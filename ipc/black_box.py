@@ -6,11 +6,11 @@ numbers are little-endian int64 where nothing else is said; times are ns of the 
 """
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
 import weakref
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ipc.feature_messages import FeatureUse, without_ids
+from ipc.memory_files import find_memory_files, make_memory_file
 from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 
@@ -28,13 +30,18 @@ NAME = "engine-core-black-box"  # of the memory file, as /proc/PID/fd shows it
 _encoder = msgspec.msgpack.Encoder()
 
 
-def request_digest(prompt_token_ids: bytes, params: SamplingParams | PoolingParams) -> bytes:
+def request_digest(
+    prompt_token_ids: bytes, params: SamplingParams | PoolingParams, features: Sequence[FeatureUse] = ()
+) -> bytes:
     """Return the digest by which requests are told apart that kill an engine: of the prompt (int32) and its options.
 
-    Requests that differ in their seeds alone are one, unless the caller gave the seeds.
+    Requests that differ in their seeds alone are one, unless the caller gave the seeds. features: they count by their
+    content, whatever ids the prompt has in their place.
     """
     if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:  # of the first choice only
         params = msgspec.structs.replace(params, prompt_logprobs=None)
+    if features:
+        prompt_token_ids = without_ids(prompt_token_ids, features) + b"".join(use.digest for use in features)
     return blake2b(prompt_token_ids + _encoder.encode(params), digest_size=DIGEST_BYTES).digest()
 
 
@@ -50,6 +57,8 @@ class Reading(NamedTuple):
     num_tokens: int  # of it
     num_running_before: int  # in the step before it
     num_tokens_before: int
+    stored: int  # where the page has the columns of the step, and how old these are: 2 * (steps since) + slot
+    stored_before: int  # of the step before it
     num_ended: int  # steps
     num_turns: int  # of the engine's loop, which turns at least every 5 s
     turned_ns: int  # end of the last turn
@@ -61,11 +70,11 @@ class Reading(NamedTuple):
         return self.num_begun > self.num_ended
 
 
-NO_READING = Reading(-1, *(0,) * 12)
+NO_READING = Reading(-1, *(0,) * 14)
 
 #: The header: a Reading. Its writer sets each of its three parts at once, the first one last. The epoch is stored + 1.
-HEADER = struct.Struct("<13q")
-PROCESS, BEGUN, TURNED = (struct.Struct(f"<{size}q") for size in (2, 7, 4))
+HEADER = struct.Struct("<15q")
+PROCESS, BEGUN, TURNED = (struct.Struct(f"<{size}q") for size in (2, 9, 4))
 BEGUN_AT = PROCESS.size
 TURNED_AT = BEGUN_AT + BEGUN.size
 
@@ -94,7 +103,9 @@ class Page:
             return part
 
         self.slowest_ns = take("<i8", 2, NUM_SIZES)  # by size of steps: in this window of steps, and in the last one
-        #: Of the last two plans, the even and the odd one; by row: tokens computed when that plan has run.
+        #: Two slots for the columns of the last two plans. A plan of the same rows as the one before it, with one token
+        #: of each in both, stores nothing: its columns are those, with one token more of each row.
+        #: By row: tokens computed when the plan has run.
         self.ends = take("<i8", 2, num_rows)
         self.rows = take("<i4", 2, num_rows)  # of the plan
         self.counts = take(
@@ -132,18 +143,18 @@ class BlackBoxReader:
 
     def _rows(self, *, is_in_flight: bool) -> list[Suspect]:
         reading = self.read()
-        before = (reading.num_begun - 1, reading.num_running_before, reading.num_tokens_before)
-        steps = [before, (reading.num_begun, reading.num_running, reading.num_tokens)]
+        before = (reading.num_begun - 1, reading.num_running_before, reading.num_tokens_before, reading.stored_before)
+        steps = [before, (reading.num_begun, reading.num_running, reading.num_tokens, reading.stored)]
         first = reading.num_ended + 1 if is_in_flight else max(1, reading.num_begun)
         found = dict[bytes, Suspect]()
-        for step, size, num_tokens in steps:
+        for step, size, num_tokens, stored in steps:
             if step < first:
                 continue
-            slot = step % 2
+            age, slot = divmod(stored, 2)
             rows = self._page.rows[slot, :size].tolist()
             counts = [1] * size if num_tokens == size else self._page.counts[slot, :size].tolist()
             for row, count in zip(rows, counts, strict=True):
-                digest, end = self._page.digests[row].tobytes(), int(self._page.ends[slot, row])
+                digest, end = self._page.digests[row].tobytes(), int(self._page.ends[slot, row]) + age
                 known = found.get(digest, Suspect(digest, end - count, end))
                 found[digest] = Suspect(digest, min(known.start, end - count), max(known.end, end))
         return list(found.values())
@@ -154,21 +165,11 @@ def find_black_box(pid: int, num_rows: int) -> BlackBoxReader | None:
 
     pid: the engine process's, as Welcome has it; num_rows: its max_num_seqs.
     """
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return None
-    for name in names:
-        path = f"/proc/{pid}/fd/{name}"
+    for fd in find_memory_files(pid, NAME):
         with contextlib.suppress(OSError, ValueError):
-            if NAME in os.readlink(path):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    reader = BlackBoxReader(fd, num_rows)
-                finally:
-                    os.close(fd)
-                if reader.read().pid == pid:
-                    return reader
+            reader = BlackBoxReader(fd, num_rows)
+            if reader.read().pid == pid:
+                return reader
     return None
 
 
@@ -176,10 +177,6 @@ class BlackBoxFile:
     """A new page in memory, for the owner of an engine. It is freed with this object, and with all who mapped it."""
 
     def __init__(self, num_rows: int) -> None:
-        first = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        # Above the standard streams: where those are closed, the first number would be one of the child's own.
-        self.fd = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 3)
-        os.close(first)
+        self.fd = make_memory_file(NAME, size_of(num_rows))
         weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, size_of(num_rows))
         self.reader = BlackBoxReader(self.fd, num_rows)

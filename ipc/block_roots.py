@@ -7,10 +7,13 @@ The engine and programs that predict its cache, such as a router, compute it in 
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from ipc.messages import Submission
+
 #: Root of a request without parts.
 PLAIN_ROOT = -1
 CACHE_SALT = "salt"
 TENANT = "tenant"
+ADAPTER = "adapter"
 
 
 def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
@@ -30,8 +33,15 @@ def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
     return PLAIN_ROOT if is_plain else -2 - (int.from_bytes(digest.digest(), "little") >> 2)
 
 
-def root_of_salt(cache_salt: str, tenant: str = "") -> int:
-    """Return the root of a request that has a cache salt and a tenant ("" = none) and no other part."""
-    if not (cache_salt or tenant):
+def root_of_salt(cache_salt: str, tenant: str = "", adapter: str = "") -> int:
+    """Return the root of a request that has a cache salt, a tenant and an adapter's digest ("" = none)."""
+    if not (cache_salt or tenant or adapter):
         return PLAIN_ROOT
-    return root_content([(TENANT, tenant.encode()), (CACHE_SALT, cache_salt.encode())])
+    parts = (ADAPTER, adapter), (TENANT, tenant), (CACHE_SALT, cache_salt)
+    return root_content([(tag, value.encode()) for tag, value in parts])
+
+
+def root_of_message(message: Submission) -> int:
+    """Return the root of the blocks of a message's requests."""
+    digest = "" if message.adapter is None else message.adapter.digest
+    return root_of_salt(message.cache_salt, message.tenant, digest)

@@ -1,17 +1,14 @@
 """EngineConfig: all options of an engine process. It is frozen, validated once, and itself a message."""
 
-import difflib
-import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from ipc.config_checks import check_executor, check_model, check_weights
+from ipc import config_checks as checks
 from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat
-from ipc.neutral_options import check_neutral, is_neutral
-from ipc.option import DeclaredOption, Option, declared_options
-from ipc.speculation import SpeculativeConfig, parse_speculative_config
+from ipc.option import Option, declared_options
+from ipc.speculation import SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -23,13 +20,16 @@ RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 CpuKernels = Literal["auto", "c", "amx", "avx512bf16", "avx512", "avx2", "portable", "torch"]
+DistributedExecutorBackend = Literal["auto", "uni", "mp"]
 Quantization = Literal["auto", "stored", "none", "int8"]
+KVCacheDtype = Literal["auto", "int8"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start.
 
-    A resolved config (core/process/resolve.py) has None only in `model`, `capture` and `speculative_config`.
+    A resolved config (core/process/resolve.py) has None only in `model`, `capture`, `flight_recorder_folder` and
+    `speculative_config`.
 
     Errors: ConfigError that names the option and what is allowed.
     """
@@ -55,6 +55,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         dict[str, str],
         Option("machine", "an option of a plug-in executor; may be given again", flags=("--executor-option",)),
     ] = {}
+    distributed_executor_backend: Annotated[
+        DistributedExecutorBackend,
+        Option(
+            "machine", "mp = the executor runs in workers, which may die; uni = in the engine; auto = uni if it can"
+        ),
+    ] = "auto"
+    tensor_parallel_size: Annotated[
+        int, Option("machine", "workers that compute the model together, each a part", 1, 256, flags=("-tp",))
+    ] = 1
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
     ] = "auto"
@@ -62,8 +71,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Dtype,
         Option(
             "model",
-            "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it, else float32",
+            "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it or memory is short,"
+            " else float32",
             spellings={"float": "float32"},
+            refused=dict.fromkeys(("float16", "half"), "bfloat16 takes as much memory, and is what is computed here"),
         ),
     ] = "auto"
     quantization: Annotated[
@@ -89,6 +100,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str | None,
         Option("model", "NO,YES: two tokens; a prompt's score is the probability of the second, of these two"),
     ] = None
+    enable_lora: Annotated[bool, Option("adapters", "requests may run with adapters (LoRA) of the model")] = False
+    max_loras: Annotated[
+        int, Option("adapters", "different adapters in one step; requests with others wait", 1, 1024)
+    ] = 8
+    max_lora_rank: Annotated[int, Option("adapters", "largest rank of an adapter's matrices", 1, 4096)] = 64
+    lora_modules: Annotated[
+        dict[str, str],
+        Option("adapters", "adapters to load at the start: a PEFT folder or .gguf file; may be given again"),
+    ] = {}
     numerics: Annotated[
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
     ] = "L2"
@@ -131,11 +151,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         int | None,
         Option("KV cache", "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G", 1, 2**44),
     ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        Option(
+            "KV cache", "numbers of the KV cache: auto = the model's, int8 = 8 bits and a scale each row, other tokens"
+        ),
+    ] = "auto"
     num_blocks_override: Annotated[
         int | None,
         Option(
             "KV cache", "exact number of KV blocks, whatever the memory", 2, 2**30, names=("num_gpu_blocks_override",)
         ),
+    ] = None
+    kv_host_bytes: Annotated[
+        int,
+        Option(
+            "KV cache", "host memory for blocks that the KV cache evicts, in bytes or as 512M, 2G; 0 = none", 0, 2**44
+        ),
+    ] = 0
+    num_host_blocks: Annotated[
+        int | None, Option("KV cache", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
     ] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
     scheduling_policy: Annotated[
@@ -255,6 +290,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     capture_keep_files: Annotated[
         int, Option("capture", "how many of these files are kept, the last ones; 0 = all", 0, 2**20)
     ] = 0
+    flight_recorder_bytes: Annotated[
+        int,
+        Option(
+            "capture",
+            "memory for the engine's last records, of which its death makes a file without content; as 64M; 0 = off",
+            0,
+            2**32,
+        ),
+    ] = 2**24
+    flight_recorder_seconds: Annotated[
+        int, Option("capture", "the file has at least so many last seconds, if they fit into that memory", 1, 2**20)
+    ] = 60
+    flight_recorder_folder: Annotated[
+        str | None,
+        Option("capture", "folder of those files; default: $XDG_STATE_HOME/engine-core or ~/.local/state/engine-core"),
+    ] = None
+    flight_recorder_contents: Annotated[
+        bool, Option("capture", "leave prompts and answers in those files, as --capture does")
+    ] = False
     fake_vocab_size: Annotated[int, Option("fake executor", "vocabulary of the fake executor", 4, 2**24)] = 32_000
     fake_eos_token_id: Annotated[int, Option("fake executor", "end token of the fake executor", 0, 2**24)] = 2
     fake_max_model_len: Annotated[int, Option("fake executor", "max_model_len of the fake executor", 2, 2**24)] = (
@@ -314,85 +368,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ),
     ] = None
 
+    @property
+    def num_host_slots(self) -> int:
+        """Return the blocks of the host pool: first those of preempted requests, then those that the cache evicts."""
+        return (self.num_swap_blocks or 0) + (self.num_host_blocks or 0)
+
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
             declared.check(getattr(self, name))
-        if self.capture is not None and not (isinstance(self.capture, str) and self.capture):
-            raise ConfigError(f"capture must be the path of a file to write; got {self.capture!r}")
-        if not isinstance(self.generation_config, str) or not self.generation_config:
-            raise ConfigError(
-                f"generation_config must be 'auto', 'vllm' or the path of a folder; got {self.generation_config!r}"
-            )
-        check_weights(self.client_weights)
-        check_executor(self.executor, self.executor_options)
-        check_model(self.model)
+        checks.check_texts(self.capture, self.flight_recorder_folder, self.generation_config)
+        checks.check_flight_recorder(self.flight_recorder_bytes)
+        checks.check_weights(self.client_weights)
+        checks.check_executor(self.executor, self.executor_options)
+        checks.check_model(self.model)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
-        if self.async_scheduling and self.executor == "local" and self.device == "cpu":
-            raise ConfigError(
-                "async_scheduling=true needs an executor that overlaps; 'local' on a CPU does not, device=cuda does"
-            )
-        if self.speculative_config is not None and self.executor == "local" and self.device == "cuda":
-            raise ConfigError("speculative_config runs on device=cpu only; leave it out, or device=cuda")
-        if self.speculative_config is not None and self.speculative_config.model and self.executor != "local":
-            raise ConfigError(f"executor={self.executor!r} has no draft model; use executor='local'")
+        sizes = self.distributed_executor_backend, self.tensor_parallel_size
+        if (self.kv_host_bytes or self.num_host_blocks) and not self.enable_prefix_caching:
+            raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
+        has_workers = checks.check_workers(self.executor, *sizes, enable_lora=self.enable_lora)
+        checks.check_overlap(self.executor, self.device, is_wanted=self.async_scheduling and not has_workers)
+        checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
+        checks.check_speculation(self.speculative_config, self.executor, self.device, self.tensor_parallel_size)
 
 
 #: Every option by name, in the order of the fields.
 OPTIONS = declared_options(EngineConfig)
-#: vLLM's name -> ours, for options that are named differently.
-_OTHER_NAMES = {other: name for name, declared in OPTIONS.items() for other in declared.option.names}
-#: vLLM's swap_space, in GiB; ours is swap_space_bytes.
-_SWAP_SPACE = DeclaredOption("swap_space", Option("preemption", "", 0, 2**14), float, is_optional=False, default=0)
-
-
-_REVISION = "revision"
-#: Options that become part of another one.
-_NO_FIELDS = (_SWAP_SPACE.name, _REVISION)
-
-
-def config_from_options(**options: Any) -> EngineConfig:
-    """Return the EngineConfig of these options, under our names or vLLM's. None = the option was not given.
-
-    Errors: ConfigError for a bad value or an unknown option.
-    """
-    accepted: dict[str, Any] = {}
-    for given, value in options.items():
-        name = _OTHER_NAMES.get(given, given)
-        if value is None and (name in OPTIONS or name in _NO_FIELDS or is_neutral(name)):
-            continue
-        if name in accepted:
-            raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
-        if name in OPTIONS or name in _NO_FIELDS:
-            accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-        elif is_neutral(name):
-            check_neutral(name, value)
-        else:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
-    if (revision := accepted.pop(_REVISION, None)) is not None:
-        accepted["model"] = _with_revision(accepted.get("model"), revision)
-    if (dtype := str(accepted.get("dtype"))).startswith("torch."):  # torch.bfloat16 itself
-        accepted["dtype"] = dtype.removeprefix("torch.")
-    if (gibibytes := accepted.pop(_SWAP_SPACE.name, None)) is not None:
-        _SWAP_SPACE.check(gibibytes)
-        accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))
-    if "speculative_config" in accepted:
-        accepted["speculative_config"] = parse_speculative_config(accepted["speculative_config"])
-    for name, value in accepted.items():
-        if isinstance(value, str):
-            accepted[name] = OPTIONS[name].option.spellings.get(value, value)
-    return EngineConfig(**accepted)
-
-
-def _with_revision(model: object, revision: object) -> str:
-    """Return the model's name with its revision. Errors: ConfigError for a model that has none, or has it already."""
-    if not isinstance(model, str) or model.count("/") != 1 or "@" in model or not isinstance(revision, str):
-        raise ConfigError(
-            f"revision={revision!r:.80} needs a model of the Hugging Face Hub, org/name without a revision of its own; "
-            f"got model={model!r:.80}"
-        )
-    return f"{model}@{revision}"

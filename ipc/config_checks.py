@@ -1,10 +1,13 @@
-"""Checks of the options whose values are no plain choices or numbers: names of models and executors, weights."""
+"""Checks of options that are no plain choices or numbers (names, paths, weights), or that depend on others."""
 
 from ipc.errors import ConfigError
+from ipc.speculation import SpeculativeConfig
 
 #: Executors that are no plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
+#: Least size of a flight recorder that is on: two halves, each with a header and a small checkpoint.
+MIN_FLIGHT_BYTES = 1 << 16
 _MAX_EXECUTOR_LENGTH = 128
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 
@@ -42,3 +45,81 @@ def check_executor(name: object, options: object) -> None:
         raise ConfigError(f"executor_options must be a dict of texts; got {options!r:.80}")
     if options and name in BUILT_IN_EXECUTORS:
         raise ConfigError(f"executor_options are a plug-in's, and executor={name!r} has none: {', '.join(options)}")
+
+
+def check_texts(capture: object, flight_recorder_folder: object, generation_config: object) -> None:
+    """Check what names files and folders, not whether they are there. Errors: ConfigError."""
+    if capture is not None and not (isinstance(capture, str) and capture):
+        raise ConfigError(f"capture must be the path of a file to write; got {capture!r}")
+    if flight_recorder_folder is not None and not (isinstance(flight_recorder_folder, str) and flight_recorder_folder):
+        raise ConfigError(f"flight_recorder_folder must be the path of a folder; got {flight_recorder_folder!r}")
+    if not isinstance(generation_config, str) or not generation_config:
+        raise ConfigError(
+            f"generation_config must be 'auto', 'vllm' or the path of a folder; got {generation_config!r}"
+        )
+
+
+def check_flight_recorder(num_bytes: int) -> None:
+    """Check the size of the flight recorder. Errors: ConfigError."""
+    if 0 < num_bytes < MIN_FLIGHT_BYTES:
+        raise ConfigError(f"flight_recorder_bytes must be 0, or at least {MIN_FLIGHT_BYTES}; got {num_bytes}")
+
+
+def check_speculation(
+    speculative_config: SpeculativeConfig | None, executor: str, device: str, tensor_parallel_size: int
+) -> None:
+    """Check that this executor can guess tokens in this way. Errors: ConfigError."""
+    if speculative_config is None:
+        return
+    if executor == "local" and device == "cuda":
+        raise ConfigError("speculative_config runs on device=cpu only; leave it out, or device=cuda")
+    if speculative_config.runs_model and executor != "local":
+        raise ConfigError(f"executor={executor!r} runs no model that drafts; use executor='local'")
+    if speculative_config.runs_head and tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative_config: method={speculative_config.method!r} reads the whole model's states and embeddings, "
+            "of which each of several workers has a part: leave tensor_parallel_size out"
+        )
+
+
+def check_overlap(executor: str, device: str, *, is_wanted: bool) -> None:
+    """Check that an executor in this process can run a step while the next one is scheduled. Errors: ConfigError."""
+    if is_wanted and executor == "local" and device == "cpu":
+        raise ConfigError(
+            "async_scheduling=true needs an executor that overlaps: device=cuda or distributed_executor_backend=mp"
+        )
+
+
+def check_adapters(enable_lora: bool, modules: object, device: str) -> None:
+    """Check the options of adapters, not whether their files are there. Errors: ConfigError."""
+    if not isinstance(modules, dict) or not all(isinstance(word, str) and word for word in sum(modules.items(), ())):
+        raise ConfigError(f"lora_modules must be a dict of names and paths; got {modules!r:.80}")
+    if modules and not enable_lora:
+        raise ConfigError(f"lora_modules loads adapters ({', '.join(modules)}), which needs enable_lora")
+    if enable_lora and device == "cuda":
+        raise ConfigError("enable_lora runs on device=cpu only: the GPU's steps have no adapters yet; leave it out")
+
+
+def check_workers(executor: str, backend: str, size: int, *, enable_lora: bool) -> bool:
+    """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in so many."""
+    if enable_lora and (backend == "mp" or size > 1):
+        raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
+    if size == 1:
+        return backend == "mp"
+    if backend == "uni":
+        raise ConfigError(
+            f"tensor_parallel_size={size} takes worker processes: leave distributed_executor_backend out, or give 'mp'"
+        )
+    if executor not in BUILT_IN_EXECUTORS:
+        raise ConfigError(f"tensor_parallel_size={size} is for executor='local'; got executor={executor!r:.80}")
+    return True
+
+
+def with_revision(model: object, revision: object) -> str:
+    """Return the model's name with its revision. Errors: ConfigError for a model that has none, or has it already."""
+    if not isinstance(model, str) or model.count("/") != 1 or "@" in model or not isinstance(revision, str):
+        raise ConfigError(
+            f"revision={revision!r:.80} needs a model of the Hugging Face Hub, org/name without a revision of its own; "
+            f"got model={model!r:.80}"
+        )
+    return f"{model}@{revision}"

@@ -1,9 +1,9 @@
 """CURVE keys (rfc.zeromq.org/26): who may reach an engine over a network, and the files that say it.
 
-An engine's keys are a folder: `engine.json`, its key pair, and `allowed`, a line `NAME PUBLIC_KEY` for each client. A
-client's keys are one file, its key pair and the engine's public key. `engine-core keys` makes both. An address names
-the folder or the file: `tcp://10.0.0.5:5555?keys=/etc/engine-core/keys`. The engine's folder also lets in as a client:
-whoever can read it is the engine. Keys are in Z85, 40 characters each.
+An engine's keys are a folder: `engine.json`, its key pair, and `allowed`, a line `NAME PUBLIC_KEY [LIMIT=N ...]` for
+each client (ipc/quota.py has the limits). A client's keys are one file, its key pair and the engine's public key.
+`engine-core keys` makes both. An address names the folder or the file: `tcp://10.0.0.5:5555?keys=/etc/engine-core/keys`.
+The engine's folder also lets in as a client: whoever can read it is the engine. Keys are in Z85, 40 characters each.
 """
 
 import os
@@ -11,11 +11,13 @@ import re
 import stat
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from ipc.errors import AddressError, ConfigError
+from ipc.quota import NO_QUOTA, Quota, read_quota
 
 ENGINE_FILE, ALLOWED_FILE = "engine.json", "allowed"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -31,6 +33,13 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
 
 
+class AllowedClient(NamedTuple):
+    """A client that may connect."""
+
+    name: str
+    quota: Quota = NO_QUOTA
+
+
 def make_engine_keys(folder: str) -> None:
     """Make an engine's keys in a new or empty folder, with nobody allowed. Errors: ConfigError."""
     _check_curve()
@@ -44,17 +53,17 @@ def make_engine_keys(folder: str) -> None:
         raise ConfigError(f"no keys can be made in {folder}: {error.strerror} ({error.filename})") from None
 
 
-def add_client(folder: str, name: str, file: str) -> None:
+def add_client(folder: str, name: str, file: str, quota: Quota = NO_QUOTA) -> None:
     """Allow a new client, and write its keys to a new file, which is to be carried to it. Errors: ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"a client's name has 1 to 64 letters, digits, '.', '_' and '-'; got {name!r:.80}")
     engine, lines = read_keys(folder), _read_lines(folder)
-    if name in _names(folder, lines).values():
+    if name in _names(folder, lines):
         raise ConfigError(f"{folder} allows a client {name} already: remove it first, or name another")
     public, secret = (key.decode() for key in zmq.curve_keypair())
     if lines and not lines[-1].endswith((b"\n", b"\r")):
         lines[-1] += b"\n"
-    lines.append(f"{name} {public}\n".encode())
+    lines.append(_line(name, public, quota))
     _check_size(folder, sum(map(len, lines)))
     try:
         _write(Path(file), msgspec.json.encode(Keys(public, secret, engine.public)), is_new=True)
@@ -66,11 +75,30 @@ def add_client(folder: str, name: str, file: str) -> None:
 def remove_client(folder: str, name: str) -> None:
     """Allow a client no longer: it is not let in again. Errors: ConfigError."""
     lines = _read_lines(folder)
-    allowed = _names(folder, lines)
-    if name not in allowed.values():
-        raise ConfigError(f"{folder} allows no client {name}; it allows: {', '.join(allowed.values()) or 'nobody'}")
-    gone = {name, *(key for key, other in allowed.items() if other == name)}  # also under another name
+    gone = {name, *_keys_of(folder, lines, name)}  # also under another name
     _write_allowed(folder, [line for line in lines if gone.isdisjoint(_words(line))])
+
+
+def limit_client(folder: str, name: str, quota: Quota) -> None:
+    """Give a client this quota in place of the one that it has. Errors: ConfigError."""
+    lines = _read_lines(folder)
+    _keys_of(folder, lines, name)
+    changed = [_line(name, words[1], quota) if (words := _words(line))[:1] == [name] else line for line in lines]
+    _write_allowed(folder, changed)
+
+
+def _keys_of(folder: str, lines: list[bytes], name: str) -> list[str]:
+    """Return the public keys of a client. Errors: ConfigError where it is not allowed."""
+    allowed = _clients(folder, lines)
+    keys = [key for key, client in allowed.items() if client.name == name]
+    if not keys:
+        names = ", ".join(client.name for client in allowed.values())
+        raise ConfigError(f"{folder} allows no client {name}; it allows: {names or 'nobody'}")
+    return keys
+
+
+def _line(name: str, public: str, quota: Quota) -> bytes:
+    return f"{' '.join([name, public, *quota.words()])}\n".encode()
 
 
 def read_keys(path: str) -> Keys:
@@ -92,9 +120,9 @@ def read_keys(path: str) -> Keys:
     return keys
 
 
-def read_allowed(folder: str) -> dict[str, str]:
-    """Return the clients that an engine's folder allows: {public key: name}. Errors: ConfigError with the line."""
-    return _names(folder, _read_lines(folder))
+def read_allowed(folder: str) -> dict[str, AllowedClient]:
+    """Return the clients that an engine's folder allows, by public key. Errors: ConfigError with the line."""
+    return _clients(folder, _read_lines(folder))
 
 
 def _read_lines(folder: str) -> list[bytes]:
@@ -120,17 +148,24 @@ def _words(line: bytes) -> list[str]:
     return [] if not words or words[0].startswith("#") else words
 
 
-def _names(folder: str, lines: list[bytes]) -> dict[str, str]:
-    """Return {public key: name} of the lines. Errors: ConfigError with the line."""
-    allowed: dict[str, str] = {}
+def _names(folder: str, lines: list[bytes]) -> set[str]:
+    return {client.name for client in _clients(folder, lines).values()}
+
+
+def _clients(folder: str, lines: list[bytes]) -> dict[str, AllowedClient]:
+    """Return the clients of the lines, by public key. Errors: ConfigError with the line."""
+    allowed: dict[str, AllowedClient] = {}
+    quotas: dict[str, Quota] = {}
     for number, line in enumerate(lines, 1):
-        words = _words(line)
+        words, place = _words(line), f"{Path(folder, ALLOWED_FILE)}:{number}"
         if not words:
             continue
-        if len(words) != 2 or not _NAME.fullmatch(words[0]) or not _KEY.fullmatch(words[1]):
-            file = Path(folder, ALLOWED_FILE)
-            raise ConfigError(f"{file}:{number}: a line is NAME PUBLIC_KEY, the key 40 characters of Z85")
-        allowed[words[1]] = words[0]
+        if len(words) < 2 or not _NAME.fullmatch(words[0]) or not _KEY.fullmatch(words[1]):
+            raise ConfigError(f"{place}: a line is NAME PUBLIC_KEY [LIMIT=N ...], the key 40 characters of Z85")
+        quota = read_quota(words[2:], place)
+        if quotas.setdefault(words[0], quota) != quota:
+            raise ConfigError(f"{place}: the keys of {words[0]} share one quota: give its lines the same limits")
+        allowed[words[1]] = AllowedClient(words[0], quota)
     return allowed
 
 

@@ -12,6 +12,9 @@ import msgspec
 
 from ipc.call import Call, CallRule
 from ipc.errors import MalformedMessageError
+from ipc.feature_messages import FeatureLimits, FeatureUse, PutFeature
+from ipc.fleet_messages import FLEET_MINOR, ChangeReplica, GetReplicas, ReplicaList
+from ipc.lora_messages import LORA_MINOR, AdapterId, ListLora, LoadLora, LoraAdapters, UnloadLora
 from ipc.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
 from ipc.pooling_messages import AddPooling, Pooled
 from ipc.sampling_params import SamplingParams
@@ -28,7 +31,8 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines that are started again, measurements of requests, speculation, grammars, pooling.
+#: 3: default sampling. 4: engines started again, measurements of requests, speculation, grammars, pooling, adapters,
+#: features.
 PROTOCOL_MINOR = 4
 #: The first minor of engines that take structured_outputs.
 STRUCTURED_OUTPUTS_MINOR = 4
@@ -72,9 +76,6 @@ class PauseMode(IntEnum):
     ALL = 1  # nothing runs; requests keep their rows and blocks
 
 
-# --- client to core ---------------------------------------------------------------------------------------------
-
-
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """First message of a session; answered by Welcome or Refused."""
 
@@ -98,6 +99,8 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
     delivered: list[bytes] = []  # per choice, int32 tokens that the client already has; generation continues after them
     tenant: str = ""  # whose the request is, of a client that sends for many; "" = the client's own
+    adapter: AdapterId | None = None  # the adapter that it runs with
+    features: list[FeatureUse] = []  # what stands for tokens of its prompt, in order; put before the request
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -152,9 +155,6 @@ class Shutdown(Call, frozen=True, array_like=True, tag=23):
     """Owner only. End the engine at once. Answered by CallDone, then EngineStopping."""
 
 
-# --- core to client ---------------------------------------------------------------------------------------------
-
-
 class Limits(msgspec.Struct, frozen=True, array_like=True):
     """Bounds of this engine, for clients that check requests before they send them."""
 
@@ -189,6 +189,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     pid: int = 0  # of the engine process; 0 = not told
     tasks: dict[str, int] = {}  # of requests, with the width of the vectors of each; empty: "generate" only
     is_encoder: bool = False  # tokens see the whole prompt
+    features: FeatureLimits | None = None  # None: requests have none
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -292,6 +293,10 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_draft_tokens: int = 0  # guessed tokens that steps verified
     num_accepted_tokens: int = 0  # of these: became tokens
     num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
+    num_head_no_adapter: int = 0  # as num_head_no_row above
+    num_host_blocks: int = 0  # room for blocks that the KV cache evicts
+    num_kept_blocks: int = 0  # now: of these, in use
+    num_host_hits: int = 0  # blocks that came back from there
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -334,9 +339,9 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
     comes_back: bool = False  # unfinished requests may be sent to the next engine, as after a lost connection
 
 
-CallResult: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | CallDone | CallFailed
+_Answer: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | LoraAdapters | ReplicaList
+CallResult: TypeAlias = _Answer | CallDone | CallFailed
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
-
 
 #: All calls. A new one needs a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
 CALLS: dict[type[Call], CallRule] = {
@@ -353,14 +358,18 @@ CALLS: dict[type[Call], CallRule] = {
     Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
     FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
     UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
+    LoadLora: CallRule(LoraAdapters, is_owners=True, is_at_border=True, minor=LORA_MINOR),
+    UnloadLora: CallRule(CallDone, is_owners=True, is_at_border=True, minor=LORA_MINOR),
+    ListLora: CallRule(LoraAdapters, is_at_border=True, minor=LORA_MINOR),
+    GetReplicas: CallRule(ReplicaList, minor=FLEET_MINOR),
+    ChangeReplica: CallRule(CallDone, is_owners=True, minor=FLEET_MINOR),
 }
 if TYPE_CHECKING:
     ClientCall: TypeAlias = Call
 else:
     ClientCall = Union[tuple(CALLS)]  # a decoder needs the union at run time  # noqa: UP007
 Submission: TypeAlias = AddRequest | AddPooling  # a request: for tokens, or for vectors
-ClientMessage: TypeAlias = Hello | Submission | Abort | Goodbye | Heartbeat | ClientCall
-
+ClientMessage: TypeAlias = Hello | Submission | PutFeature | Abort | Goodbye | Heartbeat | ClientCall
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)

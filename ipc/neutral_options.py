@@ -4,6 +4,8 @@ A value of None asks for nothing, whatever the option. Values that ask for a fea
 name. docs/vllm.md describes this for users.
 """
 
+import json
+
 from ipc.errors import ConfigError
 
 #: Tuning of parts that this engine does not have, and reports: any value is accepted, and changes nothing.
@@ -59,8 +61,6 @@ WITHOUT_EFFECT = frozenset(
         "max_cudagraph_capture_size",
         "max_log_len",
         "max_long_partial_prefills",
-        "max_lora_rank",
-        "max_loras",
         "max_parallel_loading_workers",
         "max_prompt_adapter_token",
         "max_prompt_adapters",
@@ -91,6 +91,37 @@ WITHOUT_EFFECT = frozenset(
         "video_pruning_rate",
     ]
 )
+#: Those of them that are flags without a value on vLLM's command line.
+_SWITCHES = frozenset(
+    [
+        "aggregate_engine_logging",
+        "allow_deprecated_quantization",
+        "cudagraph_metrics",
+        "disable_async_output_proc",
+        "disable_cascade_attn",
+        "disable_custom_all_reduce",
+        "disable_hybrid_kv_cache_manager",
+        "disable_log_requests",
+        "disable_log_stats",
+        "disable_mm_preprocessor_cache",
+        "disable_nccl_for_dp_synchronization",
+        "enable_layerwise_nvtx_tracing",
+        "enable_log_requests",
+        "enable_logging_iteration_details",
+        "enable_mfu_metrics",
+        "eplb_log_balancedness",
+        "fully_sharded_loras",
+        "guided_decoding_disable_fallback",
+        "interleave_mm_strings",
+        "kv_cache_metrics",
+        "kv_sharing_fast_prefill",
+        "ray_workers_use_nsight",
+        "skip_mm_profiling",
+        "trust_remote_code",
+        "use_tqdm_on_load",
+        "use_v2_block_manager",
+    ]
+)
 #: Features: the values that do not ask for them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "additional_config": ({},),
@@ -114,16 +145,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "default_mm_loras": ({},),
     "disable_chunked_mm_input": (False,),
     "disable_sliding_window": (False,),
-    "distributed_executor_backend": ("uni", "mp"),
     "download_dir": (),
     "ec_transfer_config": (),
     "enable_dbo": (False,),
     "enable_eplb": (False,),
     "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
     "enable_mm_embeds": (False,),
     "enable_prompt_adapter": (False,),
-    "enable_prompt_embeds": (False,),
+    "enable_prompt_embeds": (True, False),
     "enable_reasoning": (False,),
     "enable_sleep_mode": (False,),
     "enable_tower_connector_lora": (False,),
@@ -134,14 +163,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "hf_token": (),
     "ignore_patterns": ([], "original/**/*", ["original/**/*"]),
     "io_processor_plugin": (),
-    "kv_cache_dtype": ("auto",),
     "kv_events_config": (),
     "kv_offloading_backend": ("native",),
-    "kv_offloading_size": (),
     "kv_transfer_config": (),
     "logits_processor_pattern": (),
     "logits_processors": ([],),
-    "lora_modules": ([],),
     "mamba_block_size": (),
     "mamba_cache_dtype": ("auto",),
     "mamba_cache_mode": ("none",),
@@ -177,7 +203,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "stream_interval": (1,),
     "structured_outputs_config": ({},),
     "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": ("main",),
     "tokens_only": (False,),
@@ -198,6 +223,20 @@ _INSTEAD = {
 def is_neutral(name: str) -> bool:
     """Return whether vLLM has an option of this name that is not ours."""
     return name in NEUTRAL or name in WITHOUT_EFFECT
+
+
+def is_switch(name: str) -> bool:
+    """Return whether this option is a flag without a value on vLLM's command line."""
+    values = NEUTRAL.get(name, ())
+    return name in _SWITCHES or (bool(values) and all(isinstance(value, bool) for value in values))
+
+
+def value_of(text: str) -> object:
+    """Return the value of a flag of such an option as LLM() would get it: a number, an object or a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def check_neutral(name: str, value: object) -> None:

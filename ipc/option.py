@@ -21,6 +21,7 @@ class Option(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()  # vLLM's names of the option, accepted as keywords and as flags
     flags: tuple[str, ...] = ()  # further flags of other engines; accepted, not shown
     spellings: dict[str, str] = {}  # vLLM's spelling of a value -> ours
+    refused: dict[str, str] = {}  # vLLM's value that is not one of ours -> why
 
 
 class DeclaredOption(msgspec.Struct, frozen=True):
@@ -54,7 +55,9 @@ class DeclaredOption(msgspec.Struct, frozen=True):
             return
         if self.choices:
             if value not in self.choices:
-                raise ConfigError(f"{self.name} must be one of {', '.join(self.choices)}; got {value!r}")
+                reason = self.option.refused.get(value) if isinstance(value, str) else None
+                why = f": {reason}" if reason else ""
+                raise ConfigError(f"{self.name} must be one of {', '.join(self.choices)}; got {value!r}{why}")
         elif self.plain is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{self.name} must be true or false; got {value!r}")

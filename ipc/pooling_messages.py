@@ -2,6 +2,7 @@
 
 import msgspec
 
+from ipc.lora_messages import AdapterId
 from ipc.pooling_params import PoolingParams
 
 #: The first minor of engines that pool.
@@ -23,6 +24,7 @@ class AddPooling(msgspec.Struct, frozen=True, array_like=True, tag=6):
     tenant: str = ""
     #: Index of the first token of a pair's second text, for models that tell the two apart; 0 = there is one text.
     second_from: int = 0
+    adapter: AdapterId | None = None  # as in AddRequest
 
     @property
     def delivered(self) -> list[bytes]:

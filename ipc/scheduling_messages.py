@@ -69,8 +69,10 @@ class Reason(IntEnum):
     PAUSED = 7  # the engine's owner has paused it
     ON_HOLD = 8  # its client does not read
     FIRST_CHOICE = 9  # another choice of its request computes their prompt, and it starts with that
+    NO_REPLICA = 10  # it waits in a fleet's queue: no replica takes it
     NO_BLOCKS = 16  # blocks: those left are too few, see the other numbers
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
+    NO_ADAPTER = 18  # requests with max_loras other adapters run
     IN_FLIGHT = 32  # it runs, and its last token is in a step in flight
     SKIPPED_BUDGET = 33  # it runs, and those served before it took the step's tokens
     SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, and those served before it took the free ones

@@ -14,6 +14,7 @@ import socket as sockets
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -107,16 +108,17 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
     return BoundRouter(socket, real, lock_fd, is_private)
 
 
-def connect_dealer(context: Context, address: str) -> Socket:
+def connect_dealer(context: Context, address: str, prepare: Callable[[Socket], None] = lambda _: None) -> Socket:
     """Return a DEALER connected to an engine's address. libzmq connects in the background, and again after a loss.
 
-    Errors: AddressError for an address that cannot be connected to.
+    prepare: sets further options. Errors: AddressError for an address that cannot be connected to.
     """
     check_address(address, binding=False)
     socket = context.socket(zmq.DEALER)
     try:
         _set_common_options(socket, MAX_SERVER_MESSAGE_BYTES, DEALER_LINGER_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        prepare(socket)
         endpoint = address if address.startswith("ipc://") else _numeric(address)
         if (keys := keys_of(address)) is not None:
             use_as_client(socket, keys)

@@ -12,29 +12,33 @@ MAX_DRAFTS = 32
 _MAX_LOOKUP = 16
 _DEFAULT_LOOKUP = (2, 5)
 _MAX_DEPTH = 24
-_DRAFTS_OF_A_MODEL = 4
+#: Drafts by default. A layer for multi-token prediction is trained for one.
+_DRAFTS = {"draft_model": 4, "eagle3": 4, "mtp": 1}
 _MAX_CACHED_REQUESTS = 1 << 20
 
+#: Layers for multi-token prediction of architectures that are not our own, by vLLM's names.
+_OTHER_LAYERS = (
+    *("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_ocr_mtp", "ernie_mtp"),
+    *("exaone_moe_mtp", "nemotron_h_mtp", "longcat_flash_mtp", "step3p5_mtp", "pangu_ultra_moe_mtp", "gemma4_mtp"),
+)
 #: Methods of vLLM that this version does not have.
 _OTHER_METHODS = (
-    *(
-        "eagle",
-        "eagle3",
-        "mtp",
-        "medusa",
-        "mlp_speculator",
-        "ngram_gpu",
-        "pangu_ultra_moe_mtp",
-    ),
-    *("deepseek_mtp", "qwen3_next_mtp", "gemma4_mtp", "dflash", "extract_hidden_states", "custom_class"),
+    *("eagle", "medusa", "mlp_speculator", "ngram_gpu", "dflash", "extract_hidden_states", "custom_class"),
+    *_OTHER_LAYERS,
+    "mimo_mtp",
 )
-_METHODS = ("ngram", "suffix", "draft_model")
-_NO_LAYERS = "no architecture of our own has such layers"
-_NO_HEADS = "heads that read the model's hidden states are not there"
+#: Methods whose drafts a model in the executor makes.
+_MODEL_METHODS = ("draft_model", "eagle3", "mtp")
+_METHODS = ("ngram", "suffix", *_MODEL_METHODS)
+#: Those of them that name a model.
+_NAMING_METHODS = ("draft_model", "eagle3")
+_NO_LAYERS = "no architecture of our own has such layers; MiMo's have the name 'mtp'"
+_NO_HEADS = "of heads that read the model's hidden states, EAGLE-3's and MTP layers are there"
 #: Why some of these are not there.
 _REASONS = {
-    **dict.fromkeys(("mtp", "pangu_ultra_moe_mtp", "deepseek_mtp", "qwen3_next_mtp", "gemma4_mtp"), _NO_LAYERS),
-    **dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator", "dflash"), _NO_HEADS),
+    **dict.fromkeys(_OTHER_LAYERS, _NO_LAYERS),
+    "mimo_mtp": "its name here is 'mtp'",
+    **dict.fromkeys(("eagle", "medusa", "mlp_speculator", "dflash"), _NO_HEADS),
 }
 
 #: Keys of vLLM that mean nothing here -> why.
@@ -59,7 +63,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are guessed ahead. No guess changes a token; right guesses save steps."""
 
     method: str
-    model: str | None = None  # of method draft_model: folder, .gguf file or Hugging Face name
+    model: str | None = None  # of draft_model and eagle3: folder, .gguf file or Hugging Face name
     num_speculative_tokens: int = 7  # most drafts of a row in one step
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]  # tokens that must match, at least and at most
     prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
@@ -68,7 +72,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_max_spec_factor: float = 1.0  # most drafts for each token of a match
     #: Durations of steps of 1, 2, 4, 8, ... tokens with logits, in ns. Empty: measured at the engine's start.
     step_ns: tuple[int, ...] = ()
-    draft_ns: int = 0  # duration of the draft model's drafts for one row; measured where step_ns is
+    draft_ns: int = 0  # duration of a model's drafts for one row; measured where step_ns is
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
@@ -92,13 +96,23 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "speculative_config: suffix_decoding_max_spec_factor must be a number above 0 and at most "
                 f"{MAX_DRAFTS}; got {factor!r:.80}"
             )
-        if (self.model is not None) != (self.method == "draft_model"):
-            raise ConfigError("speculative_config: model is for method 'draft_model', which needs it")
+        if (self.model is not None) != (self.method in _NAMING_METHODS):
+            raise ConfigError("speculative_config: model is for methods 'draft_model' and 'eagle3', which need it")
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"speculative_config: model must be a name or a path; got {self.model!r:.80}")
         _check("draft_ns", self.draft_ns, 10**15, 0)
         for value in self.step_ns:
             _check("step_ns", value, 10**15)
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether a model in the executor makes the drafts."""
+        return self.method in _MODEL_METHODS
+
+    @property
+    def runs_head(self) -> bool:
+        """Whether layers that read the model's own hidden states make the drafts."""
+        return self.method in ("eagle3", "mtp")
 
 
 def parse_speculative_config(given: object) -> SpeculativeConfig | None:
@@ -126,8 +140,8 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
         keys |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[0]}
     if keys["method"] == "suffix" and "num_speculative_tokens" not in keys:  # as in vLLM
         keys["num_speculative_tokens"] = keys.get("suffix_decoding_max_tree_depth", _MAX_DEPTH)
-    if keys["method"] == "draft_model":
-        keys.setdefault("num_speculative_tokens", _DRAFTS_OF_A_MODEL)
+    if keys["method"] in _DRAFTS:
+        keys.setdefault("num_speculative_tokens", _DRAFTS[keys["method"]])
     if not isinstance(step_ns := keys.get("step_ns", ()), (list, tuple)) or len(step_ns) > 32:
         raise ConfigError(f"speculative_config: step_ns must be a list of up to 32 integers; got {step_ns!r:.80}")
     return SpeculativeConfig(**{**keys, "step_ns": tuple(step_ns)})

@@ -21,7 +21,7 @@ class Isolate(msgspec.Struct, frozen=True, array_like=True, tag=116):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
-    """The first frame: what to run and where to listen."""
+    """The first frame, or the second after Prepare: what to run and where to listen."""
 
     config: EngineConfig
     address: str
@@ -31,6 +31,15 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     isolate: Isolate = Isolate()
     black_box_fd: int = -1  # of a memory file for ipc/black_box.py, inherited; -1 = nobody reads it
     resume_ms: int = 0  # if this engine dies, another answers in its place within so long; 0 = none does
+    flight_fd: int = -1  # of a memory file for ipc/flight_ring.py, inherited; -1 = no flight recorder
+    adapters_fd: int = -1  # of a memory file that keeps the names of adapters for the next engine; -1 = nobody does
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=117):
+    """The first frame to a standby: do what a later Start with this config needs, report Prepared, and wait for it."""
+
+    config: EngineConfig
+    loads_model: bool = False  # else only what an engine imports is there when it is needed
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
@@ -43,6 +52,12 @@ class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):
     """Child to parent: a phase of the start has begun."""
 
     name: str
+    seconds: float  # since the process began
+
+
+class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=118):
+    """Child to parent: this standby waits for Start."""
+
     seconds: float  # since the process began
 
 
@@ -60,5 +75,5 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
     message: str
 
 
-OwnerMessage: TypeAlias = Start | Drain | Isolate
-StartReport: TypeAlias = StartPhase | Ready | StartFailed
+OwnerMessage: TypeAlias = Start | Drain | Isolate | Prepare
+StartReport: TypeAlias = StartPhase | Ready | StartFailed | Prepared

@@ -6,6 +6,7 @@ make of the CPU, and so do NumPy's.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,13 +21,20 @@ def rotary_frequencies(head_dim: int, theta: float) -> Floats:
 def rotary_tables(positions: Ints, frequencies: Floats, factor: float = 1.0) -> tuple[Floats, Floats]:
     """Return the cosines and sines [T, head_dim] of these positions [T], times factor.
 
-    sin carries the sign of its half: (-sin, +sin).
+    sin carries the sign of its half: (-sin, +sin). A pair with the frequency 0 is not rotated: its cosine is 1.
     """
     angles = positions[:, None].astype(np.float32) * frequencies
     # In float64, rounded once: in float32 the last bit would depend on the make of the CPU.
     angles = angles.astype(np.float64)
-    cos, sin = (np.float32(factor) * part(angles).astype(np.float32) for part in (np.cos, np.sin))
+    factors = np.where(frequencies == 0, np.float32(1), np.float32(factor))
+    cos, sin = (factors * part(angles).astype(np.float32) for part in (np.cos, np.sin))
     return np.concatenate((cos, cos), -1), np.concatenate((-sin, sin), -1)
+
+
+def query_factors(positions: Ints, growth: float, length: float) -> Floats:
+    """Return the factors [T] of queries at these positions [T], which grow with each `length` tokens (Llama 4)."""
+    factors: Floats = (1 + growth * np.log1p(np.floor(positions / length))).astype(np.float32)
+    return factors
 
 
 def linear(frequencies: Floats, factor: float) -> Floats:
@@ -81,6 +89,12 @@ def yarn(
     kept, stretched = one / wavelengths, one / (np.float32(factor) * wavelengths)
     share = one - ramp
     scaled: Floats = stretched * (one - share) + kept * share
+    return scaled
+
+
+def longrope(head_dim: int, theta: float, divisors: Sequence[float]) -> Floats:
+    """Return the frequencies [head_dim / 2] of LongRoPE, each with its own divisor [head_dim / 2]."""
+    scaled: Floats = np.float32(1) / (np.array(divisors, np.float32) * _wavelengths(head_dim, theta))
     return scaled
 
 

@@ -34,6 +34,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", None)  # read TMPDIR again
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytest_folder / "inductor"))  # transformers makes it when imported
+        patch.setenv("XDG_STATE_HOME", str(pytest_folder / "state"))  # where dead engines' last records go
         patch.setenv(_MARK, mark)
         yield
 

@@ -28,4 +28,4 @@ def nan(dtype: Dtype) -> Any:
 def fill_with_nan(cache: Any) -> None:
     """Write NaN into all blocks of a KV cache in the machine's memory, but for the null block."""
     for layer in cache.memory:
-        layer[1:] = nan(cache.dtype)
+        layer[1:].view(np.uint8)[...] = 0xFF  # NaN in each element type, and as a quantized cache's scale

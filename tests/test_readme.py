@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from core.model_files.model_config import read_model_config
+from ipc.files.model_files import resolve_model
+from tests.core.adapters.peft_files import matrix_shapes, random_matrices, write_peft
+
 pytestmark = pytest.mark.checkout  # README.md
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,9 +53,12 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("index", range(9))
 def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
     language, text = snippets()[index]
+    if "LoRARequest" in text:
+        shapes = matrix_shapes(read_model_config(resolve_model(None)))
+        write_peft(tmp_path / "sql-lora", random_matrices(shapes, 2, 1, ("q_proj",)), rank=2, alpha=4)
     text = text.replace("/tmp/", f"{tmp_path}/").replace(":8000", f":{free_port()}")
     command = ["bash", "-eu", "-c", text] if language == "sh" else [sys.executable, "-c", text]
     code, output, errors = run(command, tmp_path)
@@ -60,4 +67,4 @@ def test_a_snippet_runs_as_it_stands(index: int, tmp_path: Path) -> None:
 
 
 def test_there_are_as_many_as_are_run() -> None:
-    assert [language for language, _ in snippets()] == ["sh", "sh", "python", "python", "python", "sh", "sh"]
+    assert [language for language, _ in snippets()] == ["sh", "sh", *["python"] * 4, *["sh"] * 3]

@@ -17,7 +17,7 @@ from rich.console import Console
 from frontend.async_llm import AsyncLLM
 from frontend.results.outputs import RequestOutput
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
+from ipc.errors import CallFailedError, EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.sampling_params import SamplingParams
 from tools.options import print_error
 from tools.prompts import DEMO_SAMPLING, Question, read_questions
@@ -40,12 +40,13 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
             raw=parsed.raw,
             has_tokenizer=tokenizer is not None,
             has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+            images=parsed.image,
         )
         demo = {} if parsed.prompts else DEMO_SAMPLING
         params = sampling_params(parsed, llm.client.welcome.default_sampling, demo)
         console = OutputConsole()
         titles = [question.title.replace("\n", " ") for question in questions]
-        before = await llm.statistics()
+        before, engine_id = await llm.statistics(), llm.client.welcome.engine_id
         begin = time.monotonic()
         with (
             contextlib.nullcontext() if parsed.json else streams_for(console, titles, is_plain=parsed.quiet) as streams
@@ -55,7 +56,11 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         wall_s = time.monotonic() - begin
         requests = [summarize_request(title, result) for title, result in zip(titles, results, strict=True)]
         num_tokens = _count_tokens(requests)
-        engine = summarize_engine(before, await llm.statistics(), num_tokens, wall_s, start_s, llm.numerics)
+        engine = None
+        with contextlib.suppress(EngineDeadError, CallFailedError):  # it had been told to end after these answers
+            after = await llm.statistics()
+            if llm.client.welcome.engine_id == engine_id:
+                engine = summarize_engine(before, after, num_tokens, wall_s, start_s, llm.numerics)
     summary = RunSummary(requests, engine)
     if parsed.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")

@@ -23,6 +23,7 @@ COMMANDS = {
     "list": ("tools.list", "list the models in the cache"),
     "rm": ("tools.rm", "remove a model from the cache"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
+    "route": ("tools.route.__main__", "serve several running engines as one"),
     "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
     "batch": ("tools.batch", "answer the requests of a file in OpenAI's batch format"),
     "explain": ("tools.explain", "say why a request of a running engine does not run"),
@@ -31,6 +32,7 @@ COMMANDS = {
     "control": ("tools.control", "pause, resume or drain a running engine"),
     "replay": ("tools.replay.__main__", "run a capture of an engine again and compare"),
     "traces": ("tools.traces.__main__", "run public request traces through the scheduler, in virtual time"),
+    "simulate": ("tools.simulate.__main__", "run a trace on a fleet of engines, in virtual time"),
     "prove": ("tools.prove", "show that tokens do not depend on neighbours, preemption and cache"),
     "bench": ("tools.bench.__main__", "measure latency, throughput and start-up"),
     "check-executor": ("tools.check_executor.__main__", "check that a plug-in executor keeps its contract"),
@@ -40,9 +42,9 @@ COMMANDS = {
 GROUPS = {
     "ask a model": ("chat", "run", "generate", "embed"),
     "models": ("pull", "list", "rm"),
-    "serve a model": ("serve", "http"),
+    "serve a model": ("serve", "route", "http"),
     "look at and steer a running engine": ("top", "explain", "control"),
-    "prove, replay, measure": ("prove", "replay", "traces", "bench"),
+    "prove, replay, measure": ("prove", "replay", "traces", "simulate", "bench"),
 }
 #: What comes before "tools": "" in a checkout, "engine_core." in an installed wheel.
 HOME = __package__.removesuffix("tools")
@@ -131,8 +133,8 @@ def _commands_in_groups() -> str:
     others = set(COMMANDS).difference(*GROUPS.values())
     lines = []
     for heading, names in {**GROUPS, "other": [name for name in COMMANDS if name in others]}.items():
-        lines += [f"{heading}:", *(f"  {name:10} {COMMANDS[name][1]}" for name in names), ""]
-    lines[-1:] = [f"  {'help':10} the same as --help", f"  {'version':10} print the version", ""]
+        lines += [f"{heading}:", *(f"  {name:14} {COMMANDS[name][1]}" for name in names), ""]
+    lines[-1:] = [f"  {'help':14} the same as --help", f"  {'version':14} print the version", ""]
     return "\n".join(lines)
 
 

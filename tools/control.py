@@ -1,4 +1,4 @@
-"""`engine-core control`: pause, resume, drain, upgrade or shut down a running engine, as its owner."""
+"""`engine-core control`: pause, resume, drain, upgrade, dump or shut down a running engine or router, as its owner."""
 
 import argparse
 import fcntl
@@ -6,9 +6,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
+from core.capture.flight_file import write_flight
+from core.capture.write_flight import describe
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
+from ipc.fleet_messages import ReplicaList
+from ipc.flight_ring import find_ring
 from ipc.messages import PauseMode
 from tools.address import address_to_connect, owner_file_to_read
 from tools.options import ArgumentParser
@@ -20,7 +24,14 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "upgrade": lambda client, _: client.upgrade(),
     "shutdown": lambda client, _: client.shutdown(),
     "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
+    "dump": lambda client, options: dump(client, options.out),
+    "lora": lambda client, options: steer_adapters(client, options.words),
+    "replicas": lambda client, _: print("\n".join(describe_replicas(client.replicas()))),
+    "join": lambda client, options: client.join(_replica(options)),
+    "leave": lambda client, options: client.leave(_replica(options), move_after=options.move_after),
 }
+_LOAD_S = 300.0  # in which an adapter must be read
+_OF_A_REPLICA = ("join", "leave")
 _OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
 
 
@@ -28,10 +39,19 @@ def main(arguments: Sequence[str]) -> int:
     """Do one action on a running engine and return the exit status. Errors: ConfigError; those of the client."""
     parser = ArgumentParser(
         prog="engine-core control",
-        usage=f"engine-core control {{{','.join(_ACTIONS)}}} --connect ADDR [--owner-file FILE]",
-        description="Steer a running engine. All but reset-prefix-cache are owner only: see serve --owner-file.",
+        usage=f"engine-core control {{{','.join(_ACTIONS)}}} [WORD ...] --connect ADDR [--owner-file FILE]",
+        description="Steer a running engine or router. All but reset-prefix-cache, lora list and replicas are owner "
+        "only: see serve --owner-file. dump is for the user whose engine it is: it reads the engine's memory. Of a "
+        "router: replicas shows its engines, join and leave change them.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="of join and leave: a replica's address. Of lora: load NAME=PATH reads an adapter's files, beside the "
+        "steps; unload NAME forgets its name; list prints what is loaded",
+    )
     parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
     parser.add_argument(
@@ -41,9 +61,17 @@ def main(arguments: Sequence[str]) -> int:
         "--move-after",
         type=float,
         metavar="S",
-        help="of drain: end after so many seconds; what has not finished goes on at the next engine",
+        help="of drain: end after so many seconds; what has not finished goes on at the next engine. Of leave: what "
+        "runs there goes on at other replicas after so many seconds",
     )
+    parser.add_argument("--out", metavar="FILE", help="of dump: the new file; default: one in the engine's folder")
     parsed = parser.parse_args(arguments)
+    if parsed.out is not None and parsed.action != "dump":
+        parser.error("--out belongs to dump")
+    if parsed.action in _OF_A_REPLICA and len(parsed.words) != 1:
+        parser.error(f"{parsed.action} is followed by the address of one replica")
+    if parsed.words and parsed.action not in ("lora", *_OF_A_REPLICA):
+        parser.error(f"{parsed.action} takes no words: {' '.join(parsed.words)}")
     owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
     token = b"" if owner_file is None else read_owner_file(owner_file)
     client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
@@ -52,6 +80,57 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         client.close()
     return 0
+
+
+def dump(client: EngineClient, out: str | None) -> None:
+    """Write the running engine's flight recorder to a file, and print its name. The engine does not notice.
+
+    Errors: ConfigError where there is none that this user may read; those of write_flight.
+    """
+    pid = client.welcome.pid
+    halves = find_ring(pid)
+    if not halves:
+        raise ConfigError(
+            f"the flight recorder of engine process {pid} cannot be read: it must run on this machine, as this user, "
+            "without --capture, and with a flight_recorder_bytes above 0"
+        )
+    written = write_flight(halves, pid, out)
+    if written is None:
+        raise ConfigError(f"engine process {pid} has not run a step yet")
+    print(describe(written, pid))
+
+
+def steer_adapters(client: EngineClient, words: Sequence[str]) -> None:
+    """Load, unload or list adapters. Errors: ConfigError for other words; CallFailedError."""
+    match words:
+        case ["list"]:
+            shown = client.list_lora()
+        case ["load", pair] if "=" in pair and pair[0] != "=" and pair[-1] != "=":
+            name, _, path = pair.partition("=")
+            shown = [client.load_lora(name, os.path.abspath(path), _LOAD_S)]
+        case ["unload", name]:
+            client.unload_lora(name)
+            return
+        case _:
+            raise ConfigError(f"lora is followed by load NAME=PATH, unload NAME or list; got {' '.join(words)!r:.80}")
+    for one in shown:
+        where = f"  {one.path}" if one.path else ""
+        print(f"{one.name}  rank {one.rank}  {one.num_bytes / 2**20:.1f} MiB  {one.digest}{where}")
+
+
+def _replica(options: argparse.Namespace) -> str:
+    return str(options.words[0])
+
+
+def describe_replicas(answer: ReplicaList) -> list[str]:
+    """Return a line for each replica of a fleet, and one for the fleet."""
+    width = max([len("replica"), *(len(one.address) for one in answer.replicas)])
+    lines = [f"{'replica':{width}}  {'state':10}  {'requests':>8}  {'to compute':>10}  {'blocks':>8}  {'lost':>4}"]
+    for one in answer.replicas:
+        numbers = f"{one.num_live:8}  {one.num_queued_tokens:10}  {one.num_cached_blocks:8}  {one.num_lost:4}"
+        lines.append(f"{one.address:{width}}  {one.state:10}  {numbers}  {one.reason}".rstrip())
+    lines.append(f"{answer.num_queued} requests wait for a replica; {answer.num_moved} times one went on at another")
+    return lines
 
 
 def write_owner_file(path: str, token: bytes) -> int:

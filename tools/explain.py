@@ -168,10 +168,14 @@ def describe_reason(one: RequestExplanation) -> str:
             return "its client does not read its outputs"
         case Reason.FIRST_CHOICE:
             return "waits for the prompt, which another choice of its request computes"
+        case Reason.NO_REPLICA:
+            return "no replica of the fleet takes it"
         case Reason.NO_BLOCKS:
             return f"needs {one.needed} KV blocks, {one.available} may be taken"
         case Reason.PARTIAL_PREFILLS:
             return "enough prompts are being computed in chunks (max_num_partial_prefills)"
+        case Reason.NO_ADAPTER:
+            return "requests with enough other adapters run (max_loras)"
         case Reason.IN_FLIGHT:
             return "its last token is being computed"
         case Reason.SKIPPED_BUDGET:

@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image that every prompt asks about; may be given again",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
     parser.add_argument("--quiet", "-q", action="store_true", help="print the answers, and nothing else")
     add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS)

@@ -20,6 +20,7 @@ from frontend.http.worker import HttpWorker
 from ipc.errors import ConfigError, EngineStartError
 from tools.options import ArgumentParser, parse_bytes, print_error
 
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 _NEEDED = ("httptools",)
 _RETRY_S = 1.0  # between attempts to start a worker again
 
@@ -32,10 +33,11 @@ def main(arguments: Sequence[str]) -> int:
         description="Serve a running engine over HTTP.",
     )
     parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address, of `engine-core serve`")
-    parser.add_argument("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("--http", metavar="HOST:PORT", help="default: 127.0.0.1:8000")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the access log")
     add_http_options(parser)
     parsed = parser.parse_args(arguments)
+    parsed.http = http_address(parser, parsed) or f"{DEFAULT_HOST}:{DEFAULT_PORT}"
     check_installed()
     from frontend.http.server import HttpServer, open_engine, raise_file_limit  # needs the extra
 
@@ -53,14 +55,13 @@ def main(arguments: Sequence[str]) -> int:
 def add_http_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of HttpOptions in a group."""
     group = parser.add_argument_group("HTTP options")
+    group.add_argument("--host", metavar="HOST", help=f"with --port instead of --http; default: {DEFAULT_HOST}")
+    group.add_argument("--port", type=int, metavar="N", help=f"with --host instead of --http; default: {DEFAULT_PORT}")
     group.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's"
     )
-    group.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again on change",
-    )
+    keys = "lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again on change"
+    group.add_argument("--api-key-file", metavar="FILE", help=keys)
     group.add_argument(
         "--api-key",
         action="append",
@@ -95,7 +96,37 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, mistral, ...; none = it is content"
     )
     group.add_argument("--access-log", action="store_true", help="a line on standard error for each request at its end")
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send spans there: http://HOST:4318/v1/traces, OpenTelemetry's"
+    )
     group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: a request's tools decide")
+
+
+def _otlp_endpoint(url: str | None) -> str | None:
+    """Return the URL. Errors: ConfigError for one that is no URL, and where OpenTelemetry is not installed."""
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-traces-endpoint is a URL such as http://127.0.0.1:4318/v1/traces; got {url!r:.80}")
+    if url is not None and not _has_open_telemetry():
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'llm-engine-core[otel]'")
+    return url
+
+
+def _has_open_telemetry() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def http_address(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str | None:
+    """Return the address of the HTTP server that --http, or --host and --port, give; None = none of them is given."""
+    address: str | None = parsed.http
+    if parsed.host is None and parsed.port is None:
+        return address
+    if address is not None:
+        parser.error("--http is --host and --port in one: give it or them")
+    host = DEFAULT_HOST if parsed.host is None else parsed.host
+    return f"{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if parsed.port is None else parsed.port}"
 
 
 def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
@@ -123,6 +154,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "include_usage": parsed.enable_force_include_usage,
         "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`
         "access_log": parsed.access_log,
+        "otlp_traces_endpoint": _otlp_endpoint(parsed.otlp_traces_endpoint),
         "log_format": getattr(parsed, "log_format", "text"),
         "tool_call_parser": parsed.tool_call_parser,
         "reasoning_parser": parsed.reasoning_parser,
@@ -199,7 +231,8 @@ def check_installed() -> None:
     """Check that the packages of the extra are there. Errors: ConfigError that names it."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"HTTP needs {' and '.join(missing)}: pip install 'llm-engine-core[http]'")
+        names = " ".join(missing)
+        raise ConfigError(f"HTTP needs {names}: pip install {names}, or the extra 'llm-engine-core[http]'")
 
 
 async def _serve(kind: Any, engine: Any, options: HttpOptions, bound: Any) -> None:

@@ -1,11 +1,21 @@
 """`engine-core keys`: make the keys with which an engine is reached over a network, and say which clients may."""
 
+import argparse
 from collections.abc import Sequence
 
-from ipc.curve import add_client, make_engine_keys, read_allowed, remove_client
+from ipc.curve import add_client, limit_client, make_engine_keys, read_allowed, remove_client
+from ipc.quota import Quota, read_quota
 from tools.options import ArgumentParser
 
-_USAGE = "engine-core keys {new FOLDER | add FOLDER NAME FILE | remove FOLDER NAME | list FOLDER}"
+_USAGE = (
+    "engine-core keys {new FOLDER | add FOLDER NAME FILE [LIMIT ...] | limit FOLDER NAME [LIMIT ...] | "
+    "remove FOLDER NAME | list FOLDER}"
+)
+_LIMITS = {
+    "concurrent": "unfinished requests at once",
+    "rpm": "requests a minute",
+    "tpm": "tokens a minute, of prompts and outputs",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,19 +29,32 @@ def main(arguments: Sequence[str]) -> int:
     for name, words, text in (
         ("new", ("folder",), "make an engine's keys in this folder"),
         ("add", ("folder", "name", "file"), "allow a client, and write its keys to a file that it is to get"),
+        ("limit", ("folder", "name"), "give a client these limits, in place of those that it has"),
         ("remove", ("folder", "name"), "let a client in no more; a connection that it has stays"),
         ("list", ("folder",), "print the names of the clients that may connect"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         for word in words:
             action.add_argument(word, metavar=word.upper())
+        if name in ("add", "limit"):
+            for limit, what in _LIMITS.items():
+                action.add_argument(f"--{limit}", type=int, metavar="N", help=f"{what}; default: as many as it likes")
     parsed = parser.parse_args(arguments)
     if parsed.action == "new":
         make_engine_keys(parsed.folder)
     elif parsed.action == "add":
-        add_client(parsed.folder, parsed.name, parsed.file)
+        add_client(parsed.folder, parsed.name, parsed.file, _quota(parsed))
+    elif parsed.action == "limit":
+        limit_client(parsed.folder, parsed.name, _quota(parsed))
     elif parsed.action == "remove":
         remove_client(parsed.folder, parsed.name)
     else:
-        print("".join(f"{name}\n" for name in read_allowed(parsed.folder).values()), end="")
+        for client in read_allowed(parsed.folder).values():
+            print(client.name, *client.quota.words())
     return 0
+
+
+def _quota(parsed: argparse.Namespace) -> Quota:
+    """Return the limits that were given. Errors: ConfigError for one that is not above 0."""
+    given = Quota(parsed.concurrent, parsed.rpm, parsed.tpm)
+    return read_quota(given.words(), "engine-core keys")

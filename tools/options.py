@@ -5,15 +5,18 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
 from ipc.config import OPTIONS
+from ipc.errors import ConfigError
 from ipc.neutral_options import WITHOUT_EFFECT, is_neutral
 from ipc.option import DeclaredOption
 from ipc.speculation import SpeculativeConfig
 from tools.hints import FLAGS
+from tools.neutral_flags import without_neutral
 from tools.option_sources import CONFIG_FLAG, words_from_elsewhere
 
 _SHORT = re.compile(r"-[A-Za-z]+")
@@ -35,6 +38,11 @@ class ArgumentParser(argparse.ArgumentParser):
         if ArgumentParser.before_parsing is not None:
             ArgumentParser.before_parsing(self)
         args = list(sys.argv[1:] if args is None else args)
+        if self.has_engine_options:
+            try:
+                args = without_neutral(args, self._option_string_actions)
+            except ConfigError as error:
+                self.error(str(error))
         self._refuse_abbreviations(args)
         if self.has_engine_options:
             args = [*words_from_elsewhere(args), *args]
@@ -111,15 +119,26 @@ def parse_bytes(text: str) -> int:
     return int(digits) * (unit or 1)
 
 
+def _choice(declared: DeclaredOption, text: str) -> str:
+    """Return a value in our spelling. Errors: ArgumentTypeError for one of vLLM's that is refused for a reason."""
+    option = declared.option
+    if text in option.refused:
+        allowed = ", ".join(declared.choices)
+        raise argparse.ArgumentTypeError(f"{text} is not one of {allowed}: {option.refused[text]}")
+    return option.spellings.get(text, text)
+
+
 def _argument(declared: DeclaredOption) -> dict[str, Any]:
     if declared.choices:
-        return {"choices": declared.choices}
+        return {"type": partial(_choice, declared), "choices": declared.choices}
     if declared.name == "classifier_from_token":
         return {"type": str, "metavar": "NO,YES"}
     if declared.name == "client_weights":
         return {"action": _Weights, "metavar": "NAME=W"}
     if declared.name == "executor_options":
         return {"action": _Pairs, "metavar": "KEY=VALUE"}
+    if declared.name == "lora_modules":
+        return {"action": Modules, "metavar": "NAME=PATH", "nargs": "+"}
     if declared.name == "executor":
         return {"type": str, "metavar": "NAME"}
     if declared.plain is SpeculativeConfig:
@@ -161,6 +180,32 @@ class _Pairs(argparse.Action):
         if not key or not is_given:
             parser.error(f"argument {option}: expected KEY=VALUE, got {values!r}")
         setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | {key: value})
+
+
+class Modules(argparse.Action):
+    """Parser of NAME=PATH, or vLLM's JSON objects {"name": ..., "path": ...}; several words and flags are merged."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        modules = dict(getattr(namespace, self.dest, {}))
+        for value in values:
+            try:
+                module = msgspec.json.decode(value, type=_Module) if value.startswith("{") else None
+            except msgspec.DecodeError as error:
+                parser.error(f"argument {option}: {error}: {value!r}")
+            name, is_given, path = (module.name, "=", module.path) if module else value.partition("=")
+            if not name or not is_given or not path:
+                parser.error(f'argument {option}: expected NAME=PATH or {{"name": NAME, "path": PATH}}, got {value!r}')
+            modules[name] = path
+        setattr(namespace, self.dest, modules)
+
+
+class _Module(msgspec.Struct):
+    """An adapter as vLLM's --lora-modules has it as JSON; other keys do not matter."""
+
+    name: str
+    path: str
 
 
 def _spell(default: object) -> str:

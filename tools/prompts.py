@@ -52,11 +52,18 @@ def read_piped_prompt(prompts: list[str]) -> None:
 
 
 def read_questions(
-    prompts: Sequence[str], *, system: str | None, raw: bool, has_tokenizer: bool, has_chat_template: bool
+    prompts: Sequence[str],
+    *,
+    system: str | None,
+    raw: bool,
+    has_tokenizer: bool,
+    has_chat_template: bool,
+    images: Sequence[str] = (),
 ) -> list[Question]:
-    """Return the requests to make. prompts: empty = the demo's; "-" = read one from standard input.
+    """Return the requests to make. prompts: empty = the demo's; "-" = read one from standard input. images: files.
 
-    Errors: InvalidRequestError for words given to an engine that has no tokenizer, or a system text without a chat.
+    Errors: InvalidRequestError for words given to an engine that has no tokenizer, or a system text or an image without
+    a chat.
     """
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     if not has_tokenizer:
@@ -64,16 +71,20 @@ def read_questions(
     chat = has_chat_template and not raw
     if system is not None and not chat:
         raise InvalidRequestError("--system needs a chat: this model has no chat template, or --raw was given")
+    if images and not (chat and texts):
+        raise InvalidRequestError("--image needs a chat and a PROMPT: not --raw, nor a model without a template")
     if not chat:
         return [Question(text, text) for text in texts or [*DEMO_QUESTIONS, DEMO_ALONE]]
     if texts:
-        return [_chat_question(text, system) for text in texts]
+        return [_chat_question(text, system, images) for text in texts]
     asked = [_chat_question(text, DEMO_SYSTEM if system is None else system) for text in DEMO_QUESTIONS]
     return [*asked, _chat_question(DEMO_ALONE, system)]
 
 
-def _chat_question(text: str, system: str | None) -> Question:
-    messages = [{"role": "user", "content": text}]
+def _chat_question(text: str, system: str | None, images: Sequence[str] = ()) -> Question:
+    parts = [{"type": "image", "image": file} for file in images]
+    content: Any = [*parts, {"type": "text", "text": text}] if images else text
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return Question(text, chat=messages)

@@ -23,14 +23,16 @@ from frontend.engine.death import Cause
 from frontend.engine.process import EngineProcess, OnPhase
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.signs import DEFAULT_HANG_S
+from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.config import EngineConfig, config_from_options
-from ipc.errors import EngineCoreError, EngineDeadError, EngineStartError
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, EngineStartError
+from ipc.given_options import config_from_options
 from ipc.log_lines import log_line
 from ipc.sockets import private_ipc_address, remove_private_address
 from tools.address import default_address, fresh_owner_file
 from tools.control import write_owner_file
-from tools.http import HttpFront, add_http_options
+from tools.http import HttpFront, add_http_options, http_address
 from tools.metrics import measuring, served_metrics
 from tools.notify import notify
 from tools.options import ArgumentParser, add_engine_options, engine_options
@@ -44,15 +46,16 @@ _STOP_S = 5.0  # seconds between a second signal and the kill
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
     parsed = _parse(arguments)
+    options = measuring(parsed.metrics or parsed.http) | engine_options(parsed)
+    if parsed.model_name is not None:
+        options["model"] = parsed.model_name
+    config = config_from_options(**options)
+    standby = _standby(parsed, config)
     private = None
     if parsed.listen is None and parsed.http is not None:
         private = private_ipc_address()  # one for all engines that follow each other
     elif parsed.listen is None:
         parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
-    options = measuring(parsed.metrics or parsed.http) | engine_options(parsed)
-    if parsed.model_name is not None:
-        options["model"] = parsed.model_name
-    config = config_from_options(**options)
     process = EngineProcess(
         config,
         listen=parsed.listen or private,
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.owner_file is not None:
         write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
     rules = RestartRules(most=max(0, parsed.restarts))
-    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, on_news=_teller(config))
+    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, standby=standby, on_news=_teller(config))
     stop = _Stop(engine)
     for number in stop.signals:
         signal.signal(number, lambda *_: stop.tell())
@@ -104,6 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_http_options(parser)
     add_engine_options(parser)
     parsed: argparse.Namespace = parser.parse_args(arguments)
+    parsed.http = http_address(parser, parsed)
     return parsed
 
 
@@ -124,12 +128,31 @@ def _add_restart_options(parser: ArgumentParser) -> None:
         "is killed and started again; 0 = never; default: %(default)g",
     )
     parser.add_argument(
+        "--standby",
+        choices=[kind.value for kind in StandbyKind],
+        default=StandbyKind.NO.value,
+        help="keep a second process that takes over when the engine dies: import = it has imported all it needs; model "
+        "= it has loaded the model, too, which takes its memory twice; default: %(default)s",
+    )
+    parser.add_argument(
         "--resume-timeout",
         type=float,
         default=60.0,
         metavar="S",
         help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
     )
+
+
+def _standby(parsed: argparse.Namespace, config: EngineConfig) -> StandbyKind:
+    """Return how far a standby is prepared. Errors: ConfigError for what this engine cannot have."""
+    kind = StandbyKind(parsed.standby)
+    if kind is not StandbyKind.NO and parsed.restarts <= 0:
+        raise ConfigError(
+            f"--standby {kind.value} is for restarts, and --restarts 0 allows none: leave one of them out"
+        )
+    if kind is StandbyKind.MODEL and config.device == "cuda":
+        raise ConfigError("--standby model would load a second model into the GPU's memory: use --standby import")
+    return kind
 
 
 class _Stopped(BaseException):
@@ -189,6 +212,8 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront
         if front is not None:
             front.start(process.address)
             print(log_line(process.config.log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
+        elif sys.stderr.isatty():
+            print("engine-core: without HTTP; --port 8000 adds OpenAI's API", file=sys.stderr, flush=True)
         notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right

@@ -8,8 +8,9 @@ from typing import Any
 
 from frontend.engine.process import EngineProcess, OnPhase
 from frontend.engine.start_display import StartDisplay
-from ipc.config import EngineConfig, config_from_options
+from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.given_options import config_from_options
 from ipc.log_lines import LogFormat, log_line
 
 

@@ -47,10 +47,10 @@ class EngineSummary(msgspec.Struct, frozen=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """All requests of a run and the engine."""
+    """All requests of a run and the engine. engine: None = it ended meanwhile, or another one has taken its place."""
 
     requests: list[RequestSummary]
-    engine: EngineSummary
+    engine: EngineSummary | None
 
 
 def summarize_request(prompt: str, result: RequestOutput | Exception) -> RequestSummary:
@@ -107,7 +107,8 @@ def summarize_engine(
 def print_summary(console: Console, summary: RunSummary) -> None:
     """Print both tables, then the error of each request that failed."""
     console.print(_request_table(summary.requests))
-    console.print(_engine_table(summary.engine))
+    if summary.engine is not None:
+        console.print(_engine_table(summary.engine))
     for index, request in enumerate(summary.requests):
         if request.error:
             console.print(f"request {index + 1}: {request.error}", style="red", markup=False, soft_wrap=True)

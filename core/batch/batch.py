@@ -7,6 +7,7 @@ import numpy as np
 
 from core.batch.carried import Carried
 from core.batch.forks import Forks
+from core.batch.host_cache import HostCache
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.stop_check import StopCheck
@@ -33,6 +34,7 @@ class Batch:
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.forks = Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
+        self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
 
     def __len__(self) -> int:
@@ -97,6 +99,13 @@ class Batch:
                 listener(request)
         return removed
 
+    def take_carried(self) -> Carried:
+        """Return what the plan being finished carries; what comes from now on is the next plan's."""
+        if carried := self.carried:
+            self.carried = Carried()
+        self.host_cache.end_plan()
+        return carried
+
     def take_over(self, row: int, source: int) -> None:
         """Let an idle row of a beam search become a copy of another idle row of it, which has as many tokens.
 
@@ -114,6 +123,10 @@ class Batch:
         first = int(table.num_prompt_tokens[row])
         table.tokens.set(np.full(last - first, row), np.arange(first, last), table.tokens.read(source, first, last))
         table.content[row], table.num_named_blocks[row] = table.content[source], table.num_named_blocks[source]
+        request, num_kept = table.request[row], first >> self._shift
+        assert request is not None, f"row {row} has no request"
+        if len(request.block_hashes) > num_kept:  # it has waited with other tokens behind its prompt
+            request.block_hashes = request.block_hashes[:num_kept]
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that resumes later, and return the request with its tokens."""
@@ -142,4 +155,5 @@ class Batch:
         self.table.check_integrity(self.rows)
         kept = [blocks for _, blocks in self.forks.kept]
         self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()] + kept)
+        self.host_cache.check_integrity()
         assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"

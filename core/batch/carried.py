@@ -48,6 +48,10 @@ class Carried:
         self.within = Copies([], [])  # the cache
         self.back = Copies([], [])  # from the host to the cache
 
+    def forget_copies(self) -> None:
+        """Drop all copies, because the blocks that they read have lost their content."""
+        self.out, self.within, self.back = Copies([], []), Copies([], []), Copies([], [])
+
     def __bool__(self) -> bool:
         """Return whether there is anything; most steps carry nothing."""
         copies = self.out.sources or self.within.sources or self.back.sources

@@ -67,7 +67,7 @@ class PrefixCache:
             table.num_named_blocks[row] = start + count
 
     def name_starts(self, starts: list[RequestStart]) -> None:
-        """Name the full blocks of these requests, after the hits, which have names already.
+        """Name the full blocks of these requests, after the hits and those copied back, which have names already.
 
         No two requests may have the same first block, unless it is a hit; then no two have the same next block.
         """
@@ -77,7 +77,7 @@ class PrefixCache:
         fresh: list[RequestStart] = []  # starts whose next content is new
         blocks, tokens, lengths = [], [], []
         for start in starts:
-            request, named = start.request, start.num_hits
+            request, named = start.request, start.num_hits + start.num_loaded
             full = start.num_named_blocks = (start.num_computed_tokens + start.num_tokens) >> shift
             if full == named:
                 continue

@@ -7,7 +7,9 @@ import numpy as np
 
 from ipc.arrays import Int32s
 from ipc.beam_search import num_rows
-from ipc.block_roots import root_of_salt
+from ipc.block_roots import root_of_message
+from ipc.feature_messages import FeatureUse
+from ipc.lora_messages import AdapterId
 from ipc.messages import AddRequest, Submission
 from ipc.pooling_messages import AddPooling
 from ipc.pooling_params import PoolingParams
@@ -39,9 +41,11 @@ class Request(msgspec.Struct, eq=False):
     params: SamplingParams | PoolingParams
     seed: int
     priority: int
-    root: int  # content that its first block follows, by its cache salt; see ipc/block_roots.py
+    root: int  # content that its first block follows, by its cache salt and adapter; see ipc/block_roots.py
     party: int = 0  # who pays for it under policy fair: the client, or a negative number of its tenant
     tenant: str = ""
+    adapter: AdapterId | None = None  # that of its message itself, so that the executor keeps the adapter
+    features: list[FeatureUse] = msgspec.field(default_factory=list)  # also those of its message itself
     choice: int = 0
     choices: list["Request"] = msgspec.field(default_factory=list)  # of its message, this one too; empty: it is alone
     follows: bool = False  # another of the choices computes their prompt, and this one waits for it
@@ -135,9 +139,11 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params=params,
         seed=message.seed,
         priority=message.priority,
-        root=root_of_salt(message.cache_salt, message.tenant),
+        root=root_of_message(message),
         party=client,
         tenant=message.tenant,
+        adapter=message.adapter,
+        features=message.features,
         choice=choice,
     )
 
@@ -163,8 +169,9 @@ def _pooling_request(
         params=message.params,
         seed=0,
         priority=message.priority,
-        root=root_of_salt(message.cache_salt, message.tenant),
+        root=root_of_message(message),
         party=client,
         tenant=message.tenant,
+        adapter=message.adapter,
         is_whole=message.params.task in whole_prompt_tasks,
     )

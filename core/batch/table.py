@@ -40,6 +40,8 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
     fork: Fork | None = None
+    host_slots: Int32s | None = None  # of the blocks after the hits, which are copied back from the host; None: none
+    num_loaded: int = 0  # of these
 
 
 TOKENS_PER_PAGE = 256

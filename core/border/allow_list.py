@@ -6,12 +6,13 @@ from pathlib import Path
 from zmq.utils import z85
 
 from core import log
-from ipc.curve import ALLOWED_FILE, read_allowed, read_keys
+from ipc.curve import ALLOWED_FILE, AllowedClient, read_allowed, read_keys
 from ipc.errors import ConfigError
+from ipc.quota import NO_QUOTA, Quota
 
 
 class AllowList:
-    """The allowed clients of one folder of keys (ipc/curve.py). Used by one thread.
+    """The allowed clients of one folder of keys (ipc/curve.py). Used by one thread, but for quota_of().
 
     A file that is wrong or gone changes nothing: the last list holds. Who is connected stays so; the list is asked
     when a connection is made. Errors: ConfigError.
@@ -21,19 +22,33 @@ class AllowList:
         self._folder = folder
         self._own = read_keys(folder).public
         self._version = self._read_version()
-        self._names = read_allowed(folder)
+        self._set(read_allowed(folder))
+
+    def _set(self, clients: dict[str, AllowedClient]) -> None:
+        self._clients = clients
+        self._quotas = {client.name: client.quota for client in clients.values()}
+
+    def quota_of(self, name: str) -> Quota:
+        """Return the quota of a client's name by the last list; for any thread."""
+        return self._quotas.get(name, NO_QUOTA)
 
     def name_of(self, public_key: bytes) -> str | None:
-        """Return the name of the client with this key (32 bytes); None if it may not connect."""
+        """Return the name of the client with this key (32 bytes); None if it may not connect.
+
+        "": it has the engine's own keys, and so no limits.
+        """
         if (version := self._read_version()) != self._version:
             self._version = version
             try:
-                self._names = read_allowed(self._folder)
-                log.say(f"engine-core: {len(self._names)} clients may connect, by the changed list of clients")
+                self._set(read_allowed(self._folder))
+                log.say(f"engine-core: {len(self._clients)} clients may connect, by the changed list of clients")
             except ConfigError as error:
                 log.say(f"engine-core: the changed list of clients is not used: {error}")
         key = z85.encode(public_key).decode() if len(public_key) == 32 else ""
-        return "engine" if key == self._own else self._names.get(key)
+        if key == self._own:
+            return ""
+        client = self._clients.get(key)
+        return None if client is None else client.name
 
     def _read_version(self) -> object:
         try:

@@ -9,12 +9,12 @@ class Departure:
 
     def __init__(self) -> None:
         self._move_at: float | None = None
-        self._comes_back = False
+        self.comes_back = False  # another engine follows at this address: new requests wait for it
 
     def ask(self, message: BeginDrain, now: float) -> None:
         """Take in the owner's call; of several, the last one counts."""
         self._move_at = now + message.move_after_ms / 1000 if message.move_after_ms >= 0 else None
-        self._comes_back = message.comes_back
+        self.comes_back = message.comes_back
 
     def due_s(self, now: float) -> float | None:
         """Return the seconds until unfinished requests move to another engine; None = they finish here."""
@@ -23,9 +23,9 @@ class Departure:
     @property
     def exit_code(self) -> int:
         """Return the exit code of the process after this drain."""
-        return EXIT_RESTART if self._comes_back else 0
+        return EXIT_RESTART if self.comes_back else 0
 
     @property
     def last_message(self) -> EngineStopping:
         """Return the last message of the sessions: with what has not finished they go on elsewhere, or later here."""
-        return EngineStopping("", self._comes_back or self._move_at is not None)
+        return EngineStopping("", self.comes_back or self._move_at is not None)

@@ -3,7 +3,7 @@
 import time
 from queue import SimpleQueue
 
-from core.inputs import EngineInput
+from core.inputs import EngineInput, ExecutorNews
 from ipc.messages import Abort, Submission
 from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
@@ -78,6 +78,10 @@ class Inbox:
         if isinstance(message, Submission):
             self._requests_put += message.params.n
             self._tokens_put += num_tokens(message)
+        self._queue.put((client, message, time.monotonic_ns()))
+
+    def put_news(self, client: int, message: ExecutorNews) -> None:
+        """Queue what the executor tells; for any thread, because it counts nothing."""
         self._queue.put((client, message, time.monotonic_ns()))
 
     def begin_preparation(self, message: Submission) -> None:

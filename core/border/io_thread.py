@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from core import log
+from core.border.adapter_calls import AdapterShelf
 from core.border.departure import Departure
 from core.border.doorway import Doorway, max_connections, monitor_of
 from core.border.preparation import Preparer
 from core.border.reception import Served
-from core.border.socket_rounds import AddressedMessage, Border
-from core.inputs import EngineInput
+from core.border.socket_rounds import NOBODY, AddressedMessage, Border
+from core.inputs import EngineInput, ExecutorNews
 from ipc.messages import EngineStopping
 from ipc.sockets import BoundRouter, Context, signal_fd
 from ipc.start_messages import Isolate
@@ -44,8 +45,17 @@ _LOG_S = 0.5  # for the last lines on standard error
 class IOThread:
     """The IO thread, made by the main thread. It takes ownership of the bound socket and of its context."""
 
-    def __init__(self, context: Context, router: BoundRouter, served: Served, preparer: Preparer | None = None) -> None:
-        """Make the thread; start() runs it. preparer: None = no request has anything to prepare."""
+    def __init__(
+        self,
+        context: Context,
+        router: BoundRouter,
+        served: Served,
+        preparer: Preparer | None = None,
+        adapters: AdapterShelf | None = None,
+    ) -> None:
+        """Make the thread; start() runs it. preparer: None = no request has anything to prepare. adapters: None = no
+        request has one.
+        """
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._stopping: EngineStopping | None = None  # to be sent when the outbox is empty
         self._is_asleep = False  # or about to be: it has to be woken for what is put into the outbox
@@ -68,6 +78,7 @@ class IOThread:
         self._engine_sources = select.poll()
         for fd in (self._socket_fd, self._wake_engine):
             self._engine_sources.register(fd, select.POLLIN)
+        self._engine_fd = -1  # of the engine's own, see wake_engine_on()
         self._border = Border(
             self._socket,
             self._monitor,
@@ -75,6 +86,7 @@ class IOThread:
             time.monotonic(),
             preparer,
             Doorway(max_connections()),
+            adapters,
             on_drain=self.drain,
             on_shutdown=self._wake_up,
             on_prepared=self._wake_up,
@@ -96,6 +108,11 @@ class IOThread:
                 self._fail()
         return self.inbox.drain()
 
+    def wake_engine_on(self, fd: int) -> None:
+        """Return from take() also when this file descriptor is readable: the engine has other sources than clients."""
+        self._engine_fd = fd
+        self._engine_sources.register(fd, select.POLLIN)
+
     def put(self, messages: Sequence[AddressedMessage]) -> None:
         """Send the messages of a step, for the engine thread. Wait while MAX_OUTBOX_STEPS are unsent."""
         if not messages or (len(messages) <= _MAX_SENT_BY_ENGINE and self._send_for_engine(messages)):
@@ -105,6 +122,12 @@ class IOThread:
         self._outbox.put(messages)
         if self._is_asleep:
             self._wake_up()
+
+    def put_news(self, news: ExecutorNews) -> None:
+        """Pass on to the engine thread what its executor tells, from any thread."""
+        self.inbox.put_news(NOBODY, news)
+        if self._engine_is_asleep:
+            os.eventfd_write(self._wake_engine, 1)
 
     def isolate(self, which: Isolate) -> None:
         """Keep these requests from running from now on, and let the others run."""
@@ -136,7 +159,7 @@ class IOThread:
 
     def _receive_for_engine(self, timeout: float | None) -> None:
         """Sleep until the inbox has something or `timeout` is over; the IO thread is not woken for messages."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline, ready = None if timeout is None else time.monotonic() + timeout, dict[int, int]()
         self._engine_is_asleep = True  # before the look at the inbox: what is put in after it finds this
         with self._using:
             self._sources.modify(self._socket_fd, 0)
@@ -147,9 +170,10 @@ class IOThread:
             if due_s is not None and (self._sleep_s is None or due_s < self._sleep_s):
                 self._wake_up()
             left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
-            if not self.inbox.is_empty or (left_ms is not None and left_ms <= 0):
+            if not self.inbox.is_empty or self._engine_fd in ready or (left_ms is not None and left_ms <= 0):
                 break
-            if (self._wake_engine, select.POLLIN) in self._engine_sources.poll(left_ms):
+            ready = dict(self._engine_sources.poll(left_ms))
+            if self._wake_engine in ready:
                 os.eventfd_read(self._wake_engine)
         self._engine_is_asleep = False
         with self._using:

@@ -11,7 +11,7 @@ import msgspec
 from core.border.inbox import Inbox
 from core.border.preparation import Waiting
 from ipc.black_box import request_digest
-from ipc.messages import ErrorCode, Submission
+from ipc.messages import AddRequest, ErrorCode, Submission
 from ipc.start_messages import Isolate
 
 QUARANTINED_TEXT = (
@@ -66,4 +66,5 @@ class Isolation(Waiting):
 
 
 def _digest(message: Submission) -> bytes:
-    return request_digest(message.prompt_token_ids, message.params)
+    features = message.features if isinstance(message, AddRequest) else ()
+    return request_digest(message.prompt_token_ids, message.params, features)

@@ -41,12 +41,27 @@ class Preparer(Protocol):
         """Return whether a valid request needs preparation. Called under the socket's lock: must not block."""
         ...
 
-    def prepare(self, message: Submission) -> None:
-        """Prepare a request; called by the preparation thread.
+    def prepare(self, message: Submission) -> bool:
+        """Prepare a part of a request; return whether more is left. Called by the preparation thread.
 
         Errors: InvalidRequestError, whose text is sent to the request's client.
         """
         ...
+
+
+class Preparers:
+    """Several kinds of work, one after the other."""
+
+    def __init__(self, *preparers: Preparer) -> None:
+        self._preparers = preparers
+
+    def needs(self, message: Submission) -> bool:
+        """Return whether a valid request needs any of them."""
+        return any(one.needs(message) for one in self._preparers)
+
+    def prepare(self, message: Submission) -> bool:
+        """Prepare a part of a request; return whether more is left. Errors: InvalidRequestError."""
+        return any(one.prepare(message) for one in self._preparers)
 
 
 class Job(msgspec.Struct, eq=False):
@@ -189,7 +204,9 @@ class Preparation(Waiting):
             if job.is_dropped:
                 continue
             try:
-                self._preparer.prepare(job.message)
+                if self._preparer.prepare(job.message):
+                    self._waiting.give_back(job.client, job)
+                    continue
             except InvalidRequestError as error:
                 job.error = str(error)
             except Exception as error:  # only this request fails; the engine continues

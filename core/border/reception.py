@@ -10,18 +10,24 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from core.border.accounts import Account, Load, load_of
+from core.border.accounts import load_of
+from core.border.adapter_calls import AdapterCalls
 from core.border.departure import Departure
+from core.border.feature_shelf import FeatureShelf, NoFeatures, admitted, bytes_beside
 from core.border.inbox import Inbox
 from core.border.isolation import QUARANTINED_TEXT, Isolation
+from core.border.key_use import KeyUse, KeyUses
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus
 from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
 from core.border.restorable import Restorable
+from core.border.room import RETRY_AFTER_MS, Room
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
+from ipc.feature_messages import PutFeature
+from ipc.lora_messages import ListLora, LoadLora, UnloadLora
 from ipc.messages import (
     CALLS,
     MAX_ABORTED,
@@ -51,14 +57,15 @@ from ipc.messages import (
 )
 from ipc.metrics_messages import GetMetrics, Metrics
 from ipc.pooling_messages import AddPooling
+from ipc.quota import Quota
 from ipc.start_messages import Isolate
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it
 MAX_CALLS = 32  # calls of one session that the engine has not answered yet
 MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
-RETRY_AFTER_MS = 1000
 RETURN_S = 2.0  # from its Hello on, in which a client sends again what it had, though the engine drains
+_USER_ID = "User-Id"  # libzmq's name for what ZAP says of a peer: the name of its key
 _LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
 
 
@@ -75,6 +82,8 @@ class Served(msgspec.Struct, frozen=True):
     client_weights: dict[str, float] = {}
     meter: RequestMeter | None = None
     isolate: Isolate = Isolate()
+    quota_of: Callable[[str], Quota] | None = None  # of a key's name; None = clients have no keys
+    features: FeatureShelf = NoFeatures()
 
 
 class Reception:
@@ -92,6 +101,7 @@ class Reception:
         clock: LeaseClock,
         preparation: Preparation | None = None,
         *,
+        adapters: AdapterCalls,
         isolation: Isolation,
         departure: Departure,
         on_connect: Callable[[], None],
@@ -107,7 +117,11 @@ class Reception:
         self._inbox = inbox
         self._clock = clock
         self._preparation = preparation  # None: no request has anything to prepare
+        self._room = Room(self._limits, sessions, inbox)
+        self._adapters = adapters
+        self._features = served.features
         self._restorable = Restorable(self._limits)
+        self._key_uses = None if served.quota_of is None else KeyUses(served.quota_of)
         self._isolation = isolation
         self._departure = departure
         self._on_connect = on_connect
@@ -128,7 +142,7 @@ class Reception:
             self._reject(identity, session, frame.buffer, str(error), now)
             return
         if isinstance(message, Hello):
-            self._hello(identity, int(frame.get(zmq.SRCFD)), session, message, now)
+            self._hello(identity, frame, session, message, now)
         elif session is None:
             self._refuse(identity, ErrorCode.INVALID_ARGUMENT, "there is no session: send Hello first")
         else:
@@ -136,7 +150,7 @@ class Reception:
 
     # --- sessions ---
 
-    def _hello(self, identity: bytes, fd: int, session: Session | None, hello: Hello, now: float) -> None:
+    def _hello(self, identity: bytes, frame: zmq.Frame, session: Session | None, hello: Hello, now: float) -> None:
         ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
         welcome = self._served.welcome
         if hello.major != PROTOCOL_MAJOR:
@@ -157,7 +171,9 @@ class Reception:
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
             return
         if session is None:
-            session = self._open(identity, fd, hello)
+            session = self._open(identity, int(frame.get(zmq.SRCFD)), hello)
+            if self._key_uses is not None and (key := str(frame.get(_USER_ID))):
+                session.use = self._key_uses.of(key, now)
             session.returning_until = now + RETURN_S
             session.resumable = self._sessions.resumable_after(hello.session_token)
             if not session.resumable:  # the requests of another engine, which may be dead
@@ -189,7 +205,7 @@ class Reception:
     def _accept(
         self,
         session: Session,
-        message: Submission | Abort | Goodbye | Heartbeat | ClientCall,
+        message: Submission | PutFeature | Abort | Goodbye | Heartbeat | ClientCall,
         frame: zmq.Frame,
         now: float,
     ) -> None:
@@ -200,6 +216,8 @@ class Reception:
                     self._meter.note_request(session.client, message, refusal, now)
                 if refusal is not None:
                     self._sessions.send(session, refusal, now)
+            case PutFeature():
+                self._features.put(session.client, message)
             case Abort():
                 self._abort(session, message, now)
             case Goodbye():
@@ -238,9 +256,15 @@ class Reception:
                 return CallDone(call)
             case Shutdown(call):
                 return CallDone(call)
+            case UnloadLora() | ListLora():
+                return self._adapters.answer(session.client, message, is_owner=session.is_owner)
             case _ if session.num_calls >= MAX_CALLS:
                 text = f"{MAX_CALLS} calls of this session wait for their answers; call again when they have come"
                 return CallFailed(message.call, ErrorCode.RESOURCE_EXHAUSTED, text)
+            case LoadLora():
+                answer = self._adapters.answer(session.client, message, is_owner=session.is_owner)
+                session.num_calls += answer is None  # until its answer has come
+                return answer
             case _:
                 session.num_calls += 1
                 self._inbox.put(session.client, message)
@@ -272,15 +296,50 @@ class Reception:
         if status is not NumberStatus.NEW:
             text = f"request number {number} is {status.value} in this session; numbers are never reused"
             return RequestFailed(number, ErrorCode.ALREADY_EXISTS, text)
-        is_resumed = number in session.resumable or session.num_restorable > 0
+        was_here = number in session.resumable
+        is_resumed = was_here or session.num_restorable > 0
         if self.is_draining and not (is_resumed and session.returning_until > now):
+            if self._departure.comes_back:
+                return None  # not accepted: its client sends it again, to the next engine
             return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
-        load = load_of(message, len(frame.buffer))
-        full = "" if is_resumed else self._what_is_full(session, message.tenant, load)
+        num_bytes = len(frame.buffer) + bytes_beside(self._features, message)
+        load, use = load_of(message, num_bytes), self._use_of(session, now)
+        tenant = message.tenant if use is None else use.tenant(message.tenant)
+        if not is_resumed:
+            refusal = None if use is None else use.refusal(message, now)
+            refusal = refusal or self._room.refusal(message, load, session.requests.account, tenant)
+            if refusal is not None:
+                return refusal
         session.resumable.discard(number)
         session.num_restorable -= session.num_restorable > 0
-        if full:
-            return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, f"{full}; send again later", RETRY_AFTER_MS)
+        if (refusal := self._what_is_wrong(message, is_resumed=is_resumed)) is not None:
+            return refusal
+        try:
+            message = admitted(self._features, session.client, message)
+        except InvalidRequestError as error:
+            return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
+        accounts = [self._sessions.tenant(tenant)] if tenant else []
+        if use is not None:
+            accounts.append(use.account)
+            message = msgspec.structs.replace(message, tenant=tenant)
+            if not was_here:  # else it was counted then
+                use.take(message, now)
+        session.requests.add(number, frame.buffer, load, *accounts)
+        if self._isolation.is_parked(message):
+            self._isolation.park(session.client, message, now)
+        else:
+            self.begin(session.client, message)
+        return None
+
+    def _use_of(self, session: Session, now: float) -> KeyUse | None:
+        """Return the use of the session's key, by its present quota; None: it has no key."""
+        if session.use is None or self._key_uses is None:
+            return None
+        return self._key_uses.of(session.use.name, now)
+
+    def _what_is_wrong(self, message: Submission, *, is_resumed: bool) -> RequestFailed | None:
+        """Return why this request, for which there is room, must not run."""
+        number, preparation = message.number, self._preparation
         try:
             validate_request(
                 message,
@@ -289,20 +348,15 @@ class Reception:
                 max_logprobs=self._limits.max_logprobs,
                 tasks=self._served.welcome.tasks,
             )
+            if message.adapter is not None:
+                self._adapters.check(message.adapter)
         except InvalidRequestError as error:
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, str(error))
         if self._isolation.is_quarantined(message):
             return RequestFailed(number, ErrorCode.QUARANTINED, QUARANTINED_TEXT)
-        preparation = self._preparation
         if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
             text = f"{len(preparation)} requests are being prepared; send again later"
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
-        tenants = (self._sessions.tenant(message.tenant),) if message.tenant else ()
-        session.requests.add(number, frame.buffer, load, *tenants)
-        if self._isolation.is_parked(message):
-            self._isolation.park(session.client, message, now)
-        else:
-            self.begin(session.client, message)
         return None
 
     def begin(self, client: int, message: Submission) -> None:
@@ -311,38 +365,6 @@ class Reception:
             self._preparation.begin(client, message)
         else:
             self._inbox.put(client, message)
-
-    def _what_is_full(self, session: Session, tenant: str, load: Load) -> str:
-        """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
-        limits, account = self._limits, session.requests.account
-        if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
-            return (
-                f"this client's unfinished requests take {account.num_bytes} bytes of memory, this one takes "
-                f"{load.num_bytes}, and max_client_bytes is {limits.max_client_bytes}"
-            )
-        queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
-        num_left, tokens_left = limits.max_num_queued_requests - queued, limits.max_num_queued_tokens - tokens
-        if num_left <= 0:
-            return f"{queued} requests wait to begin, which is max_num_queued_requests"
-        if tokens > 0 and load.num_tokens > tokens_left:
-            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
-        full = self._beyond_share("this client's", account, load, num_left, tokens_left)
-        if tenant and not full:  # half of that, so that other tenants of the same client find room, too
-            account = self._sessions.tenant(tenant)
-            num_left += limits.max_num_seqs - account.num_queued
-            tokens_left += limits.max_model_len - account.num_queued_tokens
-            full = self._beyond_share("this tenant's", account, load, num_left, tokens_left)
-        return full
-
-    def _beyond_share(self, whose: str, account: Account, load: Load, num_left: int, tokens_left: int) -> str:
-        """Return why the request is more than a share of what is left; "" where it is not."""
-        if account.num_queued >= max(0, num_left) + self._limits.max_num_seqs:
-            waiting, left = f"{account.num_queued} of the requests", f"{num_left} places"
-        elif account.num_queued_tokens + load.num_tokens > max(0, tokens_left) + self._limits.max_model_len:
-            waiting, left = f"{account.num_queued_tokens} of the tokens", f"{tokens_left}"
-        else:
-            return ""
-        return f"{waiting} that wait to begin are {whose}, and the last {left} are for others"
 
     # --- malformed messages ---
 

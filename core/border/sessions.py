@@ -18,6 +18,7 @@ import zmq
 from core.border.accounts import Account
 from core.border.backlog import Backlog
 from core.border.inbox import MAX_ABORTED_AT_ONCE, Inbox
+from core.border.key_use import KeyUse
 from core.border.ledger import MAX_FINISHED, RequestLedger
 from core.inputs import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
 from ipc.kv_events import KVBlocksCleared
@@ -53,6 +54,7 @@ class Session(msgspec.Struct, eq=False):
     seen: float  # time of its last message, on the lease clock
     backlog: Backlog = msgspec.field(default_factory=Backlog)
     requests: RequestLedger = msgspec.field(default_factory=RequestLedger)
+    use: KeyUse | None = None  # of its key; None: it has none
     malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
     num_tokenizers: int = 0  # times the tokenizer was sent
     num_calls: int = 0  # calls that the engine has not answered yet

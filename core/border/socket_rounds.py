@@ -4,23 +4,24 @@ There are no threads, no sleep and no clock here: core/border/io_thread.py decid
 and tests/simulation plays the socket and the time.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
+from core.border.adapter_calls import AdapterCalls, AdapterShelf
 from core.border.departure import Departure
 from core.border.doorway import Doorway
 from core.border.inbox import Inbox
 from core.border.isolation import Isolation
 from core.border.lease_clock import LeaseClock
 from core.border.preparation import Preparation, Preparer
-from core.border.reception import Reception, Served
+from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
 from core.inputs import EndPause
-from ipc.messages import CallResult, ErrorCode, ServerMessage
+from ipc.messages import CallResult, ErrorCode, Outputs, ServerMessage
 from ipc.sockets import Socket, pending_events
 from ipc.start_messages import Isolate
 
@@ -32,16 +33,18 @@ _FRAMES_PER_ROUND, _BYTES_PER_ROUND = 64, 64 << 10
 _STEPS_PER_ROUND = 4  # sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8
-_NOBODY = 0  # client of an input that is no client's
+#: What libzmq's monitor says: the event, and the connection's file descriptor. zmq.utils.monitor would import asyncio.
+_MONITOR_EVENT = struct.Struct("=hi")
+NOBODY = 0  # client of an input that is no client's
 
 
 class Border:
     """Socket, monitor, sessions and reception, for one thread at a time; inbox, outbox and drain_asked are shared.
 
     monitor: reports the socket's connections. doorway: bounds their number; None = no bound. now: monotonic seconds.
-    preparer: None = no request has anything to prepare. on_prepared: called by another thread when a round is due
-    for what it has prepared. on_drain, on_shutdown: called during a round or receive() when the engine's owner asks
-    for it.
+    preparer: None = no request has anything to prepare. adapters: None = no request has one. on_prepared: called by
+    another thread when a round is due for what it has prepared. on_drain, on_shutdown: called during a round or
+    receive() when the engine's owner asks for it.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Border:
         now: float,
         preparer: Preparer | None = None,
         doorway: Doorway | None = None,
+        adapters: AdapterShelf | None = None,
         *,
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
@@ -67,13 +71,14 @@ class Border:
         self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
-        self._on_shutdown = on_shutdown
+        self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
         self._preparation: Preparation | None = None
         if preparer is not None:
             self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, on_prepared)
+        self._adapters = AdapterCalls(adapters, on_prepared)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
-        self._forget_at_close()
+        self._forget_at_close(served)
         self.isolate: Isolate | None = None  # set by any thread: the next round takes it in
         self._reception = Reception(
             served,
@@ -81,17 +86,19 @@ class Border:
             self.inbox,
             self._clock,
             self._preparation,
+            adapters=self._adapters,
             isolation=self._isolation,
             departure=self.departure,
             on_connect=self._close_disconnected,
-            on_drain=on_drain,
+            on_drain=self._drain_at_call,
             on_shutdown=self._shut_down,
         )
         self._next_look = 0.0  # for silent clients, on the lease clock
         self._retry_s, self._has_ended_inbox = _MIN_RETRY_S, False
+        self._returning_until = now + RETURN_S if served.welcome.epoch else now  # who was an earlier engine's client
         self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
 
-    def _forget_at_close(self) -> None:
+    def _forget_at_close(self, served: Served) -> None:
         """Let what keeps requests of a session forget them at the session's end."""
         on_close = self.sessions.on_close
         if self._preparation is not None:
@@ -99,6 +106,7 @@ class Border:
         if self._meter is not None:
             on_close.append(self._meter.forget_client)
         on_close.append(self._isolation.forget)
+        on_close.append(served.features.forget)
 
     def round(self, now: float) -> float | None:
         """Do all there is to do; return the seconds until there may be more, None = when something happens."""
@@ -109,6 +117,7 @@ class Border:
         self._end_silent(now, has_read=has_read)
         if self._preparation is not None:
             self.send(self._preparation.take_done(), now)
+        self.send(self._adapters.take_done(), now)
         if (isolate := self.isolate) is not None:
             self.isolate = None
             self._isolation.change(isolate, now, self._reception.begin)
@@ -121,20 +130,31 @@ class Border:
         has_unread = self.has_unread  # asked in any case: else the file descriptor may stay readable
         return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
 
-    def _end_inbox(self, now: float) -> None:
-        """Refuse new requests at once; end the inbox when what waits for something has gone into it.
+    def _drain_at_call(self) -> None:
+        """Refuse new requests before the call is answered: what is received after it, in this round too, is late."""
+        self._refuse_new()
+        self._on_drain()
 
-        Clients that have just come back are waited for: what they had is not new.
-        """
+    def _refuse_new(self) -> None:
         if not self._reception.is_draining:
             self._reception.is_draining = self.sessions.is_draining = True
-            self.inbox.put(_NOBODY, EndPause())
-        if not self._preparation and not self._isolation and self.sessions.are_all_back(now):
+            self.inbox.put(NOBODY, EndPause())
+
+    def _end_inbox(self, now: float) -> None:
+        """Refuse new requests; end the inbox when what waits for something has gone into it.
+
+        Clients that have just come back are waited for: what they had is not new. Those of an earlier engine that are
+        not back yet must find somebody who tells them.
+        """
+        self._refuse_new()
+        are_back = now >= self._returning_until and self.sessions.are_all_back(now)
+        if not self._preparation and not self._isolation and are_back:
             self._has_ended_inbox = True
             self.inbox.put_end()
 
     def close(self) -> None:
-        """End the preparation thread, where there is one."""
+        """End the threads that prepare requests and read adapters, where there are any."""
+        self._adapters.close()
         if self._preparation is not None:
             self._preparation.close()
 
@@ -186,6 +206,8 @@ class Border:
             session = self.sessions.of_client(client)
             if session is not None:
                 session.requests.note(message)
+                if session.use is not None and isinstance(message, Outputs):
+                    session.use.note(message, now)
                 session.num_calls -= isinstance(message, CallResult)
                 self.sessions.send(session, message, now)
 
@@ -208,11 +230,12 @@ class Border:
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, however the client died."""
         while self._monitor.poll(0):
-            message = recv_monitor_message(self._monitor)
+            frame, _address = self._monitor.recv_multipart()
+            event, value = _MONITOR_EVENT.unpack(frame)
             if self._doorway is not None:
-                self._doorway.note(message["event"], int(message["value"]))
-            if message["event"] == zmq.EVENT_DISCONNECTED:
-                for session in self.sessions.of_fd(int(message["value"])):
+                self._doorway.note(event, value)
+            if event == zmq.EVENT_DISCONNECTED:
+                for session in self.sessions.of_fd(value):
                     self.sessions.lose(session)
 
     def _end_silent(self, now: float, *, has_read: bool) -> None:

@@ -21,6 +21,13 @@ class Turns(Generic[Item]):
             self._items.setdefault(client, deque()).append(item)
             self._changed.notify()
 
+    def give_back(self, client: int, item: Item) -> None:
+        """Put back an item that was taken, before the client's others. Other clients come first."""
+        with self._changed:
+            self._items.setdefault(client, deque()).appendleft(item)
+            self._items.move_to_end(client)
+            self._changed.notify()
+
     def close(self) -> None:
         """Let take() return None from now on."""
         with self._changed:

@@ -3,12 +3,11 @@
 A replay is a capture too: the same inputs go into a CapturedEngine whose log compares instead of writing.
 """
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
-
-import numpy as np
 
 from core import log
 from core.capture.records import (
@@ -23,17 +22,28 @@ from core.capture.records import (
     encode_config,
 )
 from core.capture.restore import restore
-from core.capture.snapshot import Snapshot, UnknownObjectError
+from core.capture.snapshot import CopySpace, Snapshot, UnknownObjectError
 from core.capture.writer import CaptureWriter, open_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo
 from core.execution.pipeline import StepWatcher
-from core.execution.plan import LogprobColumns, ModelRunnerOutput, PooledColumns, SchedulerOutput, encode_plan
+from core.execution.plan import (
+    LogprobColumns,
+    ModelRunnerOutput,
+    PooledColumns,
+    SchedulerOutput,
+    encode_fields,
+    plan_fields,
+)
 from core.inputs import EngineInput, EngineReply
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
 
 DIGEST_BYTES = 8
+_TIMES = struct.Struct("<3i")
+_REMOVED, _ROWS, _COUNTS = map(
+    SchedulerOutput.__struct_fields__.index, ("removed_rows", "rows", "num_scheduled_tokens")
+)
 
 
 class CaptureLog(Protocol):
@@ -70,6 +80,7 @@ class CapturedEngine:
         self._received = received
         self._num_steps = self._num_inputs = 0
         self._can_checkpoint = True
+        self._space = CopySpace()
         self._last_rows = self._last_counts = b""  # of the last plan
         self._forget()
         self.engine = EngineCore(config, executor, epoch, [*watchers, self])
@@ -109,7 +120,7 @@ class CapturedEngine:
 
     def _checkpoint(self) -> None:
         try:
-            snapshot = Snapshot(self.engine.state())
+            snapshot = Snapshot(self.engine.state(), self._space)
         except UnknownObjectError as error:  # of a scheduler that is not ours alone
             self._can_checkpoint = False
             log.say(f"engine-core: this engine makes no checkpoints: {error}")
@@ -160,12 +171,12 @@ class CapturedEngine:
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
         digest = rows = counts = removed = b""
         if plan is not None:
-            digest = blake2b(encode_plan(plan), digest_size=DIGEST_BYTES).digest()
-            all_rows, all_counts = _column(plan.rows), _column(plan.num_scheduled_tokens)
+            fields = plan_fields(plan)
+            digest = blake2b(encode_fields(fields), digest_size=DIGEST_BYTES).digest()
+            removed, all_rows, all_counts = fields[_REMOVED], fields[_ROWS], fields[_COUNTS]
             rows = b"" if all_rows == self._last_rows else all_rows
             counts = b"" if all_counts == self._last_counts else all_counts
             self._last_rows, self._last_counts = all_rows, all_counts
-            removed = _column(plan.removed_rows)
         return Step(
             now_ns=now_ns,
             elapsed_ns=end_ns - self._begin_ns,
@@ -194,13 +205,19 @@ class CapturedEngine:
             return b""
         planned = self._planned_ns or self._begin_ns  # a result was there and nothing new to run
         result = self._result_ns or end_ns  # the result comes with a later call
-        parts = (planned - self._begin_ns, result - planned, end_ns - result)
-        return _column(np.array([part // 1000 for part in parts], np.int32))
+        begin = self._begin_ns
+        return _TIMES.pack((planned - begin) // 1000, (result - planned) // 1000, (end_ns - result) // 1000)
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:
     """Return a writer to a new file with its header. config: resolved. Errors: ConfigError."""
-    header = Header(
+    header = make_header(config, model, engine_version, epoch)
+    return CaptureWriter(path, open_capture(path), header, config.capture_rotate_bytes, config.capture_keep_files)
+
+
+def make_header(config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> Header:
+    """Return the header of a capture that begins now. config: resolved."""
+    return Header(
         magic=MAGIC,
         major=FORMAT_MAJOR,
         minor=FORMAT_MINOR,
@@ -211,7 +228,6 @@ def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_vers
         wall_ns=time.time_ns(),
         monotonic_ns=time.monotonic_ns(),
     )
-    return CaptureWriter(path, open_capture(path), header, config.capture_rotate_bytes, config.capture_keep_files)
 
 
 def capture_path(config: EngineConfig, epoch: int) -> str | None:

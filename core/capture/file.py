@@ -34,7 +34,11 @@ class Turn(NamedTuple):
     inbox: list[tuple[int, EngineInput]]
     received_ns: list[int]  # when each message was received; 0: not known
     step: Step
-    follows_checkpoint: bool = False  # it lies behind one, so its columns are whole
+
+    @property
+    def has_columns(self) -> bool:
+        """Return whether the step's rows and counts are whole, as they are behind a checkpoint, wherever that went."""
+        return bool(self.step.rows and self.step.counts)
 
 
 class Place(NamedTuple):
@@ -59,6 +63,7 @@ class CaptureFile:
         self.close: Close | None = None  # None: the engine was killed, is still running, or its disk was full
         self.checkpoints: list[Place] = []
         self._counts = dict.fromkeys(TAGS.values(), 0)
+        self._last_step_end = 0  # bytes; 0: there is no step
         end = 0
         try:
             for frame in read_frames(self._data):
@@ -112,20 +117,27 @@ class CaptureFile:
         """
         inbox: list[tuple[int, EngineInput]] = []
         received_ns: list[int] = []
-        index, offset, is_behind = self.first_step, 0, False
+        index, offset = self.first_step, 0
         if start is not None:
             index, offset = start.num_steps, start.frame.offset
         for frame in read_frames(self._data, offset):
             if frame.tag == TAGS[Checkpoint]:
-                is_behind = True
                 continue
             record = self._decode(frame)
             if isinstance(record, Input):
                 inbox.append((record.client, record.message))
                 received_ns.append(record.received_ns)
             elif isinstance(record, Step):
-                yield Turn(index, frame.offset, inbox, received_ns, record, is_behind)
-                inbox, received_ns, index, is_behind = [], [], index + 1, False
+                yield Turn(index, frame.offset, inbox, received_ns, record)
+                inbox, received_ns, index = [], [], index + 1
+
+    def last_inputs(self) -> list[Input]:
+        """Return the messages behind the last step: if the engine was killed, it was in the step that had them.
+
+        Errors: CaptureFileError.
+        """
+        records = [self._decode(frame) for frame in read_frames(self._data, self._last_step_end)]
+        return [record for record in records if isinstance(record, Input)]
 
     def _decode(self, frame: Frame) -> Record | None:
         try:
@@ -154,6 +166,8 @@ class CaptureFile:
             self.num_unknown += 1
             return
         self._counts[frame.tag] += 1
+        if frame.tag == TAGS[Step]:
+            self._last_step_end = frame.end
         if frame.tag == TAGS[Checkpoint]:
             record = decode_record(frame.tag, frame.payload)
             assert isinstance(record, Checkpoint), record

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import stat
 import time
 
 from core.capture.records import TAGS, Close, Gap, Header, Input, Step, encode_record
@@ -46,6 +47,8 @@ class CaptureOutput:
         try:
             self.write([(TAGS[Header], encode_record(header))])
         except OSError:
+            if stat.S_ISREG(os.fstat(fd).st_mode):  # a file without a header is no capture
+                os.unlink(path)
             os.close(fd)
             raise
 

@@ -19,6 +19,8 @@ class NotRecordedError(Exception):
 class RecordedExecutor:
     """An executor that replays a capture. info: the captured engine's model."""
 
+    adapters = None  # its tokens are recorded
+
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self.grammars = Grammars(dict, info.vocab_size, info.eos_token_ids)  # its tokens are recorded

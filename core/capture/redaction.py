@@ -110,7 +110,9 @@ class _Redaction:
         stops, live = set[int](), [] if state is None else check_state(state)
         for request in live:
             stops.update((request.sampling and request.sampling.stop_token_ids) or ())
-        submitted = [message for turn in file.turns() for _, message in turn.inbox if isinstance(message, AddRequest)]
+        inputs = [message for turn in file.turns() for _, message in turn.inbox]
+        inputs += [one.message for one in file.last_inputs()]
+        submitted = [message for message in inputs if isinstance(message, AddRequest)]
         for message in submitted:
             stops.update(message.params.stop_token_ids or ())
         self._renaming = Renaming(model.vocab_size, model.eos_token_ids, stops)
@@ -136,10 +138,13 @@ class _Redaction:
         for turn in self._file.turns():
             self._log.wants_checkpoint = turn.step_index + 1 in places
             yield self._step(turn)
+        for one in self._file.last_inputs():
+            record = msgspec.structs.replace(one, message=self._renaming.message(one.message))
+            yield [(TAGS[Input], encode_record(record))]
 
     def _step(self, turn: Turn) -> list[Item]:
         recorded, log = turn.step, self._log
-        if turn.follows_checkpoint:
+        if turn.has_columns:
             self._engine.write_columns()
         self._executor.feed(recorded)
         log.inputs, log.step, log.checkpoint = [], None, None

@@ -8,6 +8,7 @@ import numpy as np
 
 from core.batch.request import NO_ROW, Request
 from core.capture.renaming import Renaming
+from core.kv.block_names import rename_blocks
 from core.scheduling.scheduler import Scheduler
 from ipc.arrays import Int32s
 from ipc.errors import CaptureFileError
@@ -35,6 +36,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         request.sampling = None if request.sampling is None else renaming.params(request.sampling)
         request.root, request.seed = renaming.root(request.root), 0
         request.tenant = renaming.tokens.word(request.tenant)
+        request.features = []
         request.block_hashes.clear()
         request.first_key = 0
         if request.row == NO_ROW:
@@ -50,7 +52,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         names, states[content] = renaming.tokens.name_all(states[parent], tokens)
         return names
 
-    scheduler.pool.names.rename(renaming.root, tokens_of)
+    rename_blocks([scheduler.pool.names, scheduler.batch.host_cache.names], renaming.root, tokens_of)
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
     # Of plans in flight, the tokens of starting requests were read already.

@@ -11,7 +11,7 @@ from core.capture.token_names import TokenNames
 from core.execution.plan import ModelRunnerOutput
 from core.inputs import EngineInput
 from ipc.arrays import Int32s, Ints
-from ipc.block_roots import PLAIN_ROOT, root_of_salt
+from ipc.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
 from ipc.errors import CaptureFileError
 from ipc.messages import AddRequest, Submission
 from ipc.pooling_messages import AddPooling
@@ -53,8 +53,9 @@ class Renaming:
 
     def learn(self, message: Submission) -> None:
         """Note the root of a message's blocks, before any state is renamed."""
-        old = root_of_salt(message.cache_salt, message.tenant)
-        self._roots[old] = root_of_salt(*map(self.tokens.word, (message.cache_salt, message.tenant)))
+        digest = "" if message.adapter is None else message.adapter.digest
+        salt, tenant = map(self.tokens.word, (message.cache_salt, message.tenant))
+        self._roots[root_of_message(message)] = root_of_salt(salt, tenant, digest)
 
     def root(self, root: int) -> int:
         """Return the new root of blocks; see ipc/block_roots.py."""
@@ -71,7 +72,7 @@ class Renaming:
         if not isinstance(message, AddRequest | AddPooling):
             return message
         self.learn(message)
-        state = self.begin(self.root(root_of_salt(message.cache_salt, message.tenant)))
+        state = self.begin(self.root(root_of_message(message)))
         prompt, state = self.tokens.name_all(state, _int32s(message.prompt_token_ids))
         changes = {
             "prompt_token_ids": prompt.astype("<i4").tobytes(),
@@ -81,9 +82,8 @@ class Renaming:
         if isinstance(message, AddPooling):
             return msgspec.structs.replace(message, **changes)
         delivered = [self._delivered(state, _int32s(column), message.params) for column in message.delivered]
-        return msgspec.structs.replace(
-            message, params=self.params(message.params), seed=0, delivered=delivered, **changes
-        )
+        params = self.params(message.params)
+        return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, features=[], **changes)
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return what the scheduler reads of these parameters."""

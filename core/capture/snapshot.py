@@ -11,9 +11,10 @@ only those of PACKAGES are known.
 
 import copy
 import gc
+import operator
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from itertools import chain
 from types import MethodType
@@ -34,6 +35,16 @@ REFERENCE = 1
 #: Nodes that encode() turns into data without a pause: some 0.2 ms.
 _BATCH = 32
 
+#: Objects from which on those among them that are requests are taken at once.
+_MANY = 16
+#: Entries from which on a dict whose first key and value are numbers is taken as one of numbers.
+_MANY_NUMBERS = 1000
+_block_hashes = operator.attrgetter("block_hashes")
+_copy_request: Callable[[Request], Request] = Request.__copy__  # type: ignore[attr-defined]
+
+_Array = np.ndarray[Any, Any]
+_LARGE_BYTES = 1 << 15  # of an array whose copy's memory is used again
+
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,11 +53,39 @@ class UnknownObjectError(Exception):
     """Error: the state has an object of a kind that a snapshot does not know."""
 
 
-class Snapshot:
-    """The state that can be reached from `root`, as it is now. Errors: UnknownObjectError."""
+class CopySpace:
+    """Memory for copies of large arrays, used again by the next snapshot: fresh memory costs ten times the copy."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self) -> None:
+        self._free: dict[tuple[Any, ...], list[_Array]] = {}  # by shape and dtype
+
+    def copy(self, value: _Array) -> _Array:
+        """Return a copy of an array."""
+        if value.nbytes < _LARGE_BYTES:
+            return value.copy()
+        free = self._free.get((value.shape, value.dtype))
+        made = free.pop() if free else np.empty(value.shape, value.dtype)
+        np.copyto(made, value)
+        return made
+
+    def give_back(self, copies: Iterable[_Array]) -> None:
+        """Keep these copies' memory, which nobody reads any more, and no other."""
+        free: dict[tuple[Any, ...], list[_Array]] = {}
+        for one in copies:
+            if one.nbytes >= _LARGE_BYTES:
+                free.setdefault((one.shape, one.dtype), []).append(one)
+        self._free = free
+
+
+class Snapshot:
+    """The state that can be reached from `root`, as it is now.
+
+    space: the caller's, the same for each of its snapshots. Errors: UnknownObjectError.
+    """
+
+    def __init__(self, root: object, space: CopySpace | None = None) -> None:
         self._root = root
+        self._space = space or CopySpace()
         self._nodes: list[tuple[object, Any]] = []  # an object, and a copy of its parts
         self._place: dict[int, int] = {}  # by id of the object, which its node keeps alive
         collects = gc.isenabled()
@@ -64,37 +103,53 @@ class Snapshot:
             if id(value) in self._place:
                 continue
             if type(value) is Request:
-                self._take_request(value, pending)
+                self._take_requests([value], pending)
+                continue
+            if type(value) is np.ndarray and not isinstance(value.base, np.ndarray):
+                self._place[id(value)] = len(self._nodes)
+                self._nodes.append((value, self._space.copy(value)))
                 continue
             take = _TAKERS.get(type(value)) or _taker_of(type(value))
             parts, children = take(value)
             if parts is not None:
                 self._place[id(value)] = len(self._nodes)
                 self._nodes.append((value, parts))
+            if len(children) >= _MANY and Request in (kinds := set(map(type, children))):
+                self._take_requests(
+                    children if len(kinds) == 1 else [c for c in children if type(c) is Request], pending
+                )
+                children = () if len(kinds) == 1 else [one for one in children if type(one) is not Request]
             pending += children
 
-    def _take_request(self, request: Request, pending: list[Any]) -> None:
-        """Take a request, one of thousands. Its hashes and its tokens, which are never written to, are no nodes."""
-        parts: Request = request.__copy__()  # type: ignore[attr-defined]
-        parts.block_hashes = request.block_hashes.copy()
-        self._place[id(request)] = len(self._nodes)
-        self._nodes.append((request, parts))
-        if request.choices:
-            pending.append(request.choices)
-        if request.swapped is not None:
-            pending.append(request.swapped)
+    def _take_requests(self, requests: Collection[Request], pending: list[Any]) -> None:
+        """Take requests, of which there are thousands: all at once, without a call of ours for each.
+
+        Their tokens, which are never written to, are no nodes.
+        """
+        place, first = self._place, len(self._nodes)
+        fresh = dict(zip(map(id, requests), requests, strict=True))
+        for known in fresh.keys() & place.keys():
+            del fresh[known]
+        copies: list[Request] = list(map(_copy_request, fresh.values()))
+        num_hashes = map(len, map(_block_hashes, copies))  # nothing but more of them is ever done to the list
+        for one in copies:
+            if one.choices or one.swapped:
+                pending += (one.choices, one.swapped)
+        place.update(zip(fresh, range(first, first + len(fresh)), strict=True))
+        self._nodes += zip(fresh.values(), zip(copies, num_hashes, strict=True), strict=True)
 
     def __len__(self) -> int:
         """Return the number of nodes."""
         return len(self._nodes)
 
     def encode(self, pause: Callable[[], None] = lambda: None) -> bytes:
-        """Return the bytes. Any thread may call this; pause is called now and then, to let other threads run."""
+        """Return the bytes, once. Any thread may call this; pause is called now and then, to let other threads run."""
         batches = []
         for first in range(0, len(self._nodes), _BATCH):
             pause()
             batch = [self._node(value, parts) for value, parts in self._nodes[first : first + _BATCH]]
             batches.append(msgspec.Raw(_encoder.encode(batch)))
+        self._space.give_back(parts for _, parts in self._nodes if type(parts) is np.ndarray)
         pause()
         data = _encoder.encode([batches, self._value(self._root)])
         pause()
@@ -116,6 +171,10 @@ class Snapshot:
                 return ["set", *self._values(parts)]
             case dict():
                 return ["dict", kind is OrderedDict, *self._values(chain.from_iterable(parts.items()))]
+            case Request():
+                copied, num_hashes = parts
+                copied.block_hashes = copied.block_hashes[:num_hashes]
+                return ["struct", class_name(kind), *self._values(msgspec.structs.astuple(copied))]
             case tuple():
                 return ["named", class_name(kind), *self._values(parts)]
             case msgspec.Struct():
@@ -166,7 +225,7 @@ def class_name(kind: type) -> str:
 
 # --- what is copied of each kind of object: (a copy of its parts, objects to follow) ---------------------------------
 
-_Taken = tuple[Any, Iterable[Any]]
+_Taken = tuple[Any, Collection[Any]]
 
 
 def _others(values: Iterable[Any]) -> list[Any]:
@@ -196,6 +255,8 @@ def _take_list(value: list[Any]) -> _Taken:
     kinds = set(map(type, parts))
     if kinds <= _ATOMS:
         return parts, ()
+    if kinds.isdisjoint(_ATOMS) and tuple not in kinds:
+        return parts, parts
     return parts, _others(chain.from_iterable(parts) if kinds == {tuple} else parts)
 
 
@@ -206,15 +267,18 @@ def _take_items(value: Iterable[Any]) -> _Taken:
 
 def _take_dict(value: dict[Any, Any]) -> _Taken:
     parts = value.copy()
-    if _ATOMS.issuperset({*map(type, parts), *map(type, parts.values())}):
+    if len(parts) >= _MANY_NUMBERS and all(type(one) is int for one in next(iter(parts.items()))):
         return parts, ()
-    return parts, _others(chain.from_iterable(parts.items()))
+    children = _others(parts) if not _ATOMS.issuperset(map(type, parts)) else []
+    kinds = set(map(type, parts.values()))
+    if not kinds <= _ATOMS:
+        children += parts.values() if kinds.isdisjoint(_ATOMS) else _others(parts.values())
+    return parts, children
 
 
-def _take_array(value: np.ndarray[Any, Any]) -> _Taken:
+def _take_view(value: _Array) -> _Taken:
     base = value.base
-    if not isinstance(base, np.ndarray):
-        return value.copy(), ()
+    assert isinstance(base, np.ndarray), "an array with memory of its own"
     places = [one.__array_interface__["data"][0] for one in (value, base)]
     return (base, places[0] - places[1]), (base,)
 
@@ -238,7 +302,7 @@ _TAKERS: dict[type, Callable[[Any], _Taken]] = {
     set: _take_items,
     dict: _take_dict,
     OrderedDict: _take_dict,
-    np.ndarray: _take_array,
+    np.ndarray: _take_view,
     Draft: _take_inline,
 }
 

@@ -12,8 +12,10 @@ from hashlib import blake2b
 import numpy as np
 
 from ipc.arrays import AnyInts, Int32s
+from ipc.errors import CaptureFileError
 
 _STATE_BYTES = 16
+_TRIES = 64  # after which it is asked whether a name is left
 
 
 class TokenNames:
@@ -23,6 +25,7 @@ class TokenNames:
         self._key = secrets.token_bytes(32)
         self._free = np.setdiff1d(np.arange(vocab_size), np.array(sorted(reserved), np.int64)).tolist()
         self._taken: dict[tuple[bytes, int], int] = {}  # (state, name): the token that has it there
+        self._num_taken: dict[bytes, int] = {}  # names by state
 
     @property
     def num_names(self) -> int:
@@ -44,15 +47,28 @@ class TokenNames:
         return state
 
     def name(self, state: bytes, token: int) -> int:
-        """Return the name of a token in a state."""
+        """Return the name of a token in a state.
+
+        Errors: CaptureFileError where more tokens follow than there are names: prompts may have reserved ids, too.
+        """
         attempt = 0
         while True:
-            text = state + token.to_bytes(4, "little") + attempt.to_bytes(4, "little")
+            text = state + token.to_bytes(4, "little", signed=token < 0) + attempt.to_bytes(4, "little")
             drawn = int.from_bytes(blake2b(text, digest_size=8, key=self._key).digest(), "little")
             name: int = self._free[drawn % len(self._free)]
-            if self._taken.setdefault((state, name), token) == token:
+            owner = self._taken.get((state, name))
+            if owner == token:
+                return name
+            if owner is None:
+                self._taken[state, name] = token
+                self._num_taken[state] = self._num_taken.get(state, 0) + 1
                 return name
             attempt += 1
+            if attempt % _TRIES == 0 and self._num_taken[state] >= len(self._free):
+                raise CaptureFileError(
+                    f"more than {len(self._free)} different tokens follow the same beginning: there are no names for "
+                    "them; a capture of so small a vocabulary cannot be redacted"
+                )
 
     def name_all(self, state: bytes, tokens: AnyInts) -> tuple[Int32s, bytes]:
         """Return the names of consecutive tokens, and the state behind them."""

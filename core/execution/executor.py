@@ -1,21 +1,24 @@
 """Executor: the interface through which the engine runs its plans."""
 
 import importlib.util
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.inputs import ExecutorNews
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from core.adapters.store import Adapters
     from core.grammars.grammars import Grammars
 
 
 #: Version (major, minor) of what executors are written against: this file, core/execution/plan.py and
 #: core/execution/runner_table.py. A plug-in has the major that it was written for, and a minor up to this one.
-EXECUTOR_API = (1, 0)
+EXECUTOR_API = (1, 1)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -77,6 +80,10 @@ class Executor(Protocol):
     info: ModelInfo
     grammars: "Grammars"  # of requests with structured_outputs
 
+    @property
+    def adapters(self) -> "Adapters | None":
+        """The adapters that requests may have; None: it runs none. Executors written for API 1.0 lack it."""
+
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of KV blocks of block_size tokens, null block included, that fit memory_bytes."""
 
@@ -112,6 +119,28 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release all resources. The executor is not used afterwards."""
+
+
+class ExecutorEndedError(Exception):
+    """The executor's processes are gone and are not started again, which ends the engine. The text says why."""
+
+
+@runtime_checkable
+class MortalExecutor(Protocol):
+    """What an Executor has besides, if it runs in processes that may die while the engine lives.
+
+    The output of a step that is lost has NO_TOKEN for each row; the loss is told before result() returns it. From then
+    on every step is lost, until go_on().
+    """
+
+    def follow(self, tell: Callable[[ExecutorNews], None]) -> None:
+        """Call `tell`, from any thread, for each loss, and when plans can be taken again. Called before the first step.
+
+        Without it a loss is an ExecutorEndedError.
+        """
+
+    def go_on(self) -> None:
+        """Take plans again, the first of which adds all rows anew. Called once for each ExecutorRestored, in order."""
 
 
 def check_triton() -> None:

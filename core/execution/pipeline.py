@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from core.execution.executor import Executor, StepHandle
+from core.execution.executor import Executor, MortalExecutor, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 
 
@@ -45,6 +45,11 @@ class Pipeline:
         """Begin steps again that were in flight in another pipeline, without telling watchers of them."""
         assert not self._steps, f"{len(self._steps)} steps are in flight already"
         self._steps.extend((plan, self._executor.execute(plan)) for plan in plans)
+
+    def go_on(self) -> None:
+        """Let an executor whose processes were lost and started again take plans. It knows of no request then."""
+        if isinstance(self._executor, MortalExecutor):  # else it is that of a replay, which has lost nothing
+            self._executor.go_on()
 
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
         """Begin the plan, and return a finished step's plan and output, or None.

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ipc.arrays import NO_INT32S, Bools, Floats, Int32s
+from ipc.feature_messages import FeatureUse
 from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 
@@ -78,6 +79,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     copied_blocks: Int32s = NO_INT32S  # [k] blocks of the cache, all read before any is written, copied to
     copied_to: Int32s = NO_INT32S  # [k] other blocks of the cache
     added_pooling: list[NewPooling] = []  # besides `added`
+    adapters: list[tuple[int, str]] = []  # (row, digest of its adapter) of rows in `added` and `added_pooling` with one
+    #: (row, what stands for tokens of its prompt) of rows in `added` with any. These tokens have ids below 0.
+    features: list[tuple[int, list[FeatureUse]]] = []
 
     @property
     def starts(self) -> Sequence[NewRow | NewPooling]:
@@ -169,15 +173,34 @@ def _encode_array(value: Any) -> bytes:
     raise TypeError(f"a plan holds int32 columns, not {type(value).__name__}")
 
 
-def encode_plan(plan: SchedulerOutput) -> bytes:
-    """Return the plan as msgpack; equal plans give equal bytes.
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_INT32 = np.dtype("<i4")
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES = map(
+    SchedulerOutput.__struct_fields__.index,
+    ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features"),
+)
 
-    A plan without drafts, copies and pooling has the bytes that it had before there were any, so that older captures
-    replay equal.
+
+def encode_plan(plan: SchedulerOutput) -> bytes:
+    """Return what encode_fields() makes of the plan."""
+    return encode_fields(plan_fields(plan))
+
+
+def plan_fields(plan: SchedulerOutput) -> list[Any]:
+    """Return the fields in their order, with columns as bytes (int32, little-endian), as encode_fields() wants them."""
+    # Columns become bytes here, not in the encoder's hook, which costs twice as much for each.
+    columns = msgspec.structs.astuple(plan)
+    return [one.tobytes() if type(one) is np.ndarray and one.dtype is _INT32 else one for one in columns]
+
+
+def encode_fields(fields: list[Any]) -> bytes:
+    """Return the fields of a plan as msgpack; equal plans give equal bytes.
+
+    A plan without drafts, copies, pooling, adapters and features has the bytes that it had before there were any, so
+    that older captures replay equal.
     """
-    fields = msgspec.structs.astuple(plan)
-    if not plan.added_pooling:
-        fields = fields[:-1]
-        if not len(plan.copied_blocks):
-            fields = fields[:-2] if len(plan.num_draft_tokens) else fields[:-4]
-    return msgspec.msgpack.encode(fields, enc_hook=_encode_array)
+    for first in (_FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
+        if fields[first]:
+            break
+        fields = fields[:first]
+    return _encoder.encode(fields)

@@ -9,6 +9,7 @@ from core.execution.executor import Executor, check_triton
 from core.executors.plug_ins import import_plug_in
 from ipc.config import EngineConfig
 from ipc.config_checks import BUILT_IN_EXECUTORS
+from ipc.workers import has_workers
 
 
 def import_executor(config: EngineConfig) -> ModuleType:
@@ -16,6 +17,8 @@ def import_executor(config: EngineConfig) -> ModuleType:
 
     Errors: ConfigError if triton is missing, or the plug-in that the config names.
     """
+    if has_workers(config):
+        return importlib.import_module(f"{__package__.removesuffix('executors')}workers.executor")
     if config.executor not in BUILT_IN_EXECUTORS:
         return import_plug_in(config.executor)
     on_gpu = config.executor == "local" and config.device == "cuda"

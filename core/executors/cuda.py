@@ -19,6 +19,8 @@ from kernels.elements import BFLOAT16, FLOAT32
 class CudaExecutor:
     """An Executor on a GPU."""
 
+    adapters = None  # the config refuses them
+
     def __init__(self, config: EngineConfig) -> None:
         """Load the config's model.
 
@@ -28,7 +30,7 @@ class CudaExecutor:
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
         # float32 without a GPU: bfloat16 is slow under Triton's interpreter.
-        model, self.info, *_ = load(config, BFLOAT16 if device.type == "cuda" else FLOAT32)
+        model, self.info, *_ = load(config, lambda path: BFLOAT16 if device.type == "cuda" else FLOAT32)
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations

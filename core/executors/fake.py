@@ -5,8 +5,14 @@ It ships with the product: process-level tests, replay without a model, and simu
 every id before it, so a token that is lost, doubled or taken from a neighbour shows in all that follow.
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 
+from core.adapters.adapter import AdapterWeights
+from core.adapters.gguf_adapter import GgufMatrix
+from core.adapters.store import Adapters
 from core.execution.executor import Costs, FinishedStep, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import (
     FAILED_TOKEN,
@@ -93,6 +99,30 @@ def fake_candidates(checksums: UInt64s, positions: UInt64s, count: int, vocab_si
     return ((firsts[:, None] + offsets) % vocab_size).astype(np.int32), values.astype(np.float32)
 
 
+def adapter_seed(digest: str) -> int:
+    """Return what an adapter adds to the checksum of ids: it changes every token."""
+    return int(digest[:16], 16)
+
+
+def adapted_checksum(checksum_of_ids: np.uint64, seed: int) -> np.uint64:
+    """Return the checksum of ids with an adapter of this seed."""
+    return np.uint64((int(checksum_of_ids) + seed) % 2**64)
+
+
+class _FakeAdapter(NamedTuple):
+    num_bytes: int
+
+
+class _FakeHost:
+    """The AdapterHost of no model: it has one matrix."""
+
+    shapes: Mapping[str, tuple[int, int]] = {"model.layers.0.self_attn.q_proj": (16, 16)}
+    gguf_names: Mapping[str, GgufMatrix] = {"blk.0.attn_q": GgufMatrix("model.layers.0.self_attn.q_proj")}
+
+    def pack(self, weights: AdapterWeights) -> _FakeAdapter:
+        return _FakeAdapter(sum(matrix.a.nbytes + matrix.b.nbytes for matrix in weights.matrices.values()))
+
+
 class FakeExecutor:
     """An Executor without a model."""
 
@@ -109,6 +139,7 @@ class FakeExecutor:
             whole_prompt_tasks=("token_embed",),
         )
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
+        self.adapters = Adapters(config, _FakeHost()) if config.enable_lora else None
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes, as if a token took 4 KiB."""
@@ -128,6 +159,7 @@ class FakeExecutor:
         self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
         self._most = config.fake_tokens_per_step
         self._pooling: dict[int, PoolingParams] = {}  # by row
+        self._adapter_seeds: dict[int, int] = {}  # by row
 
     def measure_costs(self) -> Costs:
         """Return made-up costs: copying a block of 16 tokens is five times as fast as computing it."""
@@ -148,6 +180,8 @@ class FakeExecutor:
         if len(self._matchers):
             for row in plan.removed_rows.tolist():
                 self._matchers.remove(row)
+        if plan.adapters or self._adapter_seeds:
+            self._adapt(plan)
         for new in plan.added:
             self._pooling.pop(new.row, None)
             self._add_sampling(new, new.params)
@@ -176,8 +210,21 @@ class FakeExecutor:
         others = self._pooled(plan) if self._pooling else None, candidates
         return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts, *others))
 
+    def _seeded(self, checksum_of_ids: np.uint64, row: int) -> np.uint64:
+        """Return the checksum with what the row's adapter adds."""
+        seed = self._adapter_seeds.get(row)
+        return checksum_of_ids if seed is None else adapted_checksum(checksum_of_ids, seed)
+
+    def _adapt(self, plan: SchedulerOutput) -> None:
+        for row in plan.removed_rows.tolist():
+            self._adapter_seeds.pop(row, None)
+        for row, digest in plan.adapters:
+            assert self.adapters is not None, f"row {row} has the adapter {digest}, and enable_lora is off"
+            self.adapters.find(digest)
+            self._adapter_seeds[row] = adapter_seed(digest)
+
     def _add_sampling(self, new: NewRow, params: SamplingParams) -> None:
-        self._checksum[new.row] = checksum(new.token_ids)
+        self._checksum[new.row] = self._seeded(checksum(new.token_ids), new.row)
         if params.structured_outputs is not None:
             output, takes_drafts = new.token_ids[new.num_prompt_tokens :], not params.use_beam_search
             self._matchers.add(new.row, params.structured_outputs, output, takes_drafts=takes_drafts)
@@ -201,7 +248,8 @@ class FakeExecutor:
             ids = table.tokens.read(row, 0, int(table.num_tokens[row]))
             ends = range(1, len(ids) + 1) if params.task == "token_embed" else (len(ids),)
             indices.append(index)
-            vectors.append(np.stack([fake_vector(checksum(ids[:end]))[: params.dimensions] for end in ends]))
+            sums = [self._seeded(checksum(ids[:end]), row) for end in ends]
+            vectors.append(np.stack([fake_vector(one)[: params.dimensions] for one in sums]))
             del self._pooling[row]
         if not indices:
             return None
@@ -217,17 +265,25 @@ class FakeExecutor:
         which = np.flatnonzero(samples & (self._num_candidates[plan.rows] > 0))
         parts, searches = [], list[int]()
         for index, row in zip(which.tolist(), plan.rows[which].tolist(), strict=True):
-            at, lengths = slice(row, row + 1), self._table.num_tokens[row : row + 1]
-            positions, count = lengths.astype(np.uint64), int(self._num_candidates[row])
-            allowed = self._allowed(row)
-            if not len(allowed):
+            found = self._candidates_of(row)
+            if found is None:
                 continue
-            places, values = fake_candidates(self._checksum[at], positions, count, len(allowed))
-            ones, ids = np.ones(1, np.int32), allowed[places[0]]
+            ids, values = found
+            ones, lengths = np.ones(1, np.int32), self._table.num_tokens[row : row + 1]
             columns = np.array([index], np.int32), lengths.astype(np.int32), ones * len(ids), ones
-            parts.append(LogprobColumns(*columns, ids, values[0]))
+            parts.append(LogprobColumns(*columns, ids, values))
             searches.append(index)
         return concat_logprobs(parts), searches
+
+    def _candidates_of(self, row: int) -> tuple[Int32s, Floats] | None:
+        """Return the ids and log probabilities [k] of a row's candidates; None: its grammar allows no token."""
+        allowed = self._allowed(row)
+        if not len(allowed):
+            return None
+        at, count = slice(row, row + 1), int(self._num_candidates[row])
+        positions = self._table.num_tokens[at].astype(np.uint64)
+        places, values = fake_candidates(self._checksum[at], positions, count, len(allowed))
+        return allowed[places[0]], values[0]
 
     def _allowed(self, row: int) -> Int32s:
         """Return the ids that the row's grammar allows now; all of them where it has none."""

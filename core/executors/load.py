@@ -1,13 +1,19 @@
 """load: loads the model that a config names, and describes it; a part of the executors that run a model."""
 
 import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from core.execution.executor import ModelInfo
+from core.model_files.draft_head import load_eagle3, load_mtp
 from core.model_files.loading import LoadedModel, load_model
+from core.models.draft_head import DraftHead
 from core.models.interface import Model
+from core.models.llama import Llama
+from core.models.rank import Rank
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.hub_name import hub_name
@@ -33,14 +39,14 @@ class Loaded(NamedTuple):
         return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
 
 
-def load(config: EngineConfig, usual_dtype: Dtype) -> Loaded:
-    """Load the config's model on the config's device. usual_dtype: the dtype for "auto".
+def load(config: EngineConfig, usual_dtype: Callable[[Path], Dtype], rank: Rank | None = None) -> Loaded:
+    """Load the config's model on the config's device. usual_dtype: the dtype of a model for "auto". rank: see Llama.
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
     """
     path = resolve_model(config.model)
-    dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype
-    source = load_model(path, dtype, config)
+    dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype(path)
+    source = load_model(path, dtype, config, rank)
     model, pooler = source.model, source.pooler
     info = ModelInfo(
         name=hub_name(path) or path.name,
@@ -58,15 +64,26 @@ def load(config: EngineConfig, usual_dtype: Dtype) -> Loaded:
     return Loaded(model, info, source, dtype)
 
 
-def load_draft_model(config: EngineConfig, loaded: Loaded) -> Model | None:
-    """Load the draft model that speculative_config names, in the target's dtype; None: it names none.
+def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHead | None:
+    """Load the draft model or the draft head of speculative_config, in the target's dtype; None: it needs none.
 
-    Errors: those of load(); ConfigError if its vocabulary has another size than the target's.
+    Errors: those of load(); ConfigError if it does not fit the target.
     """
     settings = config.speculative_config
-    if settings is None or settings.model is None:
+    if settings is None or not settings.runs_model:
         return None
-    load_format = "dummy" if config.load_format == "dummy" else "auto"
+    is_made_up = config.load_format == "dummy"
+    if settings.method != "draft_model":
+        if not isinstance(loaded.model, Llama):
+            raise ConfigError(
+                f"speculative_config: method {settings.method!r} needs a model of an architecture of our own; "
+                f"{config.model} is none"
+            )
+        if settings.model is None:
+            return load_mtp(resolve_model(config.model), loaded.model, is_made_up)
+        return load_eagle3(resolve_model(settings.model), loaded.model, is_made_up)
+    assert settings.model is not None, settings
+    load_format = "dummy" if is_made_up else "auto"
     own = msgspec.structs.replace(config, model=settings.model, load_format=load_format, model_impl="native")
     model = load_model(resolve_model(settings.model), loaded.dtype, own).model
     if model.vocab_size != loaded.model.vocab_size:
@@ -81,4 +98,6 @@ def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:
     parts = [source.fingerprint, element_name(dtype), source.model.variant, f"draw={DRAW}"]
     if source.pooler is not None:
         parts.append(source.pooler.variant)
+    if source.vision is not None:
+        parts.append(source.vision.variant)
     return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()

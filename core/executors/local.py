@@ -1,17 +1,30 @@
 """The local executor: it runs one model on this machine's CPU, in the engine process, one step at a time."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.executors.load import load, load_draft_model
-from core.executors.run import caches_that_fit, runner_sizes
+from core.executors.adapters import model_adapters
+from core.executors.features import model_features
+from core.executors.load import load, load_drafting_model
+from core.executors.run import RunnerSizes, caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
-from core.runner.model_drafter import num_spare_blocks
+from core.model_files.model_config import read_model_config
+from core.models.draft_head import DraftHead
+from core.models.llama import Llama
+from core.models.rank import Rank
+from core.models.weight_form import fits
+from core.runner.draft_blocks import num_spare_blocks
+from core.runner.drafter import Drafter
+from core.runner.head_drafter import HeadDrafter
+from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
+from ipc.errors import ModelFileError
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
 
@@ -19,24 +32,38 @@ from kernels.memory.blocks_ahead import BlocksAhead
 class LocalExecutor:
     """An Executor on the CPU."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the config's model. Errors: ModelFileError, UnsupportedModelError, ConfigError."""
-        self._loaded = load(config, usual_dtype())
+    def __init__(
+        self, config: EngineConfig, rank: Rank | None = None, make_runner: Callable[..., ModelRunner] = ModelRunner
+    ) -> None:
+        """Load the config's model.
+
+        rank: of this process in a group whose processes compute the model together; None = it is alone. make_runner:
+        the class of the runner, or what makes one with the same arguments. Errors: ModelFileError,
+        UnsupportedModelError, ConfigError.
+        """
+        self._make_runner = make_runner
+        self._loaded = load(config, usual_dtype, rank)
         self._model, self.info = self._loaded.model, self._loaded.info
-        self._draft_model, self._max_num_seqs = load_draft_model(config, self._loaded), config.max_num_seqs
+        library = self._model.library if rank is None and isinstance(self._model, Llama) else None
+        #: The caller is one of the kernels' threads. Its CPU time stands still while it waits for a core. Ranks sleep
+        #: while they wait for one another, and torch's threads are not ours to count.
+        self._step_clock = time.perf_counter_ns if library is None else time.thread_time_ns
+        self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), config.max_num_seqs
         settings = config.speculative_config
-        self._num_drafts = 0 if settings is None or self._draft_model is None else settings.num_speculative_tokens
+        self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
+        self.adapters = model_adapters(config, self._loaded)
+        self.features = model_features(config, self._loaded)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes.
 
         On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison. A draft
-        model has as many blocks, and some of its own.
+        model or head has as many blocks, and some of its own.
         """
         each, own = self._model.bytes_per_block(block_size), 0
-        if self._draft_model is not None:
-            of_draft = self._draft_model.bytes_per_block(block_size)
+        if self._drafting is not None:
+            of_draft = self._drafting.bytes_per_block(block_size)
             each, own = each + of_draft, of_draft * num_spare_blocks(self._max_num_seqs, self._num_drafts, block_size)
         return max(0, memory_bytes - own) // each
 
@@ -48,13 +75,26 @@ class LocalExecutor:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
-        drafter, num_drafts = self._draft_model, self._num_drafts
-        if drafter is not None:
-            drafter.settle_length(min(config.max_model_len, drafter.max_model_len))
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
-            self.runner = ModelRunner(self._model, **sizes, draft_model=drafter, num_drafts=num_drafts, pooler=pooler)
+            drafter = self._make_drafter(config.max_model_len, sizes)
+            self.runner = self._make_runner(
+                self._model, **sizes, drafter=drafter, pooler=pooler, adapters=self.adapters, features=self.features
+            )
+        vision = self._loaded.source.vision
+        self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
         self._ahead = BlocksAhead(self.runner.cache)
+
+    def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
+        """Return the drafter of this executor's draft model or head. Errors: MemoryError."""
+        if (drafting := self._drafting) is None:
+            return None
+        num_rows, num_blocks, block_size = sizes["num_rows"], sizes["num_blocks"], sizes["block_size"]
+        own = {"num_rows": num_rows, "num_blocks": num_blocks, "block_size": block_size, "num_drafts": self._num_drafts}
+        if isinstance(drafting, DraftHead):
+            return HeadDrafter(drafting, **own, num_swap_blocks=sizes["num_swap_blocks"])
+        drafting.settle_length(min(max_model_len, drafting.max_model_len))
+        return ModelDrafter(drafting, **own)
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""
@@ -62,7 +102,7 @@ class LocalExecutor:
 
     def measure_steps(self) -> StepCosts:
         """Return the measured durations of steps and drafts."""
-        return StepCosts(self.runner.measure_steps(), self.runner.measure_drafts())
+        return StepCosts(self.runner.measure_steps(self._step_clock), self.runner.measure_drafts(self._step_clock))
 
     def warm_up(self) -> int:
         """Run a short step and return its duration in ns."""
@@ -71,7 +111,7 @@ class LocalExecutor:
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
         self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.starts)]))
-        return FinishedStep(self.runner.execute(plan))
+        return FinishedStep(self._run(plan))
 
     def prepare_ahead(self) -> bool:
         """Take memory for blocks of later steps; return False if no more is needed for now."""
@@ -86,12 +126,23 @@ def create(config: EngineConfig) -> LocalExecutor:
     return LocalExecutor(config)
 
 
-def usual_dtype() -> Dtype:
-    """Return bfloat16 if the CPU can multiply it, else float32."""
+def usual_dtype(path: Path) -> Dtype:
+    """Return the dtype that suits this machine for the model of a folder or .gguf file.
+
+    It is bfloat16 if the CPU multiplies that, or if the model is one of ours and takes too much memory in float32.
+    """
+    if _multiplies_bfloat16():
+        return BFLOAT16
+    try:
+        model = read_model_config(path)
+    except ModelFileError:  # one of transformers' models; or loading says what is wrong
+        return FLOAT32
+    return FLOAT32 if fits(model, FLOAT32) else BFLOAT16
+
+
+def _multiplies_bfloat16() -> bool:
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return FLOAT32
-    words = set(flags.split())
-    has_bfloat16 = words & {"avx512_bf16", "amx_bf16", "bf16"}  # bf16 is aarch64's name
-    return BFLOAT16 if has_bfloat16 else FLOAT32
+        return False
+    return bool(set(flags.split()) & {"avx512_bf16", "amx_bf16", "bf16"})  # bf16 is aarch64's name

@@ -31,7 +31,7 @@ def runner_sizes(config: EngineConfig, info: ModelInfo, grammars: Grammars) -> R
         block_size=config.block_size,
         eos_token_ids=info.eos_token_ids,
         logprobs_mode=config.logprobs_mode,
-        num_swap_blocks=config.num_swap_blocks or 0,
+        num_swap_blocks=config.num_host_slots,
         grammars=grammars,
     )
 
@@ -42,4 +42,5 @@ def caches_that_fit() -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise OutOfMemoryError(f"{error}; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes") from error
+        options = "kv_cache_memory_bytes, max_model_len, swap_space_bytes or kv_host_bytes"
+        raise OutOfMemoryError(f"{error}; lower {options}") from error

@@ -53,11 +53,12 @@ class Grammars:
         params = _constraint(message)
         return params is not None and self._hold(params) is None
 
-    def prepare(self, message: Submission) -> None:
-        """Compile the request's grammar. Errors: InvalidRequestError."""
+    def prepare(self, message: Submission) -> bool:
+        """Compile the request's grammar; return False: nothing is left. Errors: InvalidRequestError."""
         params = _constraint(message)
         if params is not None:
             self._compiled(params)
+        return False
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
         """Return a matcher at the beginning of its text. Errors: InvalidRequestError."""

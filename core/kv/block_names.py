@@ -7,7 +7,7 @@ the 64-bit keys costs a missed hit and never gives a wrong one. Names need no ha
 one block per row, whatever the number of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -57,6 +57,16 @@ class BlockNames:
     def __len__(self) -> int:
         """Return the number of blocks that can be found."""
         return len(self.block_of_key)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the columns alone, for a snapshot (core/capture/snapshot.py): the keys are in them."""
+        return {**self.__dict__, "block_of_key": None}
+
+    def set_parts(self, parts: dict[str, Any]) -> None:
+        """Become the names with these parts."""
+        self.__dict__.update(parts)
+        named = np.flatnonzero(self.content != UNNAMED)
+        self.block_of_key = dict(zip(self._key[named].tolist(), named.tolist(), strict=True))
 
     def find(self, root: int, token_ids: TokenIds, hashes: list[int]) -> tuple[Int32s, int]:
         """Find the blocks of the longest known run of token_ids [n, block_size] from the start.
@@ -161,6 +171,24 @@ class BlockNames:
             content = self._num_contents
         return content
 
+    def described(self, blocks: BlockIds) -> tuple[UInt64s, Ints, Int32s]:
+        """Return (keys [n], parents [n], token_ids [n, block_size]) of named blocks."""
+        return self._key[blocks], self._parent[blocks], self._tokens[blocks]
+
+    def adopt(self, blocks: BlockIds, contents: Ints, keys: UInt64s, parents: Ints, token_ids: TokenIds) -> None:
+        """Name blocks [n] that have contents which were named before, as described() told then.
+
+        A block whose key is taken gets no name.
+        """
+        numbers = blocks.tolist()
+        new = np.array([self.block_of_key.setdefault(*one) for one in zip(keys.tolist(), numbers, strict=True)])
+        new = (new == blocks).nonzero()[0]
+        blocks, contents, parents = blocks[new].astype(np.int64), contents[new], parents[new]
+        self.content[blocks], self._parent[blocks] = contents, parents
+        self._key[blocks], self._tokens[blocks] = keys[new], token_ids[new]
+        if self.events is not None:
+            self.events.stored(contents, parents, token_ids[new])
+
     def forget(self, blocks: BlockIds) -> None:
         """Remove the names of these blocks, all of which have one. They are not found any more."""
         if self.events is not None:
@@ -176,21 +204,11 @@ class BlockNames:
         self.block_of_key.clear()
         self.content[:] = UNNAMED
 
-    def rename(self, root: Callable[[int], int], tokens: Callable[[int, int, Int32s], Int32s]) -> None:
-        """Give all blocks other tokens, parents before children. They are found under these from now on.
-
-        root: the new number of a root. tokens: returns those of a block, given (content, new parent, tokens).
-        """
-        contents, parents, token_ids = self.columns()
-        blocks = {content: block for block, content in enumerate(self.content.tolist()) if content != UNNAMED}
-        self.block_of_key.clear()
-        for content, parent, old in zip(contents.tolist(), parents.tolist(), token_ids, strict=True):
-            block = blocks[content]
-            parent = root(parent) if parent < 0 else parent
-            new = tokens(content, parent, old)
-            key = block_key(parent, int(hash_blocks(new[None])[0]))
-            self._parent[block], self._tokens[block], self._key[block] = parent, new, key
-            self.block_of_key.setdefault(key, block)
+    def rename(self, block: int, parent: int, token_ids: Int32s) -> None:
+        """Give a block, which cannot be found, another parent and other tokens, by which it is found from now on."""
+        key = block_key(parent, int(hash_blocks(token_ids[None])[0]))
+        self._parent[block], self._tokens[block], self._key[block] = parent, token_ids, key
+        self.block_of_key.setdefault(key, block)
 
     def columns(self) -> tuple[Ints, Ints, Int32s]:
         """Return (contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found.
@@ -224,3 +242,27 @@ def block_key(content: _Number, value: _Number) -> _Number:
     mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs take >> 32 for a signed number
     key: _Number = mixed ^ (mixed >> 32)
     return key
+
+
+def rename_blocks(
+    places: Sequence[BlockNames], root: Callable[[int], int], tokens: Callable[[int, int, Int32s], Int32s]
+) -> None:
+    """Give all blocks of these places other tokens, parents before children.
+
+    A content may be in several places, and its parent in another one. root: the new number of a root. tokens: returns
+    those of a block, given (content, new parent, tokens).
+    """
+    found: dict[int, tuple[int, Int32s]] = {}  # by content: parent and tokens
+    holders: dict[int, list[tuple[BlockNames, int]]] = {}  # by content: where it is, and the block
+    for names in places:
+        for content, parent, token_ids in zip(*names.columns(), strict=True):
+            found[int(content)] = int(parent), token_ids
+        for block in np.flatnonzero(names.content != UNNAMED).tolist():
+            holders.setdefault(int(names.content[block]), []).append((names, block))
+        names.block_of_key.clear()
+    for content in sorted(found):
+        parent, token_ids = found[content]
+        parent = root(parent) if parent < 0 else parent
+        new = tokens(content, parent, token_ids)
+        for names, block in holders[content]:
+            names.rename(block, parent, new)

@@ -7,6 +7,7 @@ those of the least urgent last user first, and among them the least recently fre
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,19 @@ from ipc.arrays import BlockIds, Bools, Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1
+
+
+class Tier(Protocol):
+    """What keeps copies of blocks that the pool evicts."""
+
+    def keep(self, blocks: BlockIds) -> None:
+        """Take blocks that are being evicted and still have their names."""
+
+    def forget(self) -> None:
+        """Forget all blocks."""
+
+    def forget_contents(self, contents: Ints) -> None:
+        """Forget the blocks with these content numbers; UNNAMED among them stands for none."""
 
 
 class BlockPool:
@@ -43,6 +57,7 @@ class BlockPool:
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Ints]] = deque()
         self.num_fenced = 0
+        self.tiers: list[Tier] = []
 
     def allocate(self, count: int) -> Ints:
         """Allocate blocks [count] with ref_count 1. The caller has compared count with num_free."""
@@ -113,11 +128,15 @@ class BlockPool:
     def forget(self) -> None:
         """Empty the prefix cache: free cached blocks become blank, held blocks lose their names."""
         self.names.forget_all()
+        for tier in self.tiers:
+            tier.forget()
         for ring in self._rings:
             self._push_blank(ring.clear())
 
     def forget_names(self, blocks: BlockIds) -> None:
         """Remove the names of these held blocks, so that they are not found any more."""
+        for tier in self.tiers:
+            tier.forget_contents(self.names.content[blocks])
         self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
 
     def _make_free(self, blocks: BlockIds) -> None:
@@ -144,6 +163,8 @@ class BlockPool:
             count -= len(parts[-1])
         assert not count, f"{count} blocks missing from the rings"
         evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for tier in self.tiers:
+            tier.keep(evicted)
         self.names.forget(evicted)
         return evicted
 

@@ -3,22 +3,18 @@
 Settings that would change the arithmetic and are not implemented are refused by name.
 """
 
-import math
-import mmap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 
+from core.model_files.architecture_settings import every, expert_parts, unrotated_beside
 from core.model_files.config_json import pattern_layers
-from core.model_files.rope_scaling import yarn_attention_factor
+from core.model_files.gguf_rope import gguf_rope_scaling
 from core.model_files.values import Values, model_sizes
-from core.models.architectures import GGUF_ARCHITECTURES, Architecture
-from core.models.config import ModelConfig
-from core.models.rope_scaling import FrequencyDivisors, LinearScaling, RopeScaling, YarnScaling
-from ipc.errors import UnsupportedModelError
+from core.models.architectures import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
+from core.models.config import ExpertParts, ModelConfig
 from ipc.files.gguf import GgufHeader, read_gguf
-from ipc.files.mapped_file import map_file
 
 #: Setting -> its key, without the architecture's name in front.
 _KEYS = {
@@ -40,24 +36,45 @@ _KEYS = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
+    "query_growth": "attention.temperature_scale",
+    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "attention_factor": "rope.scaling.attn_factor",
+    "rotary_dim": "rope.dimension_count",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
 #: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
-    "expert_count": 0,
-    "attn_logit_softcapping": 0.0,
-    "final_logit_softcapping": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "expert_gating_func": 1,  # softmax
+    "expert_shared_count": 0,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
     "rope.scale_linear": 1.0,
-    "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
 }
+#: Settings that some architectures have -> their value without effect. Others refuse them.
+_CAPS = {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+_MULTIPLIERS = {
+    "attention_multiplier": 0.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GROWTH = {"query_growth": 0.0, "yarn_log_multiplier": 0.0}
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
-_DIVISORS = "rope_freqs.weight"
 
-#: Number of layers of Gemma 3 27B, the only one whose queries are not scaled by the head dimension. llama.cpp
-#: recognizes it by this number, too.
-_GEMMA3_27B_LAYERS = 62
+#: Every fourth layer of SmolLM3 is not rotated; no key says so, and llama.cpp has the same number.
+_SMOLLM3_INTERVAL = 4
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -74,20 +91,23 @@ def read_gguf_config(path: Path) -> ModelConfig:
         values.fail("general.architecture", f"is missing; supported are {known}")
     if name not in GGUF_ARCHITECTURES:
         values.refuse("general.architecture", f"supported are {known}")
-    architecture = GGUF_ARCHITECTURES[str(name)]
     values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in _KEYS.items()})
+    is_routed = values.get("num_experts") not in (None, 0) and str(name) in GGUF_ROUTED
+    architecture = (GGUF_ROUTED if is_routed else GGUF_ARCHITECTURES)[str(name)]
     _refuse_features(values, str(name), architecture)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
     sizes = model_sizes(values)
-    for key in (f"{name}.rope.dimension_count", f"{name}.attention.value_length"):
-        if header.metadata.get(key, sizes["head_dim"]) != sizes["head_dim"]:
-            values.refuse(key, f"only the head dimension {sizes['head_dim']} is")
+    key = f"{name}.attention.value_length"
+    if header.metadata.get(key, sizes["head_dim"]) != sizes["head_dim"]:
+        values.refuse(key, f"only the head dimension {sizes['head_dim']} is")
+    width = _rotary_dim(values, architecture, sizes["head_dim"])
+    window = _window(values, architecture, sizes["num_hidden_layers"])
     eos: tuple[int, ...] = ()
     for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
         eos += values.token_ids(key, vocab_size)
     bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
-    matrix = header.tensors.get("blk.0.attn_q.weight")
+    matrix = header.tensors.get("blk.0.attn_qkv.weight" if architecture.fused_qkv else "blk.0.attn_q.weight")
     return ModelConfig(
         architecture=architecture.name,
         vocab_size=vocab_size,
@@ -96,10 +116,15 @@ def read_gguf_config(path: Path) -> ModelConfig:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_DTYPES.get(matrix.type, "float32") if matrix else "float32",
         rope_theta=values.number("rope_theta", 1.0, 1e12, architecture.rope_theta),
-        rope_scaling=_rope_scaling(values, header, path, sizes),
+        rope_scaling=gguf_rope_scaling(values, header, path, architecture, sizes["max_position_embeddings"], width),
+        query_growth=_query_growth(values, architecture),
+        rotary_dim=width if width != sizes["head_dim"] else None,
+        unrotated_layers=_unrotated(architecture, window, sizes["num_hidden_layers"]),
         **sizes,
-        **_window(values, architecture, sizes["num_hidden_layers"]),
-        **_features(header, architecture, sizes),
+        **window,
+        **(_features(header, architecture, sizes) | _multipliers(values, architecture)),
+        **_caps(values, architecture),
+        experts=_experts(values, header, architecture, sizes["num_hidden_layers"]),
     )
 
 
@@ -107,8 +132,16 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
     for key, plain in _WITHOUT_EFFECT.items():
         if values.values.get(f"{name}.{key}", plain) != plain:
             values.refuse(f"{name}.{key}", f"only {plain!r} is")
-    if architecture.sliding != "by sliding_window_pattern" and values.get("sliding_window") not in (None, 0):
-        values.refuse("sliding_window", "in a GGUF file only gemma3 has one; safetensors are the alternative")
+    if not _may_slide(architecture) and values.get("sliding_window") not in (None, 0):
+        names = ", ".join(name for name, row in GGUF_ARCHITECTURES.items() if _may_slide(row))
+        values.refuse("sliding_window", f"in a GGUF file only {names} have one; safetensors are the alternative")
+    absent = {} if architecture.soft_caps else _CAPS
+    absent = absent | ({} if architecture.query_growth else _GROWTH)
+    absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
+    absent = absent | (_MULTIPLIERS if architecture.multipliers == "none" else {})
+    for setting, plain in absent.items():
+        if values.get(setting) not in (None, plain):
+            values.refuse(setting, f"only {plain!r} is")
     for setting in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if isinstance(values.get(setting), list):
             values.refuse(setting, "all layers must be alike")
@@ -120,29 +153,95 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
     A model has a bias if the file has its tensor. The norms' offset is included in the file's numbers already.
     """
     scalar = None
-    if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
+    if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == architecture.gguf_scalar_layers:
         scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
     return {
         "hidden_act": architecture.activation,
         "qkv_bias": architecture.attention_bias == "qkv" or "blk.0.attn_q.bias" in header.tensors,
         "output_bias": "blk.0.attn_output.bias" in header.tensors,
         "qk_norm": architecture.qk_norm,
+        "qk_norm_of_rows": architecture.qk_norm_of_rows,
+        "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
+        "fused_qkv": architecture.fused_qkv,
+        "fused_gate_up": architecture.fused_gate_up and architecture.experts is None,
     }
+
+
+def _experts(values: Values, header: GgufHeader, architecture: Architecture, num_layers: int) -> ExpertParts | None:
+    """Return the routed MLPs' properties. Older files say by the architecture alone whether weights sum to 1."""
+    if architecture.experts is None:
+        return None
+    size = "moe_intermediate_size" if values.get("moe_intermediate_size") is not None else "intermediate_size"
+    normalises = values.boolean("norm_topk_prob", architecture.experts.gguf_normalises)
+    dense = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate.weight" in header.tensors)
+    parts = expert_parts(values, "num_experts", size, normalises=normalises)
+    return msgspec.structs.replace(parts, dense_layers=dense)
+
+
+def _rotary_dim(values: Values, architecture: Architecture, head_dim: int) -> int:
+    """Return how many numbers of a head are rotated."""
+    width = values.integer("rotary_dim", head_dim)
+    if width == head_dim:
+        return width
+    if not architecture.partial_rotary:
+        values.refuse("rotary_dim", f"only the head dimension {head_dim} is")
+    if width % 2 or width > head_dim:
+        values.fail("rotary_dim", f"must be an even number of at most {head_dim}, got {width}")
+    return width
+
+
+def _query_growth(values: Values, architecture: Architecture) -> float | None:
+    if not architecture.query_growth or values.get("query_growth") in (None, 0.0):
+        return None
+    return values.number("query_growth", 0.0, 1e6)
+
+
+def _caps(values: Values, architecture: Architecture) -> dict[str, Any]:
+    if not architecture.soft_caps:
+        return {}
+    return {  # llama.cpp's defaults
+        "scores_cap": values.number("attn_logit_softcapping", 1e-3, 1e6, 50.0),
+        "logits_cap": values.number("final_logit_softcapping", 1e-3, 1e6, 30.0),
+    }
+
+
+def _multipliers(values: Values, architecture: Architecture) -> dict[str, Any]:
+    if architecture.multipliers == "none":
+        return {}
+    fields = {name: values.number(name, 1e-6, 1e6) for name in ("embedding_multiplier", "residual_multiplier")}
+    if values.get("attention_multiplier") not in (None, 0.0):
+        fields["query_pre_attn_scalar"] = values.number("attention_multiplier", 1e-6, 1e6) ** -2
+    return fields | {"logits_multiplier": 1 / values.number("logits_scaling", 1e-6, 1e6)}
+
+
+def _unrotated(architecture: Architecture, window: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    match architecture.unrotated:
+        case "no_rope_layers":
+            return every(_SMOLLM3_INTERVAL, num_layers)
+        case "full beside sliding" if window:
+            return unrotated_beside(window["sliding_layers"], num_layers)
+        case _:
+            return ()
+
+
+def _may_slide(architecture: Architecture) -> bool:
+    return architecture.gguf is not None and architecture.sliding in ("all", "by sliding_window_pattern")
 
 
 def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
     """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
-    own = architecture.sliding_rope_theta
-    if own is None or values.get("sliding_window") in (None, 0):
+    if values.get("sliding_window") in (None, 0):
         return {}
-    return {
-        "sliding_window": values.integer("sliding_window"),
-        "sliding_layers": _sliding_layers(values, architecture, num_layers),
-        "sliding_rope_theta": values.number("sliding_rope_theta", 1.0, 1e12, own),
-    }
+    fields: dict[str, Any] = {"sliding_window": values.integer("sliding_window")}
+    if architecture.own_sliding_rope:
+        own = architecture.sliding_rope_theta or values.number("rope_theta", 1.0, 1e12, architecture.rope_theta)
+        fields["sliding_rope_theta"] = values.number("sliding_rope_theta", 1.0, 1e12, own)
+    if architecture.sliding == "all":
+        return fields | {"sliding_layers": tuple(range(num_layers))}
+    return fields | {"sliding_layers": _sliding_layers(values, architecture, num_layers)}
 
 
 def _sliding_layers(values: Values, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
@@ -155,44 +254,3 @@ def _sliding_layers(values: Values, architecture: Architecture, num_layers: int)
     if len(flags) != num_layers or any(type(flag) is not bool for flag in flags):
         values.fail("sliding_window_pattern", f"must be a number or {num_layers} booleans, got {flags!r:.80}")
     return tuple(layer for layer, flag in enumerate(flags) if flag)
-
-
-def _rope_scaling(values: Values, header: GgufHeader, path: Path, sizes: dict[str, Any]) -> RopeScaling | None:
-    if _DIVISORS in header.tensors:
-        return _divisors(values, header, path, sizes["head_dim"] // 2)
-    kind = values.values.get(values.key("rope_type"), "linear")  # llama.cpp's default
-    if kind not in ("none", "linear", "yarn"):
-        values.refuse("rope_type", "'none', 'linear' and 'yarn' are")
-    if values.get("factor") in (None, 0, 1):
-        return None
-    factor = values.number("factor", 1e-6, 1e6)
-    if kind == "yarn":
-        length = "original_max_position_embeddings"
-        return YarnScaling(
-            factor=factor,
-            original_max_position_embeddings=values.number(length, 1, 2**24, sizes["max_position_embeddings"]),
-            attention_factor=yarn_attention_factor(factor),
-            beta_fast=values.number("beta_fast", 1e-6, 1e6, 32.0),
-            beta_slow=values.number("beta_slow", 1e-6, 1e6, 1.0),
-        )
-    return LinearScaling(factor) if kind == "linear" else None
-
-
-def _divisors(values: Values, header: GgufHeader, path: Path, expected: int) -> FrequencyDivisors:
-    """Read the tensor of frequency divisors.
-
-    It belongs to the configuration, and has only a few numbers. Errors: ModelFileError, UnsupportedModelError.
-    """
-    tensor = header.tensors[_DIVISORS]
-    if tensor.type != "F32" or tensor.shape != (expected,):
-        raise UnsupportedModelError(
-            f"{path}: tensor {_DIVISORS} of type {tensor.type} and shape {tensor.shape} is not supported; "
-            f"F32 of shape ({expected},) is"
-        )
-    if values.get("rope_type") not in (None, "none"):
-        values.refuse("rope_type", f"beside the tensor {_DIVISORS} only 'none' is")
-    with map_file(path, mmap.ACCESS_READ) as data:
-        numbers = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes], "<f4").tolist()
-    if not all(math.isfinite(number) and number > 0 for number in numbers):
-        values.fail(_DIVISORS, "must hold finite numbers above 0")
-    return FrequencyDivisors(tuple(numbers))

@@ -7,13 +7,18 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
+
+from core.model_files.architecture_settings import caps, experts, multipliers, rotary_dim, unrotated_layers
 from core.model_files.encoder_config import encoder_of, most_tokens_of, read_encoder_config
+from core.model_files.quantization import read_packing
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
+from core.model_files.vision_settings import PROCESSOR_FILE, has_vision, read_vision, text_values
 from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
 from core.models.config import Activation, ModelConfig
 from core.models.encoder_architectures import EncoderArchitecture, EncoderForm
-from core.models.rope_scaling import RopeScaling
+from core.models.rope_scaling import YarnScaling
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
 
@@ -22,8 +27,7 @@ _NAMES = ", ".join(ARCHITECTURES)
 #: Settings of related architectures that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "mlp_bias": False,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
+    "use_bias": False,
     "use_bidirectional_attention": False,
 }
 
@@ -37,9 +41,17 @@ def read_json_config(folder: Path) -> ModelConfig:
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
     if (encoder := encoder_of(values)) is not None:
         return _encoder_config(folder, values, *encoder)
-    architecture, form = _architecture(values)
+    if has_vision(values):
+        return _vision_config(folder, values)
+    return decoder_config(folder, values, *_architecture(values))
+
+
+def decoder_config(folder: Path, values: Values, architecture: Architecture, form: Form) -> ModelConfig:
+    """Return the configuration of a decoder from the settings in config.json. Errors: those of read_json_config()."""
     values.values = {**architecture.defaults, **values.values}
-    _refuse_features(values)
+    _refuse_features(values, architecture)
+    if architecture.size_key != "intermediate_size":
+        values.values["intermediate_size"] = values.integer(architecture.size_key)
     vocab_size = values.integer("vocab_size")
     sizes = model_sizes(values)
     bos = values.token_ids("bos_token_id", vocab_size)
@@ -56,11 +68,23 @@ def read_json_config(folder: Path) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(values),
+        packing=read_packing(values),
         **sizes,
-        **_rope(values, architecture, sizes["max_position_embeddings"]),
-        **_window(values, architecture, sizes["num_hidden_layers"]),
-        **_features(values, architecture),
+        **_rope(values, architecture, sizes),
+        **(window := _window(values, architecture, sizes["num_hidden_layers"])),
+        **_features(values, architecture, sizes),
+        **caps(values, architecture),
+        experts=experts(values, architecture, sizes),
+        unrotated_layers=unrotated_layers(values, architecture, sizes, window.get("sliding_layers", ())),
     )
+
+
+def _vision_config(folder: Path, values: Values) -> ModelConfig:
+    """Return the configuration of a model with images: its text's model, with the vision encoder beside it."""
+    file, text = folder / PROCESSOR_FILE, text_values(values)
+    processor = Values(read_json_object(file) if file.is_file() else {}, str(file))
+    config = decoder_config(folder, text, *_architecture(text))
+    return msgspec.structs.replace(config, vision=read_vision(values, processor))
 
 
 def _encoder_config(folder: Path, values: Values, row: EncoderArchitecture, form: EncoderForm) -> ModelConfig:
@@ -113,14 +137,15 @@ def _num_labels(values: Values) -> int:
     return count or 2
 
 
-def _refuse_features(values: Values) -> None:
+def _refuse_features(values: Values, architecture: Architecture) -> None:
+    for name, only in architecture.only.items():
+        if values.get(name) != only:
+            values.refuse(name, f"only {json.dumps(only)} is")
     for name, plain in _WITHOUT_EFFECT.items():
         if type(plain) is bool:
             values.boolean(name)
         if values.get(name) not in (None, plain):
             values.refuse(name, f"only {json.dumps(plain)} is")
-    if values.get("quantization_config") is not None:
-        values.refuse("quantization_config", "safetensors weights must be F32, F16 or BF16")
 
 
 def _dtype(values: Values) -> str:
@@ -130,7 +155,7 @@ def _dtype(values: Values) -> str:
     return str(dtype)
 
 
-def _features(values: Values, architecture: Architecture) -> dict[str, Any]:
+def _features(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the layer features by ModelConfig's names, without rotation and window."""
     configured = values.boolean("attention_bias") and architecture.attention_bias == "as configured"
     activation = values.get(architecture.activation_key)
@@ -142,19 +167,24 @@ def _features(values: Values, architecture: Architecture) -> dict[str, Any]:
     return {
         "hidden_act": activation or architecture.activation,
         "qkv_bias": configured or architecture.attention_bias == "qkv",
-        "output_bias": configured,
+        "output_bias": configured and values.boolean("attention_out_bias", True),
         "qk_norm": architecture.qk_norm,
+        "qk_norm_of_rows": architecture.qk_norm_of_rows,
+        "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "norm_offset": architecture.norm_offset,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
+        "fused_qkv": architecture.fused_qkv,
+        "fused_gate_up": architecture.fused_gate_up,
+        **multipliers(values, architecture, sizes),
     }
 
 
 # --- rotary embedding ---------------------------------------------------------------------------------------------
 
 
-def _rope(values: Values, architecture: Architecture, max_position_embeddings: int) -> dict[str, Any]:
+def _rope(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary settings by ModelConfig's names.
 
     transformers 5 writes rope_parameters with theta and scaling; where layers differ it has one such group for each
@@ -162,21 +192,20 @@ def _rope(values: Values, architecture: Architecture, max_position_embeddings: i
     """
     own = architecture.sliding_rope_theta  # of sliding layers
     parameters = values.group("rope_parameters")
-    if parameters is None or own is None:
-        theta, scaling = _rope_group(
-            values, _flat(values, parameters), architecture.rope_theta, max_position_embeddings
-        )
+    if parameters is None or not architecture.own_sliding_rope:
+        flat = _flat(values, parameters)
+        rope = _rope_group(values, flat, architecture, architecture.rope_theta, sizes)
         if own is not None:
             own = values.number("rope_local_base_freq", 1.0, 1e12, own)
-        return {"rope_theta": theta, "rope_scaling": scaling, "sliding_rope_theta": own}
+        return rope | {"sliding_rope_theta": own or (rope["rope_theta"] if architecture.own_sliding_rope else None)}
     full, sliding = parameters.group("full_attention"), parameters.group("sliding_attention")
     if full is None or sliding is None:
         values.fail("rope_parameters", "must have full_attention and sliding_attention")
-    theta, scaling = _rope_group(values, full, architecture.rope_theta, max_position_embeddings)
-    own, none = _rope_group(values, sliding, own, max_position_embeddings)
-    if none is not None:
+    rope = _rope_group(values, full, architecture, architecture.rope_theta, sizes)
+    other = _rope_group(values, sliding, architecture, own or architecture.rope_theta, sizes)
+    if other["rope_scaling"] is not None:
         values.refuse("rope_parameters", "the rotary embedding of sliding layers cannot be scaled")
-    return {"rope_theta": theta, "rope_scaling": scaling, "sliding_rope_theta": own}
+    return rope | {"sliding_rope_theta": other["rope_theta"]}
 
 
 def _flat(values: Values, parameters: Values | None) -> Values:
@@ -195,18 +224,27 @@ def _flat(values: Values, parameters: Values | None) -> Values:
 
 
 def _rope_group(
-    values: Values, group: Values, theta: float, max_position_embeddings: int
-) -> tuple[float, RopeScaling | None]:
-    """Return theta and the scaling of a group. theta: the default.
+    values: Values, group: Values, architecture: Architecture, theta: float, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Return theta, the scaling and the number of rotated dimensions of a group. theta: the default.
 
     An original length outside the group has precedence, as in transformers.
     """
     if (original := values.get("original_max_position_embeddings")) is not None:
         group.values = {**group.values, "original_max_position_embeddings": original}
-    for place in (group, values):
-        if place.get("partial_rotary_factor") not in (None, 1):
-            place.refuse("partial_rotary_factor", "only 1 is")
-    return group.number("rope_theta", 1.0, 1e12, theta), read_rope_scaling(group, max_position_embeddings)
+    growth = group.get("llama_4_scaling_beta")
+    if growth is not None:
+        if not architecture.query_growth:
+            group.refuse("llama_4_scaling_beta", "only null is")
+        growth = group.number("llama_4_scaling_beta", 0.0, 1e6)
+    width = rotary_dim(values, group, architecture, sizes["head_dim"])
+    scaling = read_rope_scaling(group, sizes["max_position_embeddings"], width // 2 if architecture.longrope else None)
+    return {
+        "rope_theta": group.number("rope_theta", 1.0, 1e12, theta),
+        "rope_scaling": scaling,
+        "query_growth": growth if isinstance(scaling, YarnScaling) else None,
+        "rotary_dim": width if width != sizes["head_dim"] else None,
+    }
 
 
 # --- sliding window -----------------------------------------------------------------------------------------------
@@ -217,8 +255,11 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
     match architecture.sliding:
         case "none":
             layers: tuple[int, ...] = ()
+            kinds = values.get("layer_types") or values.get("layers_block_type") or []
+            if not isinstance(kinds, list) or not {"attention", "full_attention"}.issuperset(map(str, kinds)):
+                values.refuse("layer_types", f"all layers of a {architecture.name} have full attention")
         case "all":
-            if values.get("layer_types") is not None:
+            if values.get("layer_types") is not None and values.get("sliding_window") is not None:
                 values.refuse("layer_types", f"all layers of a {architecture.name} are alike")
             layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
         case "from max_window_layers":
@@ -227,8 +268,15 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
                 first = values.integer("max_window_layers") if values.get("sliding_window") is not None else num_layers
                 layers = _named_layers(values, num_layers, tuple(range(first, num_layers)))
         case "by sliding_window_pattern":
-            pattern = values.integer("sliding_window_pattern")
-            layers = _named_layers(values, num_layers, pattern_layers(pattern, num_layers))
+            layers = ()
+            if values.get("sliding_window") is not None or values.get("layer_types") is None:
+                pattern = values.integer("sliding_window_pattern")
+                layers = _named_layers(values, num_layers, pattern_layers(pattern, num_layers))
+        case "by layer_types":
+            layers = _named_layers(values, num_layers, ()) if values.boolean("use_sliding_window") else ()
+        case "by layer_types, else all":
+            all_layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
+            layers = _named_layers(values, num_layers, all_layers)
     return {"sliding_window": values.integer("sliding_window"), "sliding_layers": layers} if layers else {}
 
 

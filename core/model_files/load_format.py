@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,9 @@ def open_weights(
     """
     if load_format == "dummy":
         identity = hashlib.sha256(msgspec.json.encode(config)).hexdigest()
-        return OpenedWeights(counted(_made_up(config, dtype), expected_shapes(config)), identity, "dummy-")
+        return OpenedWeights(
+            counted(made_up(expected_shapes(config), dtype), expected_shapes(config)), identity, "dummy-"
+        )
     found = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format not in ("auto", found):
         raise ConfigError(f"load_format={load_format!r} does not fit {path}, which is {found}; use 'auto'")
@@ -54,15 +56,15 @@ def open_weights(
     return OpenedWeights(tensors, model_fingerprint(path), "")
 
 
-def _made_up(config: ModelConfig, dtype: Dtype) -> Iterator[tuple[str, Numbers]]:
-    """Yield made-up weights: matrices of fixed normally distributed numbers, norms of 1, biases of 0.
+def made_up(shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> Iterator[tuple[str, Numbers]]:
+    """Yield made-up weights of these shapes: matrices of fixed normally distributed numbers, norms of 1, biases of 0.
 
     Norms and biases are float32, as in load_weights().
     """
     generator = np.random.Generator(np.random.PCG64(0))
     pattern = rounded(generator.standard_normal(_PERIOD, np.float32) * np.float32(_STD), dtype)
     start = 0
-    for name, shape in expected_shapes(config).items():
+    for name, shape in shapes.items():
         if len(shape) == 1:
             yield name, np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
             continue

@@ -12,19 +12,27 @@ from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
 from core.model_files.pooling import pools, read_pooler
+from core.model_files.vision_weights import open_vision
 from core.models.config import EncoderParts, ModelConfig
 from core.models.encoder import Encoder
 from core.models.interface import Model
 from core.models.llama import Llama
+from core.models.rank import Rank
 from core.models.stored_matrix import Weight
+from core.models.vision_encoder import VisionEncoder
 from core.models.weight_form import WeightForm, best_form
 from core.pooling.pooler import Pooler
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint
+from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
+from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype
+
+_NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
+_NO_GROUP = "tensor_parallel_size > 1 needs the C kernels at numerics level L2"
 
 
 class LoadedModel(NamedTuple):
@@ -35,16 +43,18 @@ class LoadedModel(NamedTuple):
     label: str  # prefix of the model's fingerprint
     pooler: Pooler | None = None  # of a model that pools, which generates no tokens then
     encoder: EncoderParts | None = None  # of an encoder
+    vision: VisionEncoder | None = None  # of a model that takes images
 
 
-def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
-    """Load the model of a folder or .gguf file, to run in dtype on the config's device.
+def load_model(path: Path, dtype: Dtype, config: EngineConfig, rank: Rank | None = None) -> LoadedModel:
+    """Load the model of a folder or .gguf file, to run in dtype on the config's device. rank: see Llama.
 
     Errors: ModelFileError, UnsupportedModelError; ConfigError for options that do not fit the model; OutOfMemoryError
     if the weights do not fit the GPU.
     """
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
+        _check_fit(path, config, rank, model_config)
         if config.device == "cuda":
             if config.quantization in ("stored", "int8"):
                 raise ConfigError(f"quantization={config.quantization!r} is of device='cpu': a GPU's is 'none'")
@@ -54,28 +64,26 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
             # Imported here: only this path needs torch and triton.
             from core.models.device_model import device_model
 
-            return LoadedModel(
-                device_model(model_config, weights.tensors, dtype, cuda_device()), weights.fingerprint, weights.label
-            )
+            model = device_model(model_config, weights.tensors, dtype, cuda_device())
+            return LoadedModel(model, weights.fingerprint, weights.label)
         library = start_cpu_kernels(config)
-        if model_config.encoder is not None:
-            _check_encoder(path, config, library)
+        _check_encoder(path, config, library, model_config)
         if library is None or config.numerics == "L0":
             start_torch(config)
         form = _weight_form(config, model_config, library)
         weights = open_weights(config.load_format, path, model_config, dtype, library)
-        native = _native(model_config, weights.tensors, dtype, config, library, form)
+        native = _native(model_config, weights.tensors, dtype, config, library, form, rank)
         pooler = read_pooler(config, path, native) if pools(config, path, model_config) else None
+        rest = pooler, model_config.encoder, _vision(path, model_config, dtype, config, native)
         _return_free_memory()
-        return LoadedModel(native, weights.fingerprint, weights.label, pooler, model_config.encoder)
+        return LoadedModel(native, weights.fingerprint, weights.label, *rest)
+    _check_fit(path, config, rank, None)
     if config.quantization in ("stored", "int8"):
         raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
     if config.runner == "pooling":
         raise ConfigError(f"{path}: models that run through transformers' code do not pool: leave runner at 'auto'")
     if config.device == "cuda":
-        raise ConfigError(
-            f"device='cuda' runs models of our own, and {path} needs transformers' code: use device='cpu'"
-        )
+        raise ConfigError(f"device='cuda' runs models of our own, and {path} needs transformers' code: use 'cpu'")
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
     # Imported here: transformers and torch take seconds to import, and in-tree models never need them.
@@ -83,14 +91,73 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig) -> LoadedModel:
     from core.models.transformers_model import TransformersModel
 
     made_up = config.load_format == "dummy"
-    model = TransformersModel(path, dtype, made_up=made_up, max_model_len=config.max_model_len)
+    foreign = TransformersModel(path, dtype, made_up=made_up, max_model_len=config.max_model_len)
     if made_up:
-        return LoadedModel(model, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
-    return LoadedModel(model, model_fingerprint(path), "")
+        return LoadedModel(foreign, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
+    return LoadedModel(foreign, model_fingerprint(path), "")
 
 
-def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None) -> None:
+def _undivided(model: ModelConfig) -> str:
+    """Return what of a model no rank can have a part of; "" if there is nothing."""
+    reasons = {
+        "routed MLPs": model.experts is not None,
+        "a cap of its logits": model.logits_cap is not None,
+        "norms of whole rows of Q and K": model.qk_norm_of_rows,
+        "fused matrices": model.fused_qkv or model.fused_gate_up,
+    }
+    return ", ".join(reason for reason, has_it in reasons.items() if has_it)
+
+
+def _check_rank(path: Path, config: EngineConfig, rank: Rank | None, model: ModelConfig | None) -> None:
+    """Check that ranks can compute the model together. model: None = transformers' code. Errors: ConfigError."""
+    if rank is None:
+        return
+    if config.device == "cuda" or config.numerics == "L0" or config.cpu_kernels == "torch":
+        raise ConfigError(f"{_NO_GROUP}: leave out device, numerics and cpu_kernels, or tensor_parallel_size")
+    if model is not None and (reason := _undivided(model)):
+        raise ConfigError(f"{path} has {reason}, which ranks do not divide: leave tensor_parallel_size out")
+    if model is None or model.encoder is not None:
+        kind = "needs transformers' code" if model is None else "is an encoder"
+        raise ConfigError(f"{_NO_GROUP}, for decoders of our own, and {path} {kind}: leave tensor_parallel_size out")
+    if rank.shard.size > model.num_attention_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={rank.shard.size} is more than the {model.num_attention_heads} query heads of "
+            f"{path}: use at most {model.num_attention_heads}"
+        )
+
+
+def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) -> None:
+    """Refuse a KV cache that only decoders have. model: None = transformers' code. Errors: ConfigError."""
+    if config.kv_cache_dtype == "auto":
+        return
+    if config.device == "cuda":
+        raise ConfigError("kv_cache_dtype='int8' is of device='cpu': leave it out, or device")
+    if config.numerics == "L0" or config.cpu_kernels == "torch":
+        raise ConfigError(f"{_NO_INT8_CACHE}: leave numerics and cpu_kernels out, or kv_cache_dtype")
+    if model is None or model.encoder is not None:
+        kind = "needs transformers' code" if model is None else "is an encoder, which keeps no K and V"
+        raise ConfigError(f"{_NO_INT8_CACHE}, and {path} {kind}: leave kv_cache_dtype out")
+
+
+def _cache_type(config: EngineConfig, library: CpuLibrary | None) -> type[CpuKVCache]:
+    """Return the type of the C kernels' KV cache. Errors: ConfigError for one of codes where there are no C kernels."""
+    if config.kv_cache_dtype == "auto":
+        return CpuKVCache
+    if library is None:
+        raise ConfigError(f"{_NO_INT8_CACHE}, and there are no C kernels here: leave kv_cache_dtype out")
+    return QuantizedKVCache
+
+
+def _check_fit(path: Path, config: EngineConfig, rank: Rank | None, model: ModelConfig | None) -> None:
+    """Refuse options that do not fit a model. model: None = transformers' code. Errors: ConfigError."""
+    _check_rank(path, config, rank, model)
+    _check_cache(path, config, model)
+
+
+def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None, model: ModelConfig) -> None:
     """Refuse options with which encoders do not run. Errors: ConfigError."""
+    if model.encoder is None:
+        return
     if library is None or config.numerics == "L0":
         raise ConfigError(
             f"{path} is an encoder, which needs the C kernels: install a C compiler or a wheel, and leave numerics and "
@@ -107,12 +174,31 @@ def _native(
     config: EngineConfig,
     library: CpuLibrary | None,
     form: WeightForm,
+    rank: Rank | None,
 ) -> Llama | Encoder:
-    """Return a model of our own with its weights. Errors: ModelFileError."""
+    """Return a model of our own with its weights. Errors: ModelFileError; ConfigError for ranks without C kernels."""
+    if rank is not None and library is None:
+        raise ConfigError(f"{_NO_GROUP}, and there are no C kernels here: leave tensor_parallel_size out")
     if model.encoder is None:
-        return Llama(model, weights, dtype, config.numerics, library, form=form)
+        caches = _cache_type(config, library)
+        llama = Llama(model, weights, dtype, config.numerics, library, form=form, rank=rank, cache_type=caches)
+        if config.max_model_len is not None:  # known already: of a resolved config
+            llama.settle_length(config.max_model_len)
+        return llama
     assert library is not None, "an encoder needs the C kernels"
     return Encoder(model, weights, dtype, library)
+
+
+def _vision(
+    path: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
+) -> VisionEncoder | None:
+    """Return the model's vision encoder; None for a model without one, or one whose text's model reads no features."""
+    if model.vision is None or not isinstance(native, Llama) or not native.reads_features:
+        return None
+    assert native.library is not None, "a model that reads features runs on the C kernels"
+    is_made_up = config.load_format == "dummy"
+    weights = open_vision(path, model.vision, model.hidden_size, dtype, is_made_up=is_made_up)
+    return VisionEncoder(model.vision, model.hidden_size, weights, dtype, native.library)
 
 
 def _weight_form(config: EngineConfig, model_config: ModelConfig, library: CpuLibrary | None) -> WeightForm:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from core.model_files.config_gguf import read_gguf_config
 from core.model_files.config_json import read_json_config
+from core.model_files.vision_settings import VISION_ARCHITECTURES
 from core.models.architectures import FORMS
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import ENCODER_FORMS
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 
-SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS)
+SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES)
 
 
 def read_model_config(path: Path) -> ModelConfig:

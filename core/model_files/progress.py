@@ -24,6 +24,12 @@ def following(tell: Callable[[float], None]) -> Iterator[None]:
         _follower = before
 
 
+def tell(share: float) -> None:
+    """Tell the follower how far another process is, which loads the weights."""
+    if _follower is not None:
+        _follower(share)
+
+
 def counted(weights: Iterator[tuple[str, Item]], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Item]]:
     """Yield the weights, and tell the follower how far they are. shapes: of all of them, by name."""
     taken, total, told = 0, sum(map(math.prod, shapes.values())), time.monotonic()

@@ -1,26 +1,31 @@
 """Rotary scalings from config.json: the ways in which models extend their rotary embedding to longer contexts.
 
-"dynamic" and "longrope" depend on the current length of a request, so a token's K would change after it is stored. They
-are refused by name, as are all other types of transformers.
+"dynamic" depends on the current length of a request, so a token's K would change after it is stored. It is refused by
+name, as are all other types of transformers. "longrope" does so too, but its choice can be fixed: see LongropeScaling.
 """
 
 import math
 
 from core.model_files.values import Values
-from core.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from core.models.rope_scaling import LinearScaling, Llama3Scaling, LongropeScaling, RopeScaling, YarnScaling
 
 _MAX_FACTOR = 1e6
 _MAX_LENGTH = 2**24  # tokens; the limit of max_position_embeddings, too
 
 
-def read_rope_scaling(group: Values, max_position_embeddings: int) -> RopeScaling | None:
+def read_rope_scaling(
+    group: Values, max_position_embeddings: int, num_divisors: int | None = None
+) -> RopeScaling | None:
     """Return the scaling that config.json's rope_scaling or rope_parameters describes; None if it is the default type.
 
-    max_position_embeddings: tokens; the default of the original length. Errors: UnsupportedModelError naming the type;
-    ModelFileError naming a missing or invalid number.
+    max_position_embeddings: tokens; the default of the original length. num_divisors: of longrope; None = the
+    architecture has no such scaling. Errors: UnsupportedModelError naming the type; ModelFileError naming a missing or
+    invalid number.
     """
     name = "rope_type" if "rope_type" in group.values else "type"
     kind = group.values.get(name, "default")
+    if num_divisors is not None and kind in ("longrope", "su"):
+        return _longrope(group, max_position_embeddings, num_divisors)
     if kind not in ("default", "linear", "llama3", "yarn"):
         group.refuse(name, "the types 'default', 'linear', 'llama3' and 'yarn' are")
     if kind == "linear":
@@ -28,6 +33,13 @@ def read_rope_scaling(group: Values, max_position_embeddings: int) -> RopeScalin
     if kind == "llama3":
         return _llama3(group, max_position_embeddings)
     return _yarn(group, max_position_embeddings) if kind == "yarn" else None
+
+
+def longrope_attention_factor(factor: float, original_length: float) -> float:
+    """Return the attention factor that LongRoPE recommends for a context extended by `factor`."""
+    if factor <= 1 or original_length <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -49,6 +61,26 @@ def _llama3(group: Values, max_position_embeddings: int) -> Llama3Scaling:
     if high <= low:
         group.fail("high_freq_factor", f"must be above low_freq_factor={low:g}, got {high:g}")
     return Llama3Scaling(_factor(group), low, high, _original_length(group, max_position_embeddings))
+
+
+def _longrope(group: Values, max_position_embeddings: int, count: int) -> LongropeScaling:
+    def divisors(name: str) -> tuple[float, ...]:
+        numbers = group.get(name)
+        if not isinstance(numbers, list) or len(numbers) != count:
+            group.fail(name, f"must be a list of {count} numbers, got {numbers!r:.80}")
+        if any(type(number) not in (int, float) or not 0 < number <= _MAX_FACTOR for number in numbers):
+            group.fail(name, f"must hold numbers above 0, got {numbers!r:.80}")
+        return tuple(map(float, numbers))
+
+    original = _original_length(group, max_position_embeddings)
+    factor = _factor(group, max(max_position_embeddings / original, 1 / _MAX_FACTOR))
+    recommended = longrope_attention_factor(factor, original)
+    return LongropeScaling(
+        divisors("short_factor"),
+        divisors("long_factor"),
+        original,
+        group.number("attention_factor", 1 / _MAX_FACTOR, _MAX_FACTOR, recommended),
+    )
 
 
 def _yarn(group: Values, max_position_embeddings: int) -> YarnScaling:

@@ -18,11 +18,22 @@ _RANGES: dict[str, tuple[int, int]] = {
     "sliding_window": (1, 2**24),
     "sliding_window_pattern": (1, 2**12),
     "max_window_layers": (0, 2**12),
+    "no_rope_layer_interval": (1, 2**12),
+    "rotary_dim": (2, 2**12),
+    "num_experts": (1, 2**12),
+    "shared_intermediate_size": (1, 2**22),
+    "num_local_experts": (1, 2**12),
+    "num_experts_per_tok": (1, 2**6),
+    "moe_intermediate_size": (1, 2**22),
+    "decoder_sparse_step": (1, 2**12),
     "type_vocab_size": (1, 2**8),
     "pad_token_id": (0, 2**24),
     "local_attention": (2, 2**24),
     "global_attn_every_n_layers": (1, 2**12),
     "max_seq_length": (1, 2**24),
+    "image_size": (1, 2**12),
+    "patch_size": (1, 2**10),
+    "scale_factor": (1, 2**6),
 }
 
 

@@ -4,20 +4,28 @@ The headers are checked completely before the first tensor is made. Then the fil
 at a time, so that there is never a second copy of a whole file.
 """
 
+import math
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from core.model_files.encoder_weights import encoder_shapes, with_our_names
+from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
+from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
+from core.model_files.tensor_names import gguf_name, head_order, json_name
 from core.models.architectures import ARCHITECTURES
-from core.models.config import ModelConfig
+from core.models.config import ModelConfig, Packing
+from core.models.rope_scaling import LongropeScaling
 from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
-from ipc.arrays import UInt8s
+from core.models.vision_parts import IS_VISION, text_name
+from ipc.arrays import Ints, UInt8s
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.mapped_file import map_file
@@ -29,31 +37,8 @@ from kernels.elements import FLOAT32, Dtype
 
 #: safetensors dtype -> type name of kernels.dequantize, which converts both formats.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_GGUF_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-#: Names of norms in models with post_norms; they replace those above.
-_GGUF_POST_NORM_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 #: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
@@ -69,7 +54,17 @@ class _Stored(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
     end: int
-    interleaved_heads: int = 0  # number of heads whose rows are in llama.cpp's rotary order; 0 = in transformers'
+    heads: int = 0  # leading heads whose rows are reordered
+    order: tuple[int, ...] = ()  # of a head's rows: where each is in the file
+
+
+class _Packed(msgspec.Struct, frozen=True):
+    """The tensors that a packed matrix is stored as (core/model_files/packed_layout.py)."""
+
+    stem: str  # of the matrix's name
+    parts: dict[str, _Stored]  # by kind
+    shape: tuple[int, ...]
+    packing: Packing
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -79,7 +74,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in layer_shapes(config, layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
@@ -89,30 +84,48 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a layer by name, without the layer's prefix."""
+    hidden = config.hidden_size
     query_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for name, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+    products = {"q": query_size, "k": kv_size, "v": kv_size}
+    if config.fused_qkv:
+        products = {"qkv": query_size + 2 * kv_size}
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if config.pre_norms else {}
+    for name, size in products.items():
         shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
     if config.qkv_bias:
-        for name, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+        for name, size in products.items():
             shapes[f"self_attn.{name}_proj.bias"] = (size,)
     if config.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+        widths = (query_size, kv_size) if config.qk_norm_of_rows else (config.head_dim, config.head_dim)
+        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
     shapes["self_attn.o_proj.weight"] = (hidden, query_size)
     if config.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     norms = ["post_attention_layernorm"]
     if config.post_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    return shapes | {
-        **{f"{name}.weight": (hidden,) for name in norms},
-        "mlp.gate_proj.weight": (intermediate, hidden),
-        "mlp.up_proj.weight": (intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, intermediate),
-    }
+        norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
+        norms += ["post_feedforward_layernorm"]
+    shapes |= {f"{name}.weight": (hidden,) for name in norms}
+    experts = config.experts
+    if experts is None or layer in experts.dense_layers:
+        return shapes | _mlp_shapes(config, "mlp.", config.intermediate_size)
+    shapes["mlp.router.weight"] = (experts.num_experts, hidden)
+    for number in range(experts.num_experts):
+        shapes |= _mlp_shapes(config, f"mlp.experts.{number}.", experts.intermediate_size)
+    return shapes
+
+
+def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]]
+    if config.fused_gate_up:
+        shapes = {f"{prefix}gate_up_proj.weight": (2 * size, hidden)}
+    else:
+        shapes = {f"{prefix}{name}_proj.weight": (size, hidden) for name in ("gate", "up")}
+    return shapes | {f"{prefix}down_proj.weight": (hidden, size)}
 
 
 def load_weights(
@@ -120,8 +133,9 @@ def load_weights(
 ) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) for every name of expected_shapes, in its order.
 
-    Matrices of a GGUF file stay as they are stored; other matrices are in dtype. Vectors are in float32, the dtype in
-    which norms and biases are computed. All checks are done when this function returns.
+    Matrices of a GGUF file stay as they are stored; other matrices are in dtype, and packed ones of a quantized folder
+    are blocks or in dtype. Vectors are in float32, the dtype in which norms and biases are computed. All checks are
+    done when this function returns.
 
     A weight that needs no conversion is a view of a private mapping of its file. Reading it reads the file, and the
     mapping exists as long as the weight. A file's pages are released as its weights are taken or converted, so data
@@ -135,46 +149,121 @@ def load_weights(
     return _convert(plan, dtype, library)
 
 
-def _plan_gguf(path: Path, config: ModelConfig) -> dict[str, _Stored]:
+def load_tensors(
+    folder: Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], unused: re.Pattern[str], dtype: Dtype
+) -> Iterator[tuple[str, Weight]]:
+    """Return an iterator over (name, weight) for every name of shapes, as load_weights() does for a whole model.
+
+    files: the names in the folder's files. unused: of tensors that the files may have besides. Errors: those of
+    load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
+    """
+    found = _folder_tensors(folder)
+    plan = {name: _as_matrix(_take(found, files[name], shape, folder)) for name, shape in shapes.items()}
+    for name, stored in found.items():
+        if not unused.fullmatch(name):
+            raise UnsupportedModelError(f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}")
+    return _convert(plan, dtype, None)
+
+
+def _as_matrix(stored: _Stored) -> _Stored:
+    shape = stored.shape
+    return msgspec.structs.replace(stored, shape=(shape[0], math.prod(shape[1:]))) if len(shape) > 2 else stored
+
+
+def read_integers(folder: Path, name: str) -> Ints | None:
+    """Return a tensor of integers as int64 in its shape; None if there is none of that name.
+
+    Errors: ModelFileError, UnsupportedModelError for another type.
+    """
+    stored = _folder_tensors(folder).get(name)
+    if stored is None:
+        return None
+    if stored.type not in _INTEGER_TYPES:
+        types = ", ".join(_INTEGER_TYPES)
+        raise UnsupportedModelError(f"{stored.path}: tensor {name} has type {stored.type}; supported are {types}")
+    with map_file(stored.path) as file:
+        return np.frombuffer(file[stored.begin : stored.end], _INTEGER_TYPES[stored.type]).astype(np.int64)
+
+
+def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, _Stored | _Packed]:
     found = {
         name: _Stored(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
         for name, tensor in read_gguf(path).tensors.items()
     }
-    # For some architectures llama.cpp's converter interleaves the two halves of each head's rows in these matrices.
-    interleaved: dict[str, int] = {}
-    if ARCHITECTURES[config.architecture].gguf_interleaves_heads:
-        interleaved = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    plan: dict[str, _Stored] = {}
-    for name, shape in expected_shapes(config).items():
-        stored = _take(found, _gguf_name(name, config), shape, path)
-        heads = interleaved.get(name.split(".")[-2], 0)
-        plan[name] = msgspec.structs.replace(stored, interleaved_heads=heads)
+    row, found = ARCHITECTURES[config.architecture], _unstacked(found)
+    plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
-    return plan
+    return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads)
 
 
-def _plan_folder(folder: Path, config: ModelConfig) -> dict[str, _Stored]:
-    found = {
+def _folder_tensors(folder: Path) -> dict[str, _Stored]:
+    return {
         name: _Stored(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
         for path, tensors in read_safetensors_folder(folder).items()
         for name, t in tensors.items()
     }
+
+
+def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, _Stored | _Packed]:
+    found = _folder_tensors(folder)
     if config.encoder is not None:
         found = with_our_names(found, config)
+    elif config.vision is not None:
+        found = {text_name(name): stored for name, stored in found.items() if not IS_VISION.fullmatch(name)}
     elif "model.embed_tokens.weight" not in found:  # saved from a model without a head
         found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
-    plan = {name: _take(found, name, shape, folder) for name, shape in expected_shapes(config).items()}
+    found = _unstacked(found)
+    plan: dict[str, _Stored | _Packed] = {}
+    for name, shape in expected_shapes(config).items():
+        theirs = json_name(name, config)
+        plan[name] = _take_packed(found, theirs, shape, config.packing) or _take(found, theirs, shape, folder)
     _check_rest(found, config)
-    return plan
+    if config.encoder is not None:
+        return plan
+    return _in_our_order(plan, config, ARCHITECTURES[config.architecture].interleaves_heads)
 
 
-def _gguf_name(name: str, config: ModelConfig) -> str:
-    stem, kind = name.rsplit(".", 1)  # kind: weight or bias
-    if stem in _GGUF_NAMES:
-        return f"{_GGUF_NAMES[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    names = _GGUF_LAYER_NAMES | _GGUF_POST_NORM_NAMES if config.post_norms else _GGUF_LAYER_NAMES
-    return f"blk.{layer}.{names[part]}.{kind}"
+def _unstacked(found: dict[str, _Stored]) -> dict[str, _Stored]:
+    """Return the tensors with those of all experts [experts, rows, depth] cut into matrices: x.weight -> x.0.weight."""
+    matrices: dict[str, _Stored] = {}
+    for name, stored in found.items():
+        if len(stored.shape) != 3:
+            matrices[name] = stored
+            continue
+        stem, kind = name.rsplit(".", 1)
+        size = (stored.end - stored.begin) // max(stored.shape[0], 1)
+        for number in range(stored.shape[0]):
+            begin = stored.begin + number * size
+            matrices[f"{stem}.{number}.{kind}"] = msgspec.structs.replace(
+                stored, shape=stored.shape[1:], begin=begin, end=begin + size
+            )
+    return matrices
+
+
+def _in_our_order(
+    plan: Mapping[str, _Stored | _Packed], config: ModelConfig, interleaves: bool
+) -> Mapping[str, _Stored | _Packed]:
+    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order().
+
+    Errors: UnsupportedModelError for packed matrices, whose rows cannot be reordered.
+    """
+    order = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaves=interleaves)
+    if order == tuple(range(config.head_dim)):
+        return plan
+    query, kv = config.num_attention_heads, config.num_key_value_heads
+    heads = {"q_proj": query, "k_proj": kv, "qkv_proj": query + kv}
+    heads |= {"q_norm": query, "k_norm": kv} if config.qk_norm_of_rows else {"q_norm": 1, "k_norm": 1}
+    ordered = dict(plan)
+    for name, stored in plan.items():
+        count = heads.get(name.split(".")[-2], 0)
+        if count and isinstance(stored, _Packed):
+            raise UnsupportedModelError(
+                f"matrix {stored.stem} is quantized, and a {config.architecture} has the rows of Q and K in another "
+                "order than the kernels; safetensors in F32, F16 or BF16, or a GGUF file, run"
+            )
+        if count and isinstance(stored, _Stored):
+            ordered[name] = msgspec.structs.replace(stored, heads=count, order=order)
+    return ordered
 
 
 def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: Path) -> _Stored:
@@ -191,6 +280,22 @@ def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: P
     return stored
 
 
+def _take_packed(found: dict[str, _Stored], name: str, shape: tuple[int, ...], packing: Packing) -> _Packed | None:
+    """Remove the tensors of a packed matrix from `found` and check them; None if the weight is stored plainly.
+
+    Errors: ModelFileError.
+    """
+    stem = name.removesuffix(".weight")
+    kinds = kinds_of(found, stem, packing) if len(shape) > 1 else ()
+    if not kinds:
+        return None
+    parts = {kind: found.pop(f"{stem}.{kind}") for kind in kinds}
+    fault = fault_of({kind: (part.type, part.shape) for kind, part in parts.items()}, shape, packing)
+    if fault:
+        raise ModelFileError(f"{parts[kinds[0]].path}: matrix {stem}: {fault}")
+    return _Packed(stem, parts, shape, packing)
+
+
 def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
     """Refuse unused tensors, except for a few harmless ones: ignoring them would change the model's output.
 
@@ -199,21 +304,35 @@ def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
     for name, stored in found.items():
         if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
+        if name.startswith("rope_factors_") and isinstance(config.rope_scaling, LongropeScaling):
+            continue
+        if config.packing != "none" and (name.rpartition(".")[2] in UNUSED_KINDS or _is_zero_bias(stored)):
+            continue
+        if config.encoder is None and (prefix := ARCHITECTURES[config.architecture].mtp) and name.startswith(prefix):
+            continue
         raise UnsupportedModelError(
             f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}; "
             f"a {config.architecture} of {config.num_hidden_layers} layers has none of that name"
         )
 
 
-def _convert(plan: dict[str, _Stored], dtype: Dtype, library: CpuLibrary | None) -> Iterator[tuple[str, Weight]]:
+def _is_zero_bias(stored: _Stored) -> bool:
+    """Return whether a tensor is a bias of zeros; AutoGPTQ gives one to each matrix that has none."""
+    if not stored.source_name.endswith("_proj.bias"):
+        return False
+    with map_file(stored.path) as data:
+        return not any(data[stored.begin : stored.end])
+
+
+def _convert(
+    plan: Mapping[str, _Stored | _Packed], dtype: Dtype, library: CpuLibrary | None
+) -> Iterator[tuple[str, Weight]]:
     files: dict[Path, mmap.mmap] = {}
     for name, stored in plan.items():
-        file = files.get(stored.path)
-        if file is None:
-            file = files[stored.path] = map_file(stored.path, mmap.ACCESS_COPY)
-        if len(file) < stored.end:
-            raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
-        data = np.frombuffer(file, np.uint8, stored.end - stored.begin, stored.begin)
+        if isinstance(stored, _Packed):
+            yield name, _unpack(stored, files, dtype)
+            continue
+        file, data = _data_of(stored, files)
         weight = _to_weight(data, stored, library, partial(_release, file, stored))
         if len(stored.shape) == 1:
             yield name, weight.dense(FLOAT32).reshape(stored.shape)
@@ -223,6 +342,28 @@ def _convert(plan: dict[str, _Stored], dtype: Dtype, library: CpuLibrary | None)
             yield name, weight.dense(dtype)
         del data, weight
         _release(file, stored)
+
+
+def _data_of(stored: _Stored, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, UInt8s]:
+    """Return the mapped file of a tensor, and the tensor's bytes in it. files: those mapped so far."""
+    file = files.get(stored.path)
+    if file is None:
+        file = files[stored.path] = map_file(stored.path, mmap.ACCESS_COPY)
+    if len(file) < stored.end:
+        raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
+    return file, np.frombuffer(file, np.uint8, stored.end - stored.begin, stored.begin)
+
+
+def _unpack(packed: _Packed, files: dict[Path, mmap.mmap], dtype: Dtype) -> StoredMatrix:
+    tensors: dict[str, NDArray[Any]] = {}
+    for kind, stored in packed.parts.items():
+        _, data = _data_of(stored, files)
+        tensors[kind] = np.array(data).view(ELEMENT_DTYPES[stored.type]).reshape(stored.shape)
+        _release(files[stored.path], stored)
+    try:
+        return unpack(tensors, packed.shape, packed.packing, dtype)
+    except ValueError as error:
+        raise ModelFileError(f"{next(iter(packed.parts.values())).path}: matrix {packed.stem}: {error}") from None
 
 
 def _release(file: mmap.mmap, stored: _Stored) -> None:
@@ -236,17 +377,14 @@ def _to_weight(data: UInt8s, stored: _Stored, library: CpuLibrary | None, releas
     """Return the stored tensor as a matrix; a vector becomes a matrix of one row."""
     if stored.begin % 4:
         data = data.copy()  # no type is wider than 4 bytes, and a safetensors header may have any length
-    if stored.interleaved_heads:
-        data = _halve_heads(data, stored.shape[0], stored.interleaved_heads)
+    if stored.heads:
+        data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order)
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
     return StoredMatrix([StoredPart(stored.type, data.reshape(rows, -1), stored.shape[-1], library, release)])
 
 
-def _halve_heads(data: UInt8s, rows: int, heads: int) -> UInt8s:
-    """Undo llama.cpp's order of the rows of q and k; return the data in transformers' order.
-
-    Within a head, rows 0, 2, 4, ... become the first half and rows 1, 3, 5, ... the second. Rows consist of whole
-    blocks, so their bytes can be moved.
-    """
-    pairs = data.reshape(heads, rows // heads // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(-1)
+def _reordered(rows: UInt8s, heads: int, order: tuple[int, ...]) -> UInt8s:
+    """Return the bytes of rows whose leading heads are put in this order; rows consist of whole blocks."""
+    count = heads * len(order)
+    leading = rows[:count].reshape(heads, len(order), -1)[:, list(order)]
+    return np.concatenate((leading.reshape(count, -1), rows[count:])).reshape(-1)

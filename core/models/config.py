@@ -4,14 +4,19 @@ Each difference between architectures is a field here. It is set once, when the 
 (core/model_files/config_json.py, core/model_files/config_gguf.py), so that no later code compares architecture names.
 """
 
+import math
 from typing import Literal
 
 import msgspec
 
 from core.models.rope_scaling import RopeScaling
+from core.models.vision_parts import VisionParts
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 EncoderActivation = Literal["gelu", "gelu_pytorch_tanh"]
+#: How the matrices of a safetensors folder are stored: as they are, or as codes and scales in several tensors
+#: (core/model_files/packed_layout.py).
+Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8"]
 #: What stands between the pooled state and the labels of an encoder that classifies: a linear layer and tanh, or a
 #: linear layer, gelu and a norm.
 ClassifierHead = Literal["none", "tanh", "gelu and norm"]
@@ -31,6 +36,16 @@ class EncoderParts(msgspec.Struct, frozen=True, kw_only=True):
     head: ClassifierHead = "none"
     head_has_biases: bool = True
     head_pooling: Literal["cls", "mean"] = "cls"
+
+
+class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of routed MLPs: a router chooses a few experts for each token."""
+
+    num_experts: int
+    num_chosen: int  # by each token
+    intermediate_size: int  # of an expert
+    normalises: bool  # the weights of a token's chosen experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # indices of layers without a router
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,19 +73,47 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None = None  # tokens that a row of a sliding layer sees, itself included
     sliding_layers: tuple[int, ...] = ()  # indices of the sliding layers; the others see all earlier tokens
     sliding_rope_theta: float | None = None  # theta of the sliding layers, which are never scaled; None: rope_theta
+    unrotated_layers: tuple[int, ...] = ()  # indices of the layers without rotary embedding
+    #: Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original length of rope_scaling).
+    query_growth: float | None = None
+    rotary_dim: int | None = None  # leading numbers of a head that are rotated, as the file orders them; None = all
     query_pre_attn_scalar: float | None = None  # scores are scaled by its square root's inverse; None: head_dim
     hidden_act: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False  # attention's output projection has a bias
     qk_norm: bool = False  # each head of Q and K is normalised before it is rotated
+    qk_norm_of_rows: bool = False  # with qk_norm: Q's heads are normalised together, and so are K's
+    pre_norms: bool = True  # the inputs of attention and of the MLP are normalised
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
+    packing: Packing = "none"  # of the matrices in a safetensors folder
+    embedding_multiplier: float = 1.0  # of embeddings, without scale_embeddings
+    residual_multiplier: float = 1.0  # of what attention and the MLP add to the hidden states
+    logits_multiplier: float = 1.0
+    logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    scores_cap: float | None = None  # so do attention's scores
+    fused_qkv: bool = False  # the file has Q, K and V as one matrix
+    fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
+    experts: ExpertParts | None = None  # None: no layer has a router
     encoder: EncoderParts | None = None  # None: a decoder
+    vision: VisionParts | None = None  # None: the model takes no images
+
+    @property
+    def scores_scale(self) -> float:
+        """Factor of attention's scores."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
     def num_matrix_weights(self) -> int:
-        """Number of weights that a step multiplies with, head included."""
+        """Number of weights that steps multiply with, head and all experts included."""
         heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim  # Q and O, K, V
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+        num_dense, num_routed, routed = self.num_hidden_layers, 0, 0
+        if self.experts is not None:
+            num_dense, num_routed = (
+                len(self.experts.dense_layers),
+                self.num_hidden_layers - len(self.experts.dense_layers),
+            )
+            routed = self.experts.num_experts * (1 + 3 * self.experts.intermediate_size)
+        products = self.num_hidden_layers * heads + num_dense * 3 * self.intermediate_size + num_routed * routed
+        return (products + self.vocab_size) * self.hidden_size

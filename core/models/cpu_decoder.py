@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from core.models.config import ModelConfig
 from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer
+from core.models.mlp import DenseMlp, Mlp, RoutedMlp
 from core.models.operations import Norm, Operations, Product
+from core.models.rank import Rank
 from core.models.tensor import Operation
 from core.models.unchanged import unchanged
-from kernels.cpu.decoder import CpuDecoder, LayerParts
+from kernels.cpu.decoder import CpuDecoder
+from kernels.cpu.decoder_parts import DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.group import DecoderGroup
 from kernels.cpu.norm import CpuNorm
 
 
@@ -22,8 +27,12 @@ def cpu_decoder(
     norm: Norm,
     float_norm: Norm,
     head: Product,
+    rank: Rank | None = None,
 ) -> CpuDecoder | None:
-    """Return the decoder made of these parts of a model; None if its operations are not the C kernels'."""
+    """Return the decoder made of these parts of a model; None if its operations are not the C kernels'.
+
+    config: the whole model's. rank: of the process in a group, whose parts these are.
+    """
     if not isinstance(operations, CpuOperations):
         return None
     assert isinstance(embedding, CpuEmbedding), type(embedding)
@@ -35,7 +44,25 @@ def cpu_decoder(
         _norm(float_norm),
         _matrix(head),
         operations.tables,
-        num_heads=config.num_attention_heads,
+        num_heads=config.num_attention_heads if rank is None else rank.shard.heads(config)[0].length,
+        residual_multiplier=config.residual_multiplier,
+        logits_cap=config.logits_cap,
+        group=None if rank is None else _group(config, rank),
+    )
+
+
+def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
+    """Return where the rank's columns lie in the results of the group."""
+    shard, dim = rank.shard, config.head_dim
+    return DecoderGroup(
+        rank.memory,
+        shard.rank,
+        shard.size,
+        own_attended=shard.heads(config)[0].length * dim,
+        attended=(shard.heads(config)[0].first * dim, config.num_attention_heads * dim),
+        hidden=(shard.columns(config.hidden_size).first, config.hidden_size),
+        gated=(shard.columns(config.intermediate_size).first, config.intermediate_size),
+        vocabulary=(shard.columns(config.vocab_size).first, config.vocab_size),
     )
 
 
@@ -44,16 +71,25 @@ def _parts(layer: Layer) -> LayerParts:
     return LayerParts(
         input_norm=_norm(layer.input_norm),
         qkv=_matrix(layer.qkv),
-        head_norms=layer.attention.rope.head_norms,
+        norms=layer.attention.rope.norms,
+        norms_of_rows=layer.attention.rope.of_rows,
         scale=layer.attention.scale,
+        cap=layer.attention.cap,
         o=_matrix(layer.o),
         attention_out_norm=None if layer.attention_out is unchanged else _norm(layer.attention_out),
         mlp_norm=_norm(layer.mlp_norm),
-        gate_up=_matrix(layer.gate_up),
-        down=_matrix(layer.down),
+        mlp=_mlp(layer.mlp),
         mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
         kind=layer.kind,
     )
+
+
+def _mlp(mlp: Mlp) -> DenseParts | CpuExperts:
+    if isinstance(mlp, RoutedMlp):
+        assert isinstance(mlp.experts, CpuExperts), type(mlp.experts)
+        return mlp.experts
+    assert isinstance(mlp, DenseMlp), type(mlp)
+    return DenseParts(_matrix(mlp.gate_up), _matrix(mlp.down))
 
 
 def _norm(norm: Norm | Operation) -> CpuNorm:

@@ -1,7 +1,8 @@
 """CpuOperations: a model's operations as C kernels. Each operation is one call for the whole batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -10,23 +11,28 @@ from core.models.layer_kinds import windows
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
+from core.models.token_adapters import TokenAdapters
 from core.models.unchanged import unchanged
 from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
-from kernels.cpu.decoder import exceed_caches
+from kernels.cpu.decoder_parts import exceed_caches
 from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.kv_cache import CpuKVCache, padded_dim
+from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.quantized import BlockRows
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
+from kernels.cpu.soft_cap import cap_logits
 from kernels.dequantize import PLAIN_TYPES
-from kernels.elements import BFLOAT16, Dtype, Numbers, to_floats
-from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
+from kernels.low_rank import LowRank, ProductShape
+from kernels.memory.kv_cache import KVCache
 
 
 class CpuStep(NamedTuple):
@@ -47,10 +53,23 @@ class CpuAttend:
     attention: CpuAttention
     kind: int
     scale: float
+    cap: float | None = None  # of the scores
 
     def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
         q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
-        return self.attention(q, step.cache, index, step.work[self.kind], self.scale)
+        return self.attention(q, step.cache, index, step.work[self.kind], self.scale, self.cap)
+
+
+class CpuExpert(Protocol):
+    """The products of one expert of a routed MLP."""
+
+    @property
+    def gate_up(self) -> PackedMatrix:
+        """The product with a gate."""
+
+    @property
+    def down(self) -> PackedMatrix:
+        """The product that follows."""
 
 
 class CpuOperations:
@@ -59,9 +78,15 @@ class CpuOperations:
     is_exact = True
 
     def __init__(
-        self, config: ModelConfig, dtype: Dtype, library: CpuLibrary, form: WeightForm = WeightForm.STORED
+        self,
+        config: ModelConfig,
+        dtype: Dtype,
+        library: CpuLibrary,
+        form: WeightForm = WeightForm.STORED,
+        cache_type: type[CpuKVCache] = CpuKVCache,
     ) -> None:
         self._config, self._dtype, self.library, self.form = config, dtype, library, form
+        self._cache_type = cache_type
         self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
         self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
@@ -75,7 +100,9 @@ class CpuOperations:
     @property
     def variant(self) -> str:
         """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
-        return f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
+        stored_as = self._cache_type.stored_as
+        kernels = f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
+        return f"{kernels} kv={stored_as}" if stored_as else kernels
 
     def wake(self) -> None:
         """Wake the kernels' threads."""
@@ -102,9 +129,9 @@ class CpuOperations:
         """Pack the weight and return the product; with an activation, of its result."""
         return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
 
-    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> CpuNorm:
+    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> CpuNorm:
         """Return the norm with this weight [d] float32."""
-        return CpuNorm(self.library, weight, eps, dtype)
+        return CpuNorm(self.library, weight, eps, dtype, multiplier=self._config.residual_multiplier)
 
     def gate_up(self, weight: StoredMatrix, function: Activation | EncoderActivation) -> tuple[PackedMatrix, Operation]:
         """Return a product that applies the activation itself, and `unchanged`."""
@@ -137,10 +164,31 @@ class CpuOperations:
             is_kept=self._is_kept,
         )
 
-    def attention(self, kind: int, head_norms: Floats | None, eps: float, scale: float) -> CpuAttend:
+    def router(self, weight: StoredMatrix) -> PackedMatrix:
+        """Return the product of a routed MLP's router; 8 bits would choose other experts."""
+        numbers = weight.dense(self._dtype)
+        return PackedMatrix(self.library, numbers, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
+
+    def experts(
+        self, router: PackedMatrix, experts: Sequence["CpuExpert"], num_chosen: int, *, normalises: bool
+    ) -> CpuExperts:
+        """Return the routed MLP of these experts."""
+        gate_ups, downs = [each.gate_up for each in experts], [each.down for each in experts]
+        return CpuExperts(self.library, router, gate_ups, downs, num_chosen, normalises=normalises)
+
+    def attention(self, kind: int, norms: Floats | None) -> CpuAttend:
         """Return the attention of one layer."""
-        rope = CpuRope(self.library, self._config.num_attention_heads, head_norms, eps)
-        return CpuAttend(rope, self._attention, kind, scale)
+        config = self._config
+        rope = CpuRope(
+            self.library, config.num_attention_heads, norms, config.rms_norm_eps, of_rows=config.qk_norm_of_rows
+        )
+        return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap)
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context."""
+        for table, rotary in zip(self.tables, rotary_embeddings(self._config, length), strict=True):
+            if table is not None:
+                table.settle(*rotary)
 
     def step(self, positions: Ints, slots: Ints, work: tuple[AttentionPlan, ...], cache: KVCache) -> CpuStep:
         """Return the step's inputs of attention, with rotary tables as long as the longest context."""
@@ -150,9 +198,22 @@ class CpuOperations:
             table.reach(work[0].longest)
         return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache)
 
+    def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> CpuAdapter:
+        """Return an adapter packed for the C kernels."""
+        return CpuAdapter(shapes, products, self._dtype)
+
+    def multiply_adapted(self, product: PackedMatrix, x: Numbers, adapters: TokenAdapters, number: int) -> Numbers:
+        """Return the product with what the tokens' adapters add; with a gate, before it."""
+        return multiply_adapted(self.library, product, x, lora_rows(adapters), number)
+
     def add(self, hidden: Floats, x: Numbers) -> None:
-        """Add x to hidden, in place."""
-        hidden += to_floats(x)
+        """Add x times the residual multiplier to hidden, in place."""
+        hidden += to_floats(x) * np.float32(self._config.residual_multiplier)
+
+    def capped(self, logits: Floats, cap: float) -> Floats:
+        """Return cap * tanh(logits / cap), in place."""
+        cap_logits(self.library, logits, cap)
+        return logits
 
     def pick(self, hidden: Floats, rows: Ints) -> Floats:
         """Return these rows of hidden."""
@@ -177,15 +238,21 @@ class CpuOperations:
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache of one block, all layers together; heads are padded."""
         config = self._config
-        width = padded_dim(config.head_dim)
-        return bytes_per_block(block_size, config.num_key_value_heads, width, self._num_caches, self._dtype)
+        sizes = (config.num_key_value_heads, config.head_dim, self._num_caches, self._dtype)
+        return self._cache_type.bytes_per_block(block_size, *sizes)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
-        return CpuKVCache(
+        return self._cache_type(
             self._num_caches, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
         )
+
+
+def lora_rows(adapters: TokenAdapters) -> LoraRows:
+    """Return the adapters of a step's tokens as the C kernels take them."""
+    addresses = np.array([*(one.address for one in adapters.packed), 0], np.int64)  # -1 is the last
+    return LoraRows(addresses[adapters.of_token], max((one.width for one in adapters.packed), default=0))
 
 
 def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, ...]:

@@ -6,17 +6,38 @@ import torch
 
 from core.models.config import ModelConfig
 from core.models.llama import Llama
+from core.models.rope_scaling import LongropeScaling
 from core.models.stored_matrix import Weight
 from core.models.triton_operations import TritonOperations
-from ipc.errors import OutOfMemoryError
+from ipc.errors import OutOfMemoryError, UnsupportedModelError
 from kernels.elements import Dtype
 
 
 def device_model(
     config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: Dtype, device: torch.device
 ) -> Llama:
-    """Build the model on the device. Errors: ModelFileError naming missing tensors; OutOfMemoryError."""
+    """Build the model on the device.
+
+    Errors: UnsupportedModelError naming a feature that the device's kernels do not have; ModelFileError naming missing
+    tensors; OutOfMemoryError.
+    """
+    if missing := missing_on_device(config):
+        raise UnsupportedModelError(f"{config.architecture}: device='cuda' has no {missing}; use device='cpu'")
     try:
         return Llama(config, weights, dtype, operations=TritonOperations(config, dtype, device))
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"the model's weights do not fit the GPU: {error}") from error
+
+
+def missing_on_device(config: ModelConfig) -> str | None:
+    """Return the name of a feature of the model that the device's kernels do not have; None: they have all."""
+    features = {
+        "soft cap of attention's scores": config.scores_cap is not None,
+        "norms of whole rows of Q and K": config.qk_norm_of_rows,
+        "layers without norms before attention": not config.pre_norms,
+        "queries that grow with the position": config.query_growth is not None,
+        "longrope": isinstance(config.rope_scaling, LongropeScaling),
+        "routed MLPs": config.experts is not None,
+        "multiplier of residuals": config.residual_multiplier != 1.0,
+    }
+    return next((name for name, is_wanted in features.items() if is_wanted), None)

@@ -15,7 +15,8 @@ from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts, Floats
 from ipc.config import Numerics
 from kernels.cpu.attention_plan import AttentionPlan
-from kernels.cpu.decoder import CpuDecoder, LayerParts
+from kernels.cpu.decoder import CpuDecoder
+from kernels.cpu.decoder_parts import DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
@@ -118,13 +119,12 @@ class Encoder:
         return LayerParts(
             input_norm=before,
             qkv=qkv,
-            head_norms=None,
+            norms=None,
             scale=config.head_dim**-0.5,
             o=o,
             attention_out_norm=None,
             mlp_norm=mlp_norm,
-            gate_up=up,
-            down=product("down"),
+            mlp=DenseParts(up, product("down")),
             mlp_out_norm=None,
             kind=kind_of(config, index),
         )
@@ -137,8 +137,9 @@ class Encoder:
     @property
     def variant(self) -> str:
         """Name of every kernel and summation order in use; part of the fingerprint."""
-        parts = self._products
-        products = {"qkv": parts.qkv, "o": parts.o, "up": parts.gate_up, "down": parts.down}
+        parts, mlp = self._products, self._products.mlp
+        assert isinstance(mlp, DenseParts), mlp
+        products = {"qkv": parts.qkv, "o": parts.o, "up": mlp.gate_up, "down": mlp.down}
         named = [f"{name}={product.variant}" for name, product in products.items()]
         return " ".join((*named, self.operations.variant))
 
@@ -170,7 +171,7 @@ class Encoder:
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step: one C call. The last layer is finished for the tokens whose hidden states are asked for."""
-        token_ids, positions, slots, attention, cache, logits_rows, generation = inputs
+        token_ids, positions, slots, attention, cache, logits_rows, generation, _, _ = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation)
 

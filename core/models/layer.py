@@ -8,6 +8,7 @@ import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.layer_kinds import kind_of
+from core.models.mlp import Mlp, build_mlp
 from core.models.operations import Norm, Operations, Product
 from core.models.tensor import Operation, Tensor
 from core.models.unchanged import unchanged
@@ -21,7 +22,7 @@ class Layer:
     """The operations of one decoder layer.
 
     hidden += attention_out(o(attention(qkv(input_norm(hidden)))))
-    hidden += mlp_out(down(activation(gate_up(mlp_norm(hidden)))))
+    hidden += mlp_out(mlp(mlp_norm(hidden)))
     """
 
     kind: int  # see layer_kinds.py
@@ -31,15 +32,13 @@ class Layer:
     o: Product
     attention_out: Operation
     mlp_norm: Norm
-    gate_up: Product
-    activation: Operation
-    down: Product
+    mlp: Mlp
     mlp_out: Operation
 
     @property
     def products(self) -> dict[str, Product]:
-        """The layer's products by name."""
-        return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
+        """The layer's products by name; all experts are one."""
+        return {"qkv": self.qkv, "o": self.o, **self.mlp.products}
 
 
 def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: Dtype) -> Norm:
@@ -56,7 +55,7 @@ def build_layer(
 ) -> Layer:
     """Build the layer with this index from its weights. Errors: ModelFileError naming tensors that are missing."""
     prefix = f"model.layers.{index}."
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    attention = f"{prefix}self_attn."
 
     def norm(name: str, to: Dtype = dtype) -> Norm:
         return build_norm(operations, parts, f"{prefix}{name}.weight", config, to)
@@ -67,36 +66,37 @@ def build_layer(
             return operations.linear(weight)
         return operations.linear(weight, parts.take(*(f"{name}.bias" for name in names)))
 
+    def norm_before(name: str) -> Norm:
+        return norm(name) if config.pre_norms else operations.norm(None, config.rms_norm_eps, dtype)
+
     kind = kind_of(config, index)
     # In the order of the weights' iterator, so that each is packed before the next is read.
-    qkv = product([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
+    qkv = product([f"{attention}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")], config.qkv_bias)
     o = product([f"{attention}o_proj"], config.output_bias)
-    gate_up_weight = parts.take_matrix(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
-    gate_up, activation = operations.gate_up(gate_up_weight, config.hidden_act)
-    del gate_up_weight
-    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    mlp = build_mlp(operations, parts, config, index)
     return Layer(
         kind=kind,
-        input_norm=norm("input_layernorm"),
+        input_norm=norm_before("input_layernorm"),
         qkv=qkv,
-        attention=operations.attention(kind, _head_norms(parts, attention, config), config.rms_norm_eps, scale),
+        attention=operations.attention(kind, _query_key_norms(parts, attention, config)),
         o=o,
         attention_out=norm("post_attention_layernorm", FLOAT32) if config.post_norms else unchanged,
-        mlp_norm=norm("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
-        gate_up=gate_up,
-        activation=activation,
-        down=product([f"{mlp}down_proj"], False),
+        mlp_norm=norm_before("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
+        mlp=mlp,
         mlp_out=norm("post_feedforward_layernorm", FLOAT32) if config.post_norms else unchanged,
     )
 
 
-def _head_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
+def _query_key_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
     """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
 
-    All query heads share one weight, and so do all key heads.
+    All query heads share one weight, and so do all key heads; with qk_norm_of_rows each has its own.
     """
     if not config.qk_norm:
         return None
+    if config.qk_norm_of_rows:
+        rows = parts.take(*(f"{attention}{name}_norm.weight" for name in "qk"))
+        return rows.reshape(-1, config.head_dim) + np.float32(config.norm_offset)
     weights = [
         np.tile(parts.take(f"{attention}{name}_norm.weight"), (heads, 1))
         for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads))

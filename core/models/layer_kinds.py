@@ -1,18 +1,40 @@
-"""The kinds of layers of a model: layers with full attention and layers with a sliding window.
+"""The kinds of layers of a model: what a step needs once for all layers of a kind.
 
-A kind is an index into the data that a step has once for each kind: windows, attention work, rotary tables.
+A kind's number is an index into the data that a step has once for each kind: windows, attention work, rotary tables.
 """
+
+from typing import NamedTuple
 
 from core.models.config import ModelConfig
 
 
+class LayerKind(NamedTuple):
+    """What the attention of a layer sees, and whether it knows positions."""
+
+    window: int | None  # tokens; None = all earlier ones
+    is_rotated: bool
+
+
+def layers(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer."""
+    return tuple(
+        LayerKind(
+            config.sliding_window if layer in config.sliding_layers else None, layer not in config.unrotated_layers
+        )
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers that the model has, those without a window first."""
+    return tuple(sorted(set(layers(config)), key=lambda kind: (kind.window is not None, not kind.is_rotated)))
+
+
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
     """Return the window of each kind of layer that the model has, in tokens; None = all earlier tokens."""
-    num_sliding = len(config.sliding_layers)
-    kinds = ((None, config.num_hidden_layers - num_sliding), (config.sliding_window, num_sliding))
-    return tuple(window for window, num_layers in kinds if num_layers)
+    return tuple(kind.window for kind in kinds(config))
 
 
 def kind_of(config: ModelConfig, layer: int) -> int:
-    """Return the kind of the layer with this index."""
-    return windows(config).index(config.sliding_window if layer in config.sliding_layers else None)
+    """Return the number of the kind of the layer with this index."""
+    return kinds(config).index(layers(config)[layer])

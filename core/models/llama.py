@@ -1,20 +1,25 @@
-"""The Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 3), for batches of tokens packed request after request.
+"""The Llama family (the rows of architectures.py), for batches of tokens packed request after request.
 
 The differences between its members are in the config, and in the operations of the layers (core/models/layer.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from core.models.adapted import adapted_layer
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
-from core.models.layer import build_layer
+from core.models.cpu_operations import CpuOperations, lora_rows
+from core.models.layer import Layer, build_layer
 from core.models.layer_kinds import windows
-from core.models.operations import AttentionWork, Operations, Product, choose_operations
+from core.models.operations import AdaptingOperations, AttentionWork, Operations, Product, choose_operations
+from core.models.rank import Rank
+from core.models.rope_scaling import LongropeScaling
 from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
 from core.models.stored_matrix import StoredMatrix, Weight
 from core.models.tensor import Tensor
+from core.models.token_adapters import TokenAdapters
 from core.models.weight_form import WeightForm
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts, Ints
@@ -23,6 +28,13 @@ from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.kv_cache import KVCache
+
+
+def _embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
+    """Return the factor of embeddings; one that follows from the width is rounded to dtype, as models are trained."""
+    if not config.scale_embeddings:
+        return config.embedding_multiplier
+    return float(to_floats(rounded(np.array([config.hidden_size**0.5], np.float32), dtype)).item())
 
 
 class Llama:
@@ -40,41 +52,46 @@ class Llama:
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
         form: WeightForm = WeightForm.STORED,
+        rank: Rank | None = None,
+        cache_type: type[CpuKVCache] = CpuKVCache,
     ) -> None:
         """Pack the weights and build the layers.
 
         weights: (Hugging Face name, weight) pairs, best in the order of expected_shapes: each is packed as soon as its
         parts are read, and not kept. library: the C kernels, with their threads started; None = torch's operations.
-        form: of the matrices in memory. operations: replace those that numerics, library and form select.
+        form: of the matrices in memory. rank: the process's place in a group that computes the model together; None =
+        it is alone. cache_type: of the C kernels' KV cache. operations: replace those that the other arguments select.
         Errors: ModelFileError naming tensors that are missing.
         """
-        self.config = config
+        whole, self.config, self._is_alone = config, config, rank is None
+        if rank is not None:
+            self.config = config = rank.shard.config(whole)
         self.vocab_size = config.vocab_size
-        self.max_model_len = config.max_position_embeddings
+        self.max_model_len = self._length = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
-        self.operations = operations = operations or choose_operations(config, dtype, numerics, library, form)
+        operations = operations or choose_operations(config, dtype, numerics, library, form, cache_type)
+        self.operations = operations
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
-        # Rounded to dtype, like the embeddings: models with such a factor are trained with the rounded one.
-        scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
-        scale = to_floats(rounded(np.array([scale], np.float32), dtype)).item()
         self.windows = windows(config)
-        parts = WeightParts(weights)
+        parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         table = parts.take_matrix("model.embed_tokens.weight")
         head = self._make_head(table) if config.tie_word_embeddings else None
-        self._embedding = operations.embedding(table, scale, head)
+        self.embedding = operations.embedding(table, _embedding_scale(config, dtype), head)
         del table  # operations that need it have a copy
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
         norm = parts.take("model.norm.weight") + np.float32(config.norm_offset)
-        self._norm, self._float_norm = (operations.norm(norm, config.rms_norm_eps, to) for to in (dtype, FLOAT32))
-        self._head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
+        self._float_norm = operations.norm(norm, config.rms_norm_eps, FLOAT32)
+        # The head's product is linear: its input has the logits' multiplier.
+        self._norm = operations.norm(norm * np.float32(config.logits_multiplier), config.rms_norm_eps, dtype)
+        self.head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
         self.classifier: Numbers | None = None  # [labels, hidden] of a classifier of prompts
         if config.num_labels:
             self.classifier = parts.take_matrix("score.weight").dense(dtype).copy()
         self._decoder = cpu_decoder(
-            config, operations, self.layers, self._embedding, self._norm, self._float_norm, self._head
+            whole, operations, self.layers, self.embedding, self._norm, self._float_norm, self.head, rank
         )
 
     def _make_head(self, weight: StoredMatrix) -> Product:
@@ -86,12 +103,34 @@ class Llama:
 
         Together with config, weights and dtype it fixes the bits of each logit.
         """
-        products = {**self.layers[0].products, "head": self._head}
+        products = {**self.layers[0].products, **self.layers[-1].products, "head": self.head}
         parts = [f"{name}={product.variant}" for name, product in products.items()]
+        if isinstance(self.config.rope_scaling, LongropeScaling):
+            parts.append(f"longrope={'long' if self.config.rope_scaling.is_long(self._length) else 'short'}")
         return " ".join((*parts, self.operations.variant))
 
+    @property
+    def library(self) -> CpuLibrary | None:
+        """The C kernels; None: the model runs without them."""
+        return self.operations.library if isinstance(self.operations, CpuOperations) else None
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether ModelInputs.given may be set: the C decoder reads it, where this process computes the model alone."""
+        return self._decoder is not None and self._is_alone
+
+    def tap(self, places: Sequence[int]) -> None:
+        """Keep in each step the residual stream as it is after so many layers each, for StepResult.states_of().
+
+        places: from 1 to the number of layers. It needs the C kernels, and is called before the first step.
+        """
+        assert self._decoder is not None, "only the C decoder has taps"
+        self._decoder.tap(places)
+
     def settle_length(self, max_model_len: int) -> None:
-        """Do nothing: no part of this model depends on the length."""
+        """Fix the rotary embeddings that depend on the number of tokens of the longest request."""
+        self._length = max_model_len
+        self.operations.settle_length(max_model_len)
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
@@ -110,10 +149,11 @@ class Llama:
         generation: int = ONCE,
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of a step, one for each kind of layer there is; see Model."""
-        return tuple(
-            self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window, generation)
-            for window in self.windows
-        )
+        work = {
+            window: self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window, generation)
+            for window in dict.fromkeys(self.windows)
+        }
+        return tuple(work[window] for window in self.windows)
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step.
@@ -123,23 +163,29 @@ class Llama:
         """
         if self._decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
-        token_ids, positions, slots, attention, cache, logits_rows, generation = inputs
+        token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, given = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
-        return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation)
+        lora = None if adapters is None else lora_rows(adapters)
+        return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation, lora, given)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache)
-        hidden = self._embedding(inputs.token_ids)
+        hidden = self.embedding(inputs.token_ids)
         x = self.layers[0].input_norm(hidden)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):
             x = layer.attention_out(layer.o(layer.attention(layer.qkv(x), step, index)))
             x = layer.mlp_norm.after(hidden, x)
-            x = layer.mlp_out(layer.down(layer.activation(layer.gate_up(x))))
+            x = layer.mlp_out(layer.mlp(x))
             if index + 1 < len(self.layers):
                 x = self.layers[index + 1].input_norm.after(hidden, x)
         self.operations.add(hidden, x)
         return hidden
+
+    def _adapted(self, adapters: TokenAdapters) -> list[Layer]:
+        """Return the layers, with products to which the tokens' adapters add."""
+        assert isinstance(self.operations, AdaptingOperations), type(self.operations)
+        return [adapted_layer(layer, index, self.operations, adapters) for index, layer in enumerate(self.layers)]
 
     def result(self, hidden: Tensor, rows: Ints) -> HiddenResult:
         """Return the result of a step. hidden: of hidden_states(). rows [S] int64: tokens whose logits are needed."""
@@ -153,4 +199,5 @@ class Llama:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [n, vocab] float32 of these rows [n] of hidden_states(), where the operations compute."""
-        return self._head(self._norm(self.operations.pick(hidden, rows)))
+        logits = self.head(self._norm(self.operations.pick(hidden, rows)))
+        return logits if self.config.logits_cap is None else self.operations.capped(logits, self.config.logits_cap)

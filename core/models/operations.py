@@ -1,18 +1,21 @@
 """Operations: the interface of the operations that a model is built from, and the choice of an implementation."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from core.models.config import Activation, ModelConfig
 from core.models.cpu_operations import CpuOperations
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
+from core.models.token_adapters import TokenAdapters
 from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
+from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.sampling import CpuSampler
 from kernels.elements import Dtype
+from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
 
 #: A step's attention work for the layers of one window. Its type depends on the operations that made it.
@@ -26,7 +29,7 @@ class Norm(Protocol):
         """Return x [T, d] normalised [T, d]."""
 
     def after(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """Add x [T, d] to hidden [T, d] float32 in place; return hidden normalised [T, d]."""
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32, in place; return hidden normalised."""
 
 
 class Product(Protocol):
@@ -73,8 +76,8 @@ class Operations(Protocol):
     ) -> Product:
         """Return the product with weight [out, in] and bias [out] float32. out_dtype: None = the model's dtype."""
 
-    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> Norm:
-        """Return the norm with weight [d] float32; results are of dtype."""
+    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> Norm:
+        """Return the norm with weight [d] float32; results are of dtype. None: it rounds to dtype, and no more."""
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[Product, Operation]:
         """Return a product, and the operation that makes f(gate) * up [T, I] of its result.
@@ -82,14 +85,27 @@ class Operations(Protocol):
         weight [2 * I, in]: the rows of gate, then those of up.
         """
 
-    def attention(
-        self, kind: int, head_norms: Floats | None, eps: float, scale: float
-    ) -> Callable[[Tensor, Any, int], Tensor]:
+    def router(self, weight: StoredMatrix) -> Product:
+        """Return the product of a routed MLP's router, to float32; its weights keep the model's dtype in every form."""
+
+    def experts(self, router: Any, experts: Sequence[Any], num_chosen: int, *, normalises: bool) -> Product:
+        """Return the routed MLP whose router gives float32, one number for each expert.
+
+        experts: each one's gate_up and activation, of gate_up(), and down, of linear().
+        A row's weights are the softmax of these numbers. The num_chosen largest count, of equal ones those with lower
+        numbers; with normalises their weights are divided by their sum.
+        """
+
+    def attention(self, kind: int, norms: Floats | None) -> Callable[[Tensor, Any, int], Tensor]:
         """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
 
-        It normalises the heads of Q and K with head_norms [H + Hkv, D] float32 (None: not at all), rotates them, stores
-        K and V and attends. kind: see layer_kinds.py.
+        It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all), each by itself or, with
+        qk_norm_of_rows, Q's together and K's together; rotates them, stores K and V and attends. kind: see
+        layer_kinds.py.
         """
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context, in tokens; before any step."""
 
     def step(self, positions: Tensor, slots: Tensor, work: tuple[AttentionWork, ...], cache: KVCache) -> Any:
         """Return the inputs that attention needs in a step.
@@ -98,7 +114,10 @@ class Operations(Protocol):
         """
 
     def add(self, hidden: Tensor, x: Tensor) -> None:
-        """Add x [T, d] to hidden [T, d] float32, in place."""
+        """Add x [T, d], times the model's residual multiplier, to hidden [T, d] float32, in place."""
+
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(logits / cap) for logits [n, vocab] float32, which may be overwritten."""
 
     def pick(self, hidden: Tensor, rows: Ints) -> Tensor:
         """Return these rows [n] of hidden [T, d], as [n, d]; rows may be a tensor on the operations' device."""
@@ -127,17 +146,35 @@ class Operations(Protocol):
         """Allocate a KV cache. Errors: MemoryError."""
 
 
+@runtime_checkable
+class AdaptingOperations(Protocol):
+    """The further operations of those that run adapters (LoRA)."""
+
+    def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> Any:
+        """Return an adapter as multiply_adapted() takes it: what it adds to each product of the model, part by part.
+
+        It has num_bytes. None = the part stays as it is.
+        """
+
+    def multiply_adapted(self, product: Product, x: Tensor, adapters: TokenAdapters, number: int) -> Tensor:
+        """Return the product [T, out] of x [T, in], with what the tokens' adapters add. number: of the product."""
+
+
 def choose_operations(
     config: ModelConfig,
     dtype: Dtype,
     numerics: Numerics,
     library: CpuLibrary | None,
     form: WeightForm = WeightForm.STORED,
+    cache_type: type[CpuKVCache] = CpuKVCache,
 ) -> Operations:
-    """Return the C kernels' operations; torch's, which dequantize, if there is no library or numerics is L0."""
+    """Return the C kernels' operations; torch's, which dequantize, if there is no library or numerics is L0.
+
+    cache_type: of the C kernels' KV cache.
+    """
     if library is None or numerics == "L0":
         # Imported here: only this path needs torch.
         from core.models.torch_operations import TorchOperations
 
         return TorchOperations(config, dtype)
-    return CpuOperations(config, dtype, library, form)
+    return CpuOperations(config, dtype, library, form, cache_type)

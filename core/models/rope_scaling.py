@@ -29,10 +29,26 @@ class YarnScaling(msgspec.Struct, frozen=True):
     truncate: bool = True  # both ends of the transition are rounded to whole dimensions
 
 
+class LongropeScaling(msgspec.Struct, frozen=True):
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors of the frequencies, for short and long contexts.
+
+    Which ones a model takes is fixed when max_model_len is: the long ones if it is more than the original length.
+    """
+
+    short: tuple[float, ...]  # [rotary_dim / 2]
+    long: tuple[float, ...]  # [rotary_dim / 2]
+    original_max_position_embeddings: float  # tokens
+    attention_factor: float  # multiplies cosine and sine
+
+    def is_long(self, length: int) -> bool:
+        """Whether contexts of up to so many tokens take the long divisors."""
+        return length > self.original_max_position_embeddings
+
+
 class FrequencyDivisors(msgspec.Struct, frozen=True):
     """One divisor for each frequency: GGUF's tensor rope_freqs.weight, which holds Llama 3's computed scaling."""
 
-    divisors: tuple[float, ...]  # [head_dim / 2]
+    divisors: tuple[float, ...]  # [rotary_dim / 2]
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling | FrequencyDivisors

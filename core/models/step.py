@@ -7,6 +7,7 @@ import numpy as np
 
 from core.models.operations import AttentionWork
 from core.models.tensor import Tensor
+from core.models.token_adapters import TokenAdapters
 from ipc.arrays import Floats, Int32s, Ints
 from kernels.memory.kv_cache import KVCache
 
@@ -30,6 +31,9 @@ class ModelInputs(NamedTuple):
     #: same columns behind the attention work, advanced by one token in each row. A model then keeps its pointers to
     #: them. No two makers of inputs use the same number.
     generation: int = ONCE
+    adapters: TokenAdapters | None = None  # None: no token has one
+    #: [.., hidden] float32: the embeddings that token ids below 0 stand for, which are -1 - row. None: there are none.
+    given: Floats | None = None
 
 
 class StepResult(Protocol):

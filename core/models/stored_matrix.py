@@ -58,6 +58,16 @@ class StoredMatrix:
         matrix = np.ascontiguousarray(matrix)
         return cls([StoredPart(_PLAIN_NAMES[matrix.dtype], matrix.view(np.uint8), matrix.shape[1])])
 
+    def rows(self, first: int, last: int) -> "StoredMatrix":
+        """Return the rows from `first` to before `last`, of the same data."""
+        parts, begin = list[StoredPart](), 0
+        for part in self.parts:
+            rows = part.data[max(0, first - begin) : max(0, last - begin)]
+            begin += part.rows
+            if len(rows):
+                parts.append(part._replace(data=rows))
+        return StoredMatrix(parts)
+
     def dense(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype.
 

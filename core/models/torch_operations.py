@@ -1,6 +1,6 @@
 """TorchOperations: a model's operations made of torch's, for machines without the C kernels; numerics level L0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,13 +11,18 @@ from core.models.config import Activation, ModelConfig
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
+from core.models.token_adapters import TokenAdapters
+from core.models.torch_experts import TorchExpert, TorchExperts
 from ipc.arrays import AnyInts, Floats, Ints
 from kernels.elements import FLOAT32, Dtype
+from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.rotary import query_factors
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.gated_activation import gelu_tanh_mul, silu_mul
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.linear import TorchLinear
+from kernels.torch.lora import TorchAdapter
 from kernels.torch.rms_norm import rms_norm
 from kernels.torch.rope import rope_kv_write, rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
@@ -29,23 +34,32 @@ GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gel
 class TorchNorm:
     """Root mean square normalisation of the last dimension."""
 
-    weight: torch.Tensor  # float32, [d] or [heads, d]
+    weight: torch.Tensor | None  # float32, [d] or [heads, d]; None: x is rounded only
     eps: float
     dtype: torch.dtype
+    residual_multiplier: float = 1.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            return x.to(self.dtype, copy=True)
         return rms_norm(x.float(), self.weight, self.eps, self.dtype)
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add x [T, d] to hidden [T, d] float32 in place; return hidden normalised."""
-        hidden += x
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place; return hidden normalised."""
+        add(hidden, x, self.residual_multiplier)
         return self(hidden)
+
+
+def add(hidden: torch.Tensor, x: torch.Tensor, multiplier: float) -> None:
+    """Add x [T, d] times multiplier to hidden [T, d] float32, in place."""
+    hidden += x if multiplier == 1.0 else x.float() * multiplier
 
 
 class TorchStep(NamedTuple):
     """The inputs that attention needs in one step of T tokens."""
 
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, for each kind of layer
+    query_factors: torch.Tensor | None  # [T, 1, 1]: of queries
     work: tuple[AttentionMetadata, ...]  # one for each kind of layer
     cache: TorchKVCache
     write_rows: torch.Tensor  # cache rows of the tokens that are stored
@@ -60,9 +74,13 @@ class TorchOperations:
 
     def __init__(self, config: ModelConfig, dtype: Dtype) -> None:
         self._config, self._dtype = config, dtype
-        self._rotary = of_each_kind(
-            lambda rotary: (to_tensor(rotary.frequencies), rotary.factor), rotary_embeddings(config)
-        )
+        self.settle_length(config.max_position_embeddings)
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context."""
+        embeddings = rotary_embeddings(self._config, length)
+        self._rotary = of_each_kind(lambda rotary: (to_tensor(rotary.frequencies), rotary.factor), embeddings)
+        self._growth = embeddings[0].growth
 
     @property
     def variant(self) -> str:
@@ -91,26 +109,57 @@ class TorchOperations:
             out_dtype=DTYPES[out_dtype or self._dtype],
         )
 
-    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> TorchNorm:
+    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> TorchNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
-        return TorchNorm(to_tensor(weight), eps, DTYPES[dtype])
+        tensor = None if weight is None else to_tensor(weight)
+        return TorchNorm(tensor, eps, DTYPES[dtype], self._config.residual_multiplier)
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[TorchLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
         return self.linear(weight), GATES[function]
 
-    def attention(
-        self, kind: int, head_norms: Floats | None, eps: float, scale: float
-    ) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
+    def router(self, weight: StoredMatrix) -> TorchLinear:
+        """Return the product of a routed MLP's router."""
+        return self.linear(weight, out_dtype=FLOAT32)
+
+    def experts(
+        self, router: TorchLinear, experts: Sequence[TorchExpert], num_chosen: int, *, normalises: bool
+    ) -> TorchExperts:
+        """Return the routed MLP of these experts."""
+        return TorchExperts(router, tuple(experts), num_chosen, normalises)
+
+    def attention(self, kind: int, norms: Floats | None) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
-        heads = torch.Tensor.float if head_norms is None else self.norm(head_norms, eps, FLOAT32)
+        scale, cap = self._config.scores_scale, self._config.scores_cap
+        normed = self._head_norms(norms)
 
         def attend(qkv: torch.Tensor, step: TorchStep, index: int) -> torch.Tensor:
             cos, sin = step.tables[kind]
-            q = rope_kv_write(qkv, cos, sin, step.cache, index, step.write_rows, step.write_tokens, heads)
-            return paged_attention(q, step.cache, index, step.work[kind], scale)
+            q = rope_kv_write(qkv, cos, sin, step.cache, index, step.write_rows, step.write_tokens, normed)
+            if step.query_factors is not None:
+                q = q * step.query_factors
+            return paged_attention(q, step.cache, index, step.work[kind], scale, cap)
 
         return attend
+
+    def _head_norms(self, norms: Floats | None) -> Operation:
+        """Return the operation on heads of Q and K [T, H + Hkv, D] before they are rotated, to float32."""
+        config = self._config
+        if norms is None:
+            return torch.Tensor.float
+        if not config.qk_norm_of_rows:
+            return self.norm(norms, config.rms_norm_eps, FLOAT32)
+        # Q and K are rounded to the model's dtype in between, as a product's result is.
+        count = config.num_attention_heads
+        parts = [
+            self.norm(part.reshape(-1), config.rms_norm_eps, self._dtype) for part in (norms[:count], norms[count:])
+        ]
+
+        def normed(heads: torch.Tensor) -> torch.Tensor:
+            pairs = zip((heads[:, :count], heads[:, count:]), parts, strict=True)
+            return torch.cat([part(rows.flatten(1)).view_as(rows).float() for rows, part in pairs], 1)
+
+        return normed
 
     def step(self, positions: Ints, slots: Ints, work: tuple[AttentionMetadata, ...], cache: KVCache) -> TorchStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
@@ -118,11 +167,34 @@ class TorchOperations:
         tables = of_each_kind(lambda rotary: rotary_tables(to_tensor(positions), *rotary), self._rotary)
         stored = np.flatnonzero(slots >= 0)
         write_tokens = slice(0, len(slots)) if len(stored) == len(slots) else to_tensor(stored)
-        return TorchStep(tables, work, cache, cache.slot_rows(to_tensor(slots[stored])), write_tokens)
+        factors = None
+        if self._growth is not None:
+            factors = to_tensor(query_factors(positions, *self._growth))[:, None, None]
+        return TorchStep(tables, factors, work, cache, cache.slot_rows(to_tensor(slots[stored])), write_tokens)
+
+    def pack_adapter(
+        self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
+    ) -> TorchAdapter:
+        """Return an adapter as torch's tensors."""
+        return TorchAdapter(shapes, products, DTYPES[self._dtype])
+
+    def multiply_adapted(
+        self, product: TorchLinear, x: torch.Tensor, adapters: TokenAdapters, number: int
+    ) -> torch.Tensor:
+        """Return the product with what the tokens' adapters add, after it is rounded, as PEFT does."""
+        y = product(x)
+        for index, packed in enumerate(adapters.packed):
+            tokens = to_tensor(np.flatnonzero(adapters.of_token == index))
+            packed.add(x, y, tokens, number)
+        return y
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """Add x to hidden, in place."""
-        hidden += x
+        """Add x times the residual multiplier to hidden, in place."""
+        add(hidden, x, self._config.residual_multiplier)
+
+    def capped(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """Return cap * tanh(logits / cap), in place."""
+        return logits.div_(cap).tanh_().mul_(cap)
 
     def pick(self, hidden: torch.Tensor, rows: Ints) -> torch.Tensor:
         """Return these rows of hidden."""

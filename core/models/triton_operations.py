@@ -3,19 +3,21 @@
 This module imports triton, so it is imported for device=cuda only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from core.models.config import Activation, ModelConfig
+from core.models.operations import Product
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
 from ipc.arrays import AnyInts, Floats
-from kernels.elements import Dtype, Numbers
+from ipc.errors import UnsupportedModelError
+from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.rope import rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
@@ -52,10 +54,14 @@ class TritonOperations:
 
     def __init__(self, config: ModelConfig, dtype: Dtype, device: torch.device) -> None:
         self._config, self._dtype, self.device = config, dtype, device
-        self._rotary = of_each_kind(
-            lambda rotary: (self._send(rotary.frequencies), rotary.factor), rotary_embeddings(config)
-        )
+        self.settle_length(config.max_position_embeddings)
         self.group_size = config.num_attention_heads // config.num_key_value_heads
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context."""
+        self._rotary = of_each_kind(
+            lambda rotary: (self._send(rotary.frequencies), rotary.factor), rotary_embeddings(self._config, length)
+        )
 
     @property
     def variant(self) -> str:
@@ -84,19 +90,28 @@ class TritonOperations:
             DTYPES[out_dtype or self._dtype],
         )
 
-    def norm(self, weight: Floats, eps: float, dtype: Dtype) -> TritonNorm:
+    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> TritonNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
+        assert weight is not None, "device_model() refuses models without norms before attention"
         return TritonNorm(self._send(weight), eps, DTYPES[dtype])
 
     def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[DeviceLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
         return self.linear(weight), GATES[function]
 
-    def attention(
-        self, kind: int, head_norms: Floats | None, eps: float, scale: float
-    ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+    def router(self, weight: StoredMatrix) -> DeviceLinear:
+        """Return the product of a routed MLP's router."""
+        return self.linear(weight, out_dtype=FLOAT32)
+
+    def experts(self, router: Any, experts: Sequence[Any], num_chosen: int, *, normalises: bool) -> Product:
+        """Refuse. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' has no routed MLPs; use device='cpu'")
+
+    def attention(self, kind: int, norms: Floats | None) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
-        rope = TritonRope(self._config.num_attention_heads, None if head_norms is None else self._send(head_norms), eps)
+        config, scale = self._config, self._config.scores_scale
+        head_norms = None if norms is None else self._send(norms)
+        rope = TritonRope(config.num_attention_heads, head_norms, config.rms_norm_eps)
 
         def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
             cos, sin = step.tables[kind]
@@ -119,6 +134,10 @@ class TritonOperations:
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         """Add x to hidden, in place."""
         hidden += x
+
+    def capped(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """Return cap * tanh(logits / cap), in place."""
+        return logits.div_(cap).tanh_().mul_(cap)
 
     def pick(self, hidden: torch.Tensor, rows: Tensor) -> torch.Tensor:
         """Return these rows of hidden."""

@@ -5,11 +5,11 @@ from enum import Enum
 from core.models.config import ModelConfig
 from ipc.memory import usable_memory_bytes
 from kernels.cpu.library import CpuLibrary
-from kernels.elements import BFLOAT16
+from kernels.elements import BFLOAT16, Dtype
 
 #: With more threads, memory delivers dequantized weights more slowly than the threads decode stored ones.
 _FEW_THREADS = 2
-#: Dequantized weights may take one part in so many of the memory.
+#: Weights that are larger than they must be may take one part in so many of the memory.
 _MEMORY_PARTS = 4
 
 
@@ -30,5 +30,9 @@ def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
     variant in float32 is faster with stored weights from 4 rows on.
     """
     is_slower = library.variant == "avx512bf16" and library.num_threads <= _FEW_THREADS
-    fits = config.num_matrix_weights * BFLOAT16.itemsize * _MEMORY_PARTS <= usable_memory_bytes()
-    return WeightForm.DENSE if is_slower and fits else WeightForm.STORED
+    return WeightForm.DENSE if is_slower and fits(config, BFLOAT16) else WeightForm.STORED
+
+
+def fits(config: ModelConfig, dtype: Dtype) -> bool:
+    """Return whether a model's matrices in dtype take at most a quarter of the memory."""
+    return config.num_matrix_weights * dtype.itemsize * _MEMORY_PARTS <= usable_memory_bytes()

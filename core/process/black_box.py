@@ -1,7 +1,8 @@
 """BlackBox: the engine's side of its black box (ipc/black_box.py): each step is noted before it runs.
 
 It watches the engine's pipeline (core/execution/pipeline.py), so neither the step nor an executor knows of it. A
-request's digest is made when its row is added; a steady step copies three columns and sets some numbers.
+request's digest is made when its row is added. A steady step (the rows of the step before it, one token of each in
+both) stores no column, because each row has one token more: it compares the rows and sets some numbers.
 """
 
 import mmap
@@ -30,28 +31,40 @@ from ipc.black_box import (
 _WINDOW = 500  # steps of one size, after which the slowest of the window before is forgotten
 
 
+class _Size:
+    """What steps of one size take, ns."""
+
+    __slots__ = ("expected", "num_steps", "slowest", "slowest_before")
+
+    def __init__(self, slowest: int, slowest_before: int) -> None:
+        self.slowest, self.slowest_before = slowest, slowest_before  # in this window of steps, and in the last one
+        self.expected = self.num_steps = 0
+
+
 class BlackBox:
     """The writer of one page.
 
-    fd: the memory file's, -1 = nobody reads it. num_rows: the engine's max_num_seqs. warm_up_ns: how long
-    Executor.warm_up() took, by which the first step is expected; 0 = unknown.
+    fd: the memory file's, -1 = nobody reads it; so it is with a file of another size, which an owner of another version
+    has made. num_rows: the engine's max_num_seqs. warm_up_ns: how long Executor.warm_up() took, by which the first step
+    is expected; 0 = unknown. wait_ns: how long any step may wait for its turn.
     """
 
-    def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0) -> None:
-        page = Page(mmap.mmap(fd, size_of(num_rows)), num_rows)
+    def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, wait_ns: int = 0) -> None:
+        size = size_of(num_rows)
+        page = Page(mmap.mmap(fd if fd < 0 or os.fstat(fd).st_size == size else -1, size), num_rows)
         self._memory: Any = page.memory  # takes columns, which their type does not say
         self._slowest_ns = page.slowest_ns
         _, ends, rows, counts, self._digests = page.offsets
         self._slots = [(rows + 4 * n * num_rows, counts + 4 * n * num_rows, ends + 8 * n * num_rows) for n in (0, 1)]
         self._ends_bytes = 8 * num_rows
-        self._began = [(0, 0), (0, 0)]  # (time, size class) of the last two steps
-        self._warm_up_ns = warm_up_ns
-        self._slowest: list[int] = page.slowest_ns[0].tolist()  # of the engines before this one, too
-        self._slowest_before: list[int] = page.slowest_ns[1].tolist()
-        self._expected = [self._slowest_of(kind) for kind in range(NUM_SIZES)]
-        self._num_of_size = [0] * NUM_SIZES
+        self._warm_up_ns, self._wait_ns = warm_up_ns, wait_ns
+        self._kinds = [_Size(*of_kind) for of_kind in page.slowest_ns.T.tolist()]  # of the engines before this one, too
+        self._expect()
+        self._began = [(0, self._kinds[0]), (0, self._kinds[0])]  # of the last two steps
         self._num_begun = self._num_ended = self._num_ended_at_turn = self._num_turns = 0
         self._sizes = (0, 0)  # requests and tokens of the last step
+        self._rows = b""  # of the last step
+        self._stored = 0  # see Reading
         self._scheduler: Scheduler | None = None
         self._num_scheduled = 0  # tokens, up to the last step
         HEADER.pack_into(self._memory, 0, *(0,) * len(Reading._fields))
@@ -65,21 +78,31 @@ class BlackBox:
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Note a step that begins."""
-        scheduler, memory, step, size = self._scheduler, self._memory, self._num_begun + 1, len(plan.rows)
+        scheduler, step, before, stored_before = self._scheduler, self._num_begun + 1, self._sizes, self._stored
         assert scheduler is not None, "begin() before watch()"
-        if plan.added or plan.added_pooling:
-            self._note_added(plan)
-        rows, counts, ends = self._slots[step % 2]
-        memory[rows : rows + 4 * size] = plan.rows
-        memory[ends : ends + self._ends_bytes] = scheduler.table.num_computed_tokens
         num_scheduled = scheduler.stats.num_scheduled_tokens  # a sum of the plan's column would cost 2 us
         num_tokens, self._num_scheduled = num_scheduled - self._num_scheduled, num_scheduled
-        if num_tokens != size:  # else it is one of each row
-            memory[counts : counts + 4 * size] = plan.num_scheduled_tokens
-        kind = min(num_tokens.bit_length(), NUM_SIZES) - 1
-        begun_ns, before = time.monotonic_ns(), self._sizes
-        self._num_begun, self._sizes, self._began[step % 2] = step, (size, num_tokens), (begun_ns, kind)
-        BEGUN.pack_into(memory, BEGUN_AT, step, begun_ns, self._expected[kind], size, num_tokens, *before)
+        rows, sizes, has_starts = plan.rows.tobytes(), (len(plan.rows), num_tokens), plan.added or plan.added_pooling
+        if sizes == before and sizes[0] == num_tokens and rows == self._rows and not has_starts:
+            self._stored += 2
+        else:
+            self._store(plan, rows, num_tokens)
+        kind, begun_ns = self._kinds[min(num_tokens.bit_length(), NUM_SIZES) - 1], time.monotonic_ns()
+        self._num_begun, self._sizes, self._began[step % 2] = step, sizes, (begun_ns, kind)
+        numbers = step, begun_ns, kind.expected, *sizes, *before, self._stored, stored_before
+        BEGUN.pack_into(self._memory, BEGUN_AT, *numbers)
+
+    def _store(self, plan: SchedulerOutput, rows: bytes, num_tokens: int) -> None:
+        """Store a plan's columns in the slot that the plan before it did not use."""
+        assert self._scheduler is not None, "begin() before watch()"
+        self._rows, self._stored = rows, 1 - self._stored % 2
+        memory, (rows_at, counts_at, ends_at) = self._memory, self._slots[self._stored]
+        memory[rows_at : rows_at + len(rows)] = rows
+        memory[ends_at : ends_at + self._ends_bytes] = self._scheduler.table.num_computed_tokens
+        if num_tokens != len(plan.rows):  # else it is one of each row
+            memory[counts_at : counts_at + len(rows)] = plan.num_scheduled_tokens
+        if plan.starts:
+            self._note_added(plan)
 
     def end(self, output: ModelRunnerOutput) -> None:
         """Note that the oldest step has ended. The page says so from the end of the loop's turn on."""
@@ -94,32 +117,34 @@ class BlackBox:
             return
         self._num_ended_at_turn = step
         began_ns, kind = self._began[step % 2]
-        self._num_of_size[kind] += 1
-        if now_ns - began_ns > self._slowest[kind] or self._num_of_size[kind] == _WINDOW:
+        kind.num_steps += 1
+        if now_ns - began_ns > kind.slowest or kind.num_steps == _WINDOW:
             self._note_slowest(kind, now_ns - began_ns)
 
     def _note_added(self, plan: SchedulerOutput) -> None:
+        features = dict(plan.features)
         for new in plan.starts:
             prompt = new.token_ids[: new.num_prompt_tokens].astype("<i4", copy=False).tobytes()
             at = self._digests + DIGEST_BYTES * new.row
-            self._memory[at : at + DIGEST_BYTES] = request_digest(prompt, new.params)
+            self._memory[at : at + DIGEST_BYTES] = request_digest(prompt, new.params, features.get(new.row, ()))
 
-    def _note_slowest(self, kind: int, took_ns: int) -> None:
+    def _note_slowest(self, kind: _Size, took_ns: int) -> None:
         """Note the slowest step of a size, or that a window of steps is over."""
-        self._slowest[kind] = max(self._slowest[kind], took_ns)
-        if self._num_of_size[kind] == _WINDOW:
-            self._slowest_before[kind], self._slowest[kind], self._num_of_size[kind] = self._slowest[kind], 0, 0
-        self._slowest_ns[:, kind] = self._slowest[kind], self._slowest_before[kind]
-        for larger in range(kind, NUM_SIZES):
-            self._expected[larger] = self._slowest_of(larger)
+        kind.slowest = max(kind.slowest, took_ns)
+        if kind.num_steps == _WINDOW:
+            kind.slowest_before, kind.slowest, kind.num_steps = kind.slowest, 0, 0
+        index = self._kinds.index(kind)
+        self._slowest_ns[:, index] = kind.slowest, kind.slowest_before
+        self._expect()
 
-    def _slowest_of(self, kind: int) -> int:
-        """Return the slowest recent step of a size, ns; of a size that never ran, what the next smaller one suggests.
+    def _expect(self) -> None:
+        """Set what is expected of steps of each size, ns: the slowest recent one.
 
-        Before any has run: what the warm-up suggests. 0 = nothing is known.
+        Of a size that never ran it is what the next smaller one suggests; before any has run, what the warm-up does.
+        0 = nothing is known.
         """
-        for smaller in range(kind, -1, -1):
-            slowest = max(self._slowest[smaller], self._slowest_before[smaller])
-            if slowest:
-                return slowest << (kind - smaller)
-        return self._warm_up_ns << max(0, kind + 1 - WARM_UP_TOKENS.bit_length())
+        known = 0
+        for index, kind in enumerate(self._kinds):
+            known = max(kind.slowest, kind.slowest_before) or 2 * known
+            expected = known or self._warm_up_ns << max(0, index + 1 - WARM_UP_TOKENS.bit_length())
+            kind.expected = expected and expected + self._wait_ns

@@ -15,10 +15,11 @@ from collections.abc import Callable
 
 from core import log
 from core.border.io_thread import IOThread
+from ipc.config import EngineConfig
 from ipc.messages import EngineStopping
 from ipc.pipes import FrameReader, decode_owner_message
 from ipc.sockets import remove_private_address
-from ipc.start_messages import Drain, Isolate, Start
+from ipc.start_messages import Drain, Isolate, Prepare, Start
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _STOP_S = 1.0  # to report the end to the clients
@@ -46,8 +47,14 @@ class Lease:
         self._lock = threading.Lock()
         self._io: IOThread | None = None
         self._num_commands: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
-        self._unread: list[bytes] = []  # frames that came together with Start
-        self.start = self._read_start()
+        self._unread: list[bytes] = []  # frames that came together with the first
+        self._start: Start | None = None
+        self._has_start = threading.Event()
+        first = self._read_first()
+        self.prepare: Prepare | None = first if isinstance(first, Prepare) else None  # the owner wants a standby
+        if isinstance(first, Start):
+            self._set_start(first)
+        self.config: EngineConfig = first.config
         self._at_exit: list[Callable[[], None]] = [self._remove_private_directory]
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
@@ -55,16 +62,26 @@ class Lease:
         """Call `do` in the lease's thread before it ends the process. The first such call removes a private address."""
         self._at_exit.append(do)
 
+    def wait_start(self) -> Start:
+        """Return what to start; a standby waits here until it is needed."""
+        self._has_start.wait()
+        assert self._start is not None
+        return self._start
+
+    def _set_start(self, start: Start) -> None:
+        self._start = start
+        self._has_start.set()
+
     def _remove_private_directory(self) -> None:
-        if self.start.is_private:
-            remove_private_address(self.start.address)
+        if self._start is not None and self._start.is_private:
+            remove_private_address(self._start.address)
 
     def serve(self, io: IOThread) -> None:
         """Set the IO thread: from now on a drain lets its requests finish."""
         with self._lock:
             self._io = io
 
-    def _read_start(self) -> Start:
+    def _read_first(self) -> Start | Prepare:
         while True:
             data = os.read(self._fd, 65_536)
             if not data:
@@ -72,7 +89,7 @@ class Lease:
             if frames := self._reader.feed(data):
                 self._unread = frames[1:]
                 message = decode_owner_message(frames[0])
-                assert isinstance(message, Start), message
+                assert isinstance(message, Start | Prepare), message
                 return message
 
     def _watch(self) -> None:
@@ -96,6 +113,8 @@ class Lease:
             message = decode_owner_message(frame)
             if isinstance(message, Drain):
                 self._drain_or_stop(Drain)
+            elif isinstance(message, Start):
+                self._set_start(message)
             elif isinstance(message, Isolate) and self._io is not None:
                 self._io.isolate(message)
 

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from core import log
 from core.border.io_thread import IOThread
-from core.inputs import EngineInput, EngineReply
+from core.border.socket_rounds import AddressedMessage
+from core.inputs import EngineInput
 from ipc.messages import EngineStopping
 
 EXIT_FAILED = 1
@@ -31,24 +32,28 @@ class Engine(Protocol):
     def count_waiting(self) -> tuple[int, int]:
         """Return the numbers of waiting requests and of their tokens."""
 
-    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, EngineReply]]:
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[AddressedMessage]:
         """Run one step on these inputs, each with its client; return the replies, each with its client. now_ns:
         monotonic time.
         """
 
 
 def run(
-    engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn: Callable[[int], None] = lambda _: None
+    engine: Engine,
+    io: IOThread,
+    prepare_ahead: Callable[[], bool],
+    turn: Callable[[int], None] = lambda _: None,
+    idle_s: float = _IDLE_S,
 ) -> int:
     """Serve until drained; return the exit code of the process.
 
     prepare_ahead: the executor's method of that name. turn: called at the end of every round of the loop, with the
-    number of waiting requests.
+    number of waiting requests. idle_s: between two rounds of an idle loop.
 
     An exception in a step ends the engine, because its state can no longer be trusted. Every client receives the error.
     """
     try:
-        _loop(engine, io, prepare_ahead, turn)
+        _loop(engine, io, prepare_ahead, turn, idle_s)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.say(traceback.format_exc())
@@ -60,11 +65,13 @@ def run(
     return io.departure.exit_code
 
 
-def _loop(engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn: Callable[[int], None]) -> None:
+def _loop(
+    engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn: Callable[[int], None], idle_s: float
+) -> None:
     inbox, num_waiting = io.inbox, 0
     while engine.has_unfinished or not inbox.has_ended:
         waits = not engine.has_work and not prepare_ahead()
-        messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else _IDLE_S)
+        messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else idle_s)
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
             num_waiting, num_waiting_tokens = engine.count_waiting()

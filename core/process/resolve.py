@@ -34,9 +34,9 @@ def resolve(
     """Return the config with every size decided.
 
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included), threads and num_swap_blocks. The costs of preemption are left to resolve_costs(),
-    which needs the cache. device_bytes: free bytes for the cache on a device with memory of its own; None: the device
-    shares the machine's memory.
+    blocks, null block included), threads, num_swap_blocks and num_host_blocks. The costs of preemption are left to
+    resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory of its own;
+    None: the device shares the machine's memory.
 
     An encoder's prompts are computed in one step each, and not cached.
 
@@ -68,6 +68,7 @@ def resolve(
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
+        num_host_blocks=_num_host_blocks(config, bytes_per_block),
     )
 
 
@@ -97,6 +98,14 @@ def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
     if config.num_swap_blocks is not None:
         return config.num_swap_blocks
     return min(config.swap_space_bytes // bytes_per_block, 2**30)
+
+
+def _num_host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    if not config.enable_prefix_caching:
+        return 0
+    if config.num_host_blocks is not None:
+        return config.num_host_blocks
+    return min(config.kv_host_bytes // bytes_per_block, 2**30)
 
 
 def _max_model_len(

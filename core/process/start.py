@@ -1,35 +1,32 @@
-"""The engine's start: socket, executor, resolved config, KV cache, EngineCore. Each phase is reported to the owner."""
+"""The engine's start: its socket, what core/process/prepare.py loads, EngineCore and IO thread."""
 
-import contextlib
 import gc
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import zmq
 
 from core import log
+from core.adapters.remembered import RememberedModules
 from core.border.allow_list import AllowList
+from core.border.feature_shelf import FeatureShelf, NoFeatures
 from core.border.io_thread import IOThread
 from core.border.meter import RequestMeter
+from core.border.preparation import Preparer, Preparers
 from core.border.reception import Served
 from core.border.zap import start_zap
-from core.capture.engine import CapturedEngine, capture_path, start_capture
-from core.capture.writer import check_capture
+from core.capture.engine import CapturedEngine, capture_path, make_header, start_capture
+from core.capture.flight_recorder import FlightRecorder
+from core.capture.writer import CaptureWriter, check_capture
 from core.engine import EngineCore
-from core.execution.executor import Executor, ModelInfo
-from core.executors.by_name import import_executor, load_executor
-from core.model_files.default_sampling import read_default_sampling
-from core.model_files.progress import following
+from core.execution.executor import Executor, ModelInfo, MortalExecutor
+from core.features.store import encoder_ns
 from core.process.black_box import BlackBox
 from core.process.loop import Engine
-from core.process.resolve import resolve, resolve_costs
+from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
 from ipc.config import EngineConfig
-from ipc.cpus import usable_cpus
-from ipc.files.model_files import tokenizer_hash
-from ipc.files.tokenizer_files import tokenizer_files_of
-from ipc.memory import usable_memory_bytes
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
@@ -42,8 +39,6 @@ from ipc.messages import (
 from ipc.sockets import BoundRouter, Context, bind_router, keys_of
 from ipc.start_messages import Start
 from ipc.version import VERSION
-
-Report = Callable[[str], None]
 
 #: Objects, then collections of the generation before. With Python's own numbers (700, 10, 10) some thousand requests
 #: that arrive at once bring about full collections, each of which stops both threads for 60 ms beside 20,000 requests.
@@ -60,7 +55,15 @@ class StartedEngine(NamedTuple):
     close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
 
 
-def bind(start: Start) -> tuple[Context, BoundRouter]:
+class Bound(NamedTuple):
+    """The engine's socket, before anybody reads it."""
+
+    context: Context
+    router: BoundRouter
+    allowed: AllowList | None  # whose keys may connect; None = clients have none
+
+
+def bind(start: Start) -> Bound:
     """Bind the engine's socket, before anything else, so that a bad or busy address fails before the model loads.
 
     Errors: AddressError, ConfigError.
@@ -68,93 +71,72 @@ def bind(start: Start) -> tuple[Context, BoundRouter]:
     context: Context = zmq.Context()
     try:
         keys = keys_of(start.address)
-        start_zap(context, None if keys is None else AllowList(keys))
-        return context, bind_router(context, start.address, is_private=start.is_private)
+        allowed = None if keys is None else AllowList(keys)
+        start_zap(context, allowed)
+        return Bound(context, bind_router(context, start.address, is_private=start.is_private), allowed)
     except BaseException:
         context.term()
         raise
 
 
-def start_engine(start: Start, context: Context, router: BoundRouter, report: Report) -> StartedEngine:
-    """Load the model and make the engine. Errors: those of ipc.errors that concern the config, the model's files and
-    memory.
-    """
-    config = start.config
-    if (capture := capture_path(config, start.epoch)) is not None:
-        check_capture(capture)
-    report("read tokenizer")
-    default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
-    tokenizer = _read_tokenizer(config)
-    report("import")
-    if config.executor == "local" and config.device == "cpu" and config.cpu_kernels != "torch":
-        # Imported late: the check that `kernels` is ours runs after the import of core.
-        from kernels.cpu.build import variant_of
-        from kernels.cpu.library_file import find_library_soon
+def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared | None = None) -> StartedEngine:
+    """Load the model and make the engine. prepared: what a standby has loaded already for start.config.
 
-        wanted = variant_of(config.cpu_kernels)
-        find_library_soon(wanted, lambda: report("compile kernels"))  # beside the import of the executor
-    with keeping_all():
-        import_executor(config)
-    report("load model")
-    with following(lambda share: report(f"load model, {share:.0%}")):
-        executor = load_executor(config)
-    executor.grammars.use_files(tokenizer.files)
-    report("kv cache")
-    config = resolve(
-        config,
-        executor.info,
-        executor.determine_num_available_blocks,
-        total_memory_bytes=usable_memory_bytes(),
-        num_cpus=usable_cpus(),
-        device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
-    )
-    is_chosen = start.config.max_model_len is not None or start.config.num_blocks_override is not None
-    if not is_chosen and (config.max_model_len or 0) < executor.info.max_model_len:
-        log.say(
-            f"engine-core: max_model_len is {config.max_model_len}, and not the model's {executor.info.max_model_len}: "
-            "the KV cache has room for no more (kv_cache_memory_bytes)"
-        )
-    executor.initialize_cache(config)
-    config = resolve_costs(config, executor.measure_costs, executor.measure_steps)
-    welcome = _welcome(config, executor.info, start, tokenizer, default_sampling)
+    Errors: those of ipc.errors that concern the config, the model's files and memory.
+    """
+    if (capture := capture_path(start.config, start.epoch)) is not None:
+        check_capture(capture)
+    config, executor, tokenizer, default_sampling, warm_up_ns = prepared or prepare(start.config, report)
+    adapters = adapters_of(executor)
+    if adapters is not None:
+        adapters.remember(RememberedModules(start.adapters_fd))
+    features = features_of(executor)
+    shelf: FeatureShelf = NoFeatures() if features is None else features
+    welcome = _welcome(config, executor.info, start, tokenizer, default_sampling, shelf)
     model = _model_information(config, executor.info)
-    served = Served(welcome, tokenizer, model, start.owner_token, config.client_weights, _meter(config), start.isolate)
+    served = Served(
+        welcome,
+        tokenizer,
+        model,
+        start.owner_token,
+        config.client_weights,
+        _meter(config),
+        start.isolate,
+        None if bound.allowed is None else bound.allowed.quota_of,
+        shelf,
+    )
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
-    io = IOThread(context, router, served, executor.grammars)
-    return _make_engine(start, config, executor, io, capture)
+    preparer: Preparer = executor.grammars if features is None else Preparers(executor.grammars, features)
+    io = IOThread(bound.context, bound.router, served, preparer, adapters)
+    if isinstance(executor, MortalExecutor):
+        executor.follow(io.put_news)
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
+    return _make_engine(start, config, executor, io, capture, box)
 
 
 def _make_engine(
-    start: Start, config: EngineConfig, executor: Executor, io: IOThread, capture: str | None
+    start: Start, config: EngineConfig, executor: Executor, io: IOThread, capture: str | None, box: BlackBox
 ) -> StartedEngine:
-    """Return the engine, whose steps are noted in its black box. capture: a file that its inputs go to, too."""
-    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, executor.warm_up())
-    if capture is None:
+    """Return the engine, whose steps are noted in its black box.
+
+    Its inputs and decisions go to the file `capture`, or else to the flight recorder that the owner has made.
+    """
+    writer: CaptureWriter | FlightRecorder
+    if capture is not None:
+        writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
+        log.say(f"engine-core: every prompt and answer is captured to {capture}")
+    elif start.flight_fd >= 0:
+        header = make_header(config, executor.info, VERSION, start.epoch)
+        writer = FlightRecorder(start.flight_fd, header, config.flight_recorder_seconds)
+    else:
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)
         return StartedEngine(core, executor, io, box, lambda: None)
-    writer = start_capture(capture, config, executor.info, VERSION, start.epoch)
-    log.say(f"engine-core: every prompt and answer is captured to {capture}")
     captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns)
     box.watch(captured.engine.scheduler)
     return StartedEngine(captured, executor, io, box, writer.close)
-
-
-@contextlib.contextmanager
-def keeping_all() -> Iterator[None]:
-    """Keep all objects that exist at the end for the life of the process: the garbage collector never scans them again.
-
-    It does not run inside this context either. An import of torch, where there is one, makes a quarter of a million
-    objects. Scanning them meanwhile took a tenth of the start; a later scan took a tenth of a second between two steps.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _meter(config: EngineConfig) -> RequestMeter | None:
@@ -163,17 +145,13 @@ def _meter(config: EngineConfig) -> RequestMeter | None:
     return RequestMeter(config.max_model_len or 0, log.say if config.log_requests else None)
 
 
-def _read_tokenizer(config: EngineConfig) -> TokenizerFiles:
-    files = tokenizer_files_of(config)
-    return TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
-
-
 def _welcome(
     config: EngineConfig,
     info: ModelInfo,
     start: Start,
     tokenizer: TokenizerFiles,
     default_sampling: dict[str, float | int],
+    features: FeatureShelf,
 ) -> Welcome:
     assert config.max_model_len is not None, config
     return Welcome(
@@ -204,6 +182,7 @@ def _welcome(
         pid=os.getpid(),
         tasks=info.tasks,
         is_encoder=info.is_encoder,
+        features=features.limits,
     )
 
 

@@ -9,8 +9,8 @@ from ipc.speculation import SpeculativeConfig
 
 
 def build_proposer(config: EngineConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer | None:
-    """Return the proposer of a resolved config; None: the executor has a draft model."""
-    if settings.method == "draft_model":
+    """Return the proposer of a resolved config; None: a model in the executor makes the drafts."""
+    if settings.runs_model:
         return None
     assert config.max_model_len is not None, "the config is not resolved"
     assert config.num_blocks_override is not None, "the config is not resolved"

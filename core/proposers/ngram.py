@@ -15,6 +15,9 @@ from ipc.columns import Columns, column
 _SLOTS_PER_TOKEN = 2
 _MAX_SLOTS = 1 << 22
 _MIN_SLOTS = 1 << 10
+#: Of so few rows, with so few new tokens each, one after the other is faster than all as columns.
+FEW_ROWS = 6
+_FEW_TOKENS = 16
 
 
 class NgramProposer(Columns):
@@ -30,12 +33,14 @@ class NgramProposer(Columns):
     def __init__(self, table: BatchTable, lengths: tuple[int, ...], num_tokens: int) -> None:
         """Make an empty index. lengths: of the n-grams, the longest first. num_tokens: that all rows hold together."""
         super().__init__(len(table.tenancy))
-        self._table = table
+        self._table, self._lengths = table, lengths
         self._hash = GramHash(lengths, min(max(_SLOTS_PER_TOKEN * num_tokens, _MIN_SLOTS), _MAX_SLOTS))
-        self._positions = np.zeros((len(lengths), self._hash.num_slots), np.int32)  # 0: none
+        self._positions = self._hash.make_table()
 
     def propose(self, rows: Ints, most: int) -> Proposals:
         """Return what followed the longest of the rows' last n-grams. Past the row's end, its last period repeats."""
+        if len(rows) <= FEW_ROWS and (few := self._propose_each(rows.tolist(), most)) is not None:
+            return few
         table, each = self._table, np.arange(len(rows))
         lengths = table.num_tokens[rows]
         slots, tails = self._enter(rows, lengths)
@@ -72,6 +77,44 @@ class NgramProposer(Columns):
             entered[last] = False
             self._positions[self._hash.lanes, slots[entered]] = (places[entered] + 1)[:, None]
         return slots[last], tails[last]
+
+    def _propose_each(self, rows: list[int], most: int) -> Proposals | None:
+        """Return what propose() does, row by row; None: some row has many new tokens."""
+        table, spans = self._table, list[tuple[int, int, int, int]]()
+        for row in rows:
+            tenancy, length = table.tenancy.item(row), table.num_tokens.item(row)
+            first = self._num_entered.item(row) if self._tenancy.item(row) == tenancy else 0
+            if length - first > _FEW_TOKENS:
+                return None
+            spans.append((row, tenancy, first, length))
+        counts, kinds = [0] * len(rows), [self._lengths[0]] * len(rows)
+        token_ids = np.zeros((len(rows), most), np.int32)
+        for index, (row, tenancy, first, length) in enumerate(spans):
+            found = self._enter_one(row, tenancy, first, length)
+            if found is not None:
+                counts[index], (kinds[index], start) = most, found
+                token_ids[index] = np.resize(table.tokens.read(row, start, min(length, start + most)), most)
+            self._tenancy[row], self._num_entered[row] = tenancy, length - 1
+        return Proposals(np.array(counts), token_ids, np.array(kinds))
+
+    def _enter_one(self, row: int, tenancy: int, first: int, length: int) -> tuple[int, int] | None:
+        """Enter a row's new n-grams but for the last ones; return the length of the longest of these that was found,
+        and the place of the token after it.
+        """
+        back, tokens = len(self._hash.back), self._table.tokens
+        begin = max(0, first - back + 1)
+        known = tokens.read(row, begin, length).tolist()
+        known[:0] = known[:1] * (back - 1 - first + begin)  # as in _enter(): before the first token stands that token
+        known.reverse()
+        last = length - 1
+        for place in range(first, last):
+            slots = self._hash.slots_of(tenancy, known[last - place : last - place + back])
+            self._positions[self._hash.lanes, slots] = place + 1
+        slots = self._hash.slots_of(tenancy, known[:back])
+        for size, start in zip(self._lengths, self._positions[self._hash.lanes, slots].tolist(), strict=True):
+            if size <= start < length and tokens.read(row, start - size, start).tolist() == known[size - 1 :: -1]:
+                return size, start
+        return None
 
     def end(self, rows: Rows) -> None:
         """Do nothing: the n-grams of a request are found for this request only."""

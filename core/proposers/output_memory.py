@@ -33,11 +33,11 @@ class OutputMemory:
         """lengths: of the n-grams in the index, the longest first. max_outputs: how many are remembered, at least 1."""
         size = min(max_outputs * _USUAL_TOKENS, _MAX_TOKENS)
         self._hash = GramHash(lengths, _SLOTS_PER_TOKEN * size)
-        self._max_outputs = max_outputs
+        self._max_outputs, self._lengths = max_outputs, lengths
         self._tokens = np.zeros(size, np.int32)
         self._scopes = np.zeros(size, np.int64)  # of each token; 0: forgotten
         self._begins, self._ends = np.zeros(size, np.int32), np.zeros(size, np.int32)  # of each token's output
-        self._positions = np.zeros((len(lengths), self._hash.num_slots), np.int32)  # after an n-gram; 0: none
+        self._positions = self._hash.make_table()  # after an n-gram
         self._outputs: deque[tuple[int, int]] = deque()  # places (begin, end) of the outputs, the oldest first
         self._end = 0  # of the last output
 
@@ -77,6 +77,17 @@ class OutputMemory:
         is_found, places = matches[each, best], found[each, best]
         counts = np.where(is_found, self._ends[last[each, best]] - places, 0)
         return Matches(np.where(is_found, self._hash.lengths[best], 0), counts, places)
+
+    def find_one(self, scope: int, tail: list[int]) -> tuple[int, int, int]:
+        """Return what find() does for one row: (length, count, place)."""
+        found = self._positions[self._hash.lanes, self._hash.slots_of(scope, tail)].tolist()
+        for length, place in zip(self._lengths, found, strict=True):
+            if place and self._scopes[place - 1] == scope:
+                begin, end = int(self._begins[place - 1]), int(self._ends[place - 1])
+                is_whole = place - length >= begin and place < end
+                if is_whole and self._tokens[place - length : place].tolist() == tail[length - 1 :: -1]:
+                    return length, end - place, place
+        return 0, 0, 0
 
     def read(self, places: Ints, most: int) -> Int32s:
         """Return the tokens [n, most] from each of these places on; those behind an output's end mean nothing."""

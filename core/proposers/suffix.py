@@ -8,8 +8,8 @@ tables of runs of some lengths, so that a step works on columns.
 import numpy as np
 
 from core.batch.table import FREE_ROW, BatchTable
-from core.proposers.ngram import NgramProposer
-from core.proposers.output_memory import OutputMemory
+from core.proposers.ngram import FEW_ROWS, NgramProposer
+from core.proposers.output_memory import Matches, OutputMemory
 from core.proposers.proposer import Proposals
 from ipc.arrays import Ints, Rows
 from ipc.columns import Columns, column
@@ -43,9 +43,7 @@ class SuffixProposer(Columns):
         counts, token_ids, kinds = self._own.propose(rows, most)
         lengths = np.where(counts > 0, kinds, 0)
         if self._memory is not None:
-            places = self._table.num_tokens[rows][:, None] - 1 - self._back
-            tails = np.where(places < 0, -1, self._table.tokens.get(rows[:, None], np.maximum(places, 0)))
-            found = self._memory.find(self._scopes(rows), tails)
+            found = self._find(self._memory, rows)
             better = np.flatnonzero(found.lengths > lengths)
             if len(better):
                 counts[better], kinds[better] = found.counts[better], found.lengths[better] + _REMEMBERED
@@ -53,6 +51,18 @@ class SuffixProposer(Columns):
                 lengths[better] = found.lengths[better]
         allowed = np.maximum((lengths * self._factor).astype(np.int64), 1)
         return Proposals(np.minimum(np.minimum(counts, most), allowed), token_ids, kinds)
+
+    def _find(self, memory: OutputMemory, rows: Rows) -> Matches:
+        table, back = self._table, len(self._back)
+        scopes, lengths = self._scopes(rows), table.num_tokens[rows]
+        if len(rows) > FEW_ROWS:
+            places = lengths[:, None] - 1 - self._back
+            return memory.find(scopes, np.where(places < 0, -1, table.tokens.get(rows[:, None], np.maximum(places, 0))))
+        found = []
+        for row, scope, length in zip(rows.tolist(), scopes.tolist(), lengths.tolist(), strict=True):
+            tail = table.tokens.read(row, max(0, length - back), length)[::-1].tolist()
+            found.append(memory.find_one(scope, tail + [-1] * (back - length)))
+        return Matches(*np.array(found, np.int64).T)
 
     def end(self, rows: Rows) -> None:
         """Remember the outputs of these rows."""

@@ -11,16 +11,16 @@ from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.models.interface import Model
 from core.models.step import ModelInputs, StepResult
+from core.runner.draft_blocks import DraftBlocks
+from core.runner.draft_chain import NextLogits, draw_chain, num_drawn
+from core.runner.draft_pause import DraftPause
+from core.runner.drafter import RanStep
 from core.sampling.columns import SamplingColumns
-from core.sampling.sampler import sample
 from ipc.arrays import NO_INT32S, Int32s, Ints
 from ipc.columns import Columns, column
-from ipc.rounding import ceil_div
 
 #: Known tokens that are computed in one step, at most: a long prompt is caught up with in several steps.
 _CATCH_UP = 512
-#: While no plan takes the drafts, the next ones are made after 1, 2, 4, ... steps, at most so many.
-_LONGEST_PAUSE = 64
 
 
 class ModelDrafter(Columns):
@@ -37,13 +37,11 @@ class ModelDrafter(Columns):
         """
         super().__init__(num_rows)
         self._model, self._block_size, self._num_drafts = model, block_size, num_drafts
-        self._spare = num_spare_blocks(1, num_drafts, block_size)
-        self._first_spare = num_blocks
-        self._cache = model.allocate_cache(num_blocks + num_rows * self._spare, block_size)
+        self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
+        self._cache = model.allocate_cache(self._placing.num_blocks, block_size)
         self._num_filled = np.zeros(num_blocks, np.int64)  # leading tokens of each block that are computed
         self._drafts = np.zeros((num_rows, num_drafts), np.int32)
-        self._offered = False
-        self._pause, self._num_paused = 0, 0
+        self._pause = DraftPause()
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Learn which blocks have other contents now, and which rows begin."""
@@ -56,11 +54,12 @@ class ModelDrafter(Columns):
             self._num_valid[new.row] = self._block_size * int(np.append(filled, False).argmin())
             self._num_chained[new.row] = 0
 
-    def propose(self, plan: SchedulerOutput, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
+    def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
         """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
+        plan = step.plan
         rows = plan.rows.astype(np.int64)
         counts = np.zeros(len(rows), np.int32)
-        if self._is_pausing(plan):
+        if self._pause.begins(plan):
             return counts, NO_INT32S
         known = table.num_tokens[rows]
         decodes = table.num_computed_tokens[rows] == known - 1
@@ -70,13 +69,12 @@ class ModelDrafter(Columns):
         goals = np.minimum(goals, self._num_valid[rows] + self._shares(goals - self._num_valid[rows]))
         drafting = np.flatnonzero(decodes & (goals == known))
         result = self._catch_up(rows, goals, drafting, table)
-        self._offered = bool(len(drafting))
+        self._pause.offer(bool(len(drafting)))
         if result is None or not len(drafting):
             return counts, NO_INT32S
         token_ids = self._chain(rows[drafting], goals[drafting], result, table, sampling)
         counts[drafting] = np.minimum(self._num_drafts, limit - goals[drafting] + 1)
-        is_number = (token_ids >= 0).cumprod(1).sum(1)
-        counts[drafting] = np.minimum(counts[drafting], is_number)
+        counts[drafting] = np.minimum(counts[drafting], num_drawn(token_ids))
         is_held = self._room[rows[drafting]] >= goals[drafting]  # else all drafts are behind the row's blocks
         self._num_chained[rows[drafting]] = np.where(is_held, np.maximum(counts[drafting] - 1, 0), 0)
         self._drafts[rows[drafting]] = token_ids
@@ -88,15 +86,6 @@ class ModelDrafter(Columns):
         ends = np.ones(len(rows), np.int64)
         result = self._forward(rows, np.zeros(len(rows), np.int64), ends - 1, ends, np.arange(len(rows)), table)
         self._chain(rows, ends, result, table, sampling)
-
-    def _is_pausing(self, plan: SchedulerOutput) -> bool:
-        """Return whether to make no drafts in this step: the last ones were not worth a place in a plan."""
-        if self._offered:
-            self._offered = False
-            self._pause = 0 if len(plan.num_draft_tokens) else min(2 * self._pause + 1, _LONGEST_PAUSE)
-            self._num_paused = 0
-        self._num_paused += 1
-        return self._num_paused <= self._pause
 
     def _take_chains(self, rows: Ints, table: RunnerTable) -> None:
         """Count the drafts that became tokens as computed."""
@@ -150,19 +139,15 @@ class ModelDrafter(Columns):
         self, rows: Ints, lengths: Ints, result: StepResult, table: RunnerTable, sampling: SamplingColumns
     ) -> Int32s:
         """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative behind the last one."""
-        drafts = np.full((len(rows), self._num_drafts), -1, np.int32)
         each = np.arange(len(rows))
-        for index in range(self._num_drafts):
-            if index:
-                if sampling.has_edits:
-                    known = np.maximum(drafts[:, :index], 0).ravel()
-                    table.write_drafts(rows, known, np.full(len(rows), index))
-                positions = np.minimum(lengths + index - 1, self._model.max_model_len - 1)
-                tokens = np.maximum(drafts[:, index - 1], 0).astype(np.int64)
-                result = self._forward(rows, tokens, positions, positions + 1, each, table)
-            inputs = sampling.inputs_ahead(rows, table, index)
-            drafts[:, index] = sample(result.logits, inputs, self._model.sampler, result.largest)
-        return drafts
+
+        def go_on(index: int, tokens: Ints) -> NextLogits:
+            positions = np.minimum(lengths + index - 1, self._model.max_model_len - 1)
+            found = self._forward(rows, tokens, positions, positions + 1, each, table)
+            return NextLogits(found.logits, found.largest)
+
+        first = NextLogits(result.logits, result.largest)
+        return draw_chain(rows, self._num_drafts, first, go_on, table, sampling, self._model.sampler)
 
     def _forward(
         self,
@@ -176,29 +161,9 @@ class ModelDrafter(Columns):
     ) -> StepResult:
         """Run the model over tokens [T] of rows [n]: counts[i] or one each, up to contexts of ends [n] tokens."""
         counts = np.ones(len(rows), np.int64) if counts is None else counts
-        width = ceil_div(int(ends.max()), self._block_size)
-        block_tables = table.block_tables(rows, width)
-        beyond = np.arange(width) - table.num_blocks[rows][:, None]
-        spare = self._first_spare + rows[:, None] * self._spare + np.minimum(beyond, self._spare - 1)
-        block_tables = np.where(beyond >= 0, spare, block_tables).astype(np.int32)
+        block_tables = self._placing.tables(rows, int(ends.max()), table)
         owners = np.arange(len(rows)).repeat(counts)
         slots = block_tables[owners, positions // self._block_size] * np.int64(self._block_size)
         slots += positions % self._block_size
         attention = self._model.attention_metadata(counts, ends, block_tables, self._cache)
         return self._model.forward(ModelInputs(tokens, positions, slots, attention, self._cache, logits_rows))
-
-
-def num_spare_blocks(num_rows: int, num_drafts: int, block_size: int) -> int:
-    """Return how many blocks the draft model has of its own: each row's, for drafts behind the row's blocks."""
-    return num_rows * ceil_div(num_drafts + 1, block_size)
-
-
-def merged(first_counts: Int32s, first: Int32s, second_counts: Int32s, second: Int32s) -> tuple[Int32s, Int32s]:
-    """Return (counts [R], token ids) of the drafts of the first source, and where it has none of the second."""
-    takes = (first_counts == 0) & (second_counts > 0)
-    counts = np.where(takes, second_counts, first_counts)
-    token_ids = np.empty(int(counts.sum()), np.int32)
-    from_second = takes.repeat(counts)
-    token_ids[~from_second] = first
-    token_ids[from_second] = second[takes.repeat(second_counts)]
-    return counts.astype(np.int32), token_ids

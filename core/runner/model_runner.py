@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from core.adapters.store import Adapters
 from core.execution.executor import WARM_UP_TOKENS, Costs
 from core.execution.plan import (
     FAILED_TOKEN,
@@ -15,16 +16,19 @@ from core.execution.plan import (
     concat_logprobs,
 )
 from core.execution.runner_table import RunnerTable
+from core.features.store import Features
 from core.grammars.grammars import Grammars
 from core.grammars.matchers import RowMatchers
 from core.models.interface import Model
-from core.models.step import ModelInputs, StepResult
+from core.models.step import ONCE, ModelInputs, StepResult
 from core.pooling.pooler import Pooler
 from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
-from core.runner.model_drafter import ModelDrafter, merged
+from core.runner.adapter_rows import AdapterRows
+from core.runner.drafter import Drafter, RanStep, merged
+from core.runner.feature_rows import FeatureRows
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
-from core.runner.step_durations import measure_steps, trial_sampling
+from core.runner.step_durations import Clock, measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
 from core.sampling.columns import SamplingColumns
@@ -53,15 +57,17 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_swap_blocks: int = 0,
         grammars: Grammars | None = None,
-        draft_model: Model | None = None,
-        num_drafts: int = 0,
+        drafter: Drafter | None = None,
         pooler: Pooler | None = None,
+        adapters: Adapters | None = None,
+        features: Features | None = None,
     ) -> None:
         """Allocate the table, the columns and the caches.
 
         num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. grammars: of
-        structured_outputs; None = no request has them. draft_model: guesses num_drafts tokens of each row ahead.
-        pooler: None = no request pools. Errors: MemoryError when a cache cannot be allocated.
+        structured_outputs; None = no request has them. drafter: guesses tokens with a model; None = none. pooler:
+        None = no request pools. adapters: None = no request has one. features: None = no request has any.
+        Errors: MemoryError when a cache cannot be allocated.
         """
         self.model = model
         self._tells_processed = logprobs_mode.startswith("processed")
@@ -72,16 +78,15 @@ class ModelRunner:
         self.matchers = None if grammars is None else RowMatchers(grammars, num_rows)
         masks = None if model.sampler is None else model.sampler.token_masks
         self.pooling = PoolingRows(pooler)
+        self._adapter_rows = AdapterRows(adapters)
+        self._feature_rows = FeatureRows(features)
         groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
         self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
         self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
         self._failures: list[tuple[int, str]] = []  # of this step, see ModelRunnerOutput
         self.cache = model.allocate_cache(num_blocks, block_size)
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
-        self.drafter: ModelDrafter | None = None
-        if draft_model is not None:
-            sizes = {"num_rows": num_rows, "num_blocks": num_blocks, "block_size": block_size}
-            self.drafter = ModelDrafter(draft_model, **sizes, num_drafts=num_drafts)
+        self.drafter = drafter
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, append the sampled tokens to the table and return them."""
@@ -99,25 +104,27 @@ class ModelRunner:
             samples = inputs.sample_rows, inputs.sample_offsets
             token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
             self.table.accept(plan, counts)
-            return self._output(plan, token_ids, logprobs, pooled, counts)
+            return self._output(plan, inputs, result, token_ids, logprobs, pooled, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
-        return self._output(plan, token_ids, logprobs, pooled)
+        return self._output(plan, inputs, result, token_ids, logprobs, pooled)
 
     def _output(
         self,
         plan: SchedulerOutput,
+        inputs: StepInputs,
+        result: StepResult,
         token_ids: Int32s,
         logprobs: list[LogprobColumns],
         pooled: PooledColumns | None,
         counts: Int32s | None = None,
     ) -> ModelRunnerOutput:
-        """Return the step's result, with the drafts that grammars force and those of the draft model."""
+        """Return the step's result, with the drafts that grammars force and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
         if self.matchers:
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
-            guessed = self.drafter.propose(plan, self.table, self.sampling)
+            guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)
             drafts = guessed if drafts[0] is None else merged(drafts[0], drafts[1], *guessed)
         candidates, self._candidates = self._candidates, None
         columns = concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
@@ -211,8 +218,8 @@ class ModelRunner:
         self.forward(inputs)
         return time.perf_counter_ns() - begin
 
-    def measure_steps(self) -> tuple[int, ...]:
-        """Return the measured durations of steps of 1, 2, 4, ... tokens whose next tokens are drawn, in ns.
+    def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
+        """Return the durations of steps of 1, 2, 4, ... tokens whose next tokens are drawn, in ns, as `used` measures.
 
         As measure_costs(), it must run before the first step.
         """
@@ -221,13 +228,13 @@ class ModelRunner:
             result = self.forward(self._trial_inputs(num_tokens, num_tokens))
             sample(result.logits, trial_sampling(num_tokens), self.model.sampler, result.largest)
 
-        return measure_steps(step, self._most_tokens)
+        return measure_steps(step, self._most_tokens, used)
 
-    def measure_drafts(self) -> int:
-        """Return the measured duration of the draft model's drafts for one row, in ns; 0: there is none."""
+    def measure_drafts(self, used: Clock = time.perf_counter_ns) -> int:
+        """Return the duration of the drafter's drafts for one row, in ns, as `used` measures; 0: there is none."""
         if (drafter := self.drafter) is None:
             return 0
-        return measure_steps(lambda _: drafter.step(np.zeros(1, np.int64), self.table, self.sampling), 1)[0]
+        return measure_steps(lambda _: drafter.step(np.zeros(1, np.int64), self.table, self.sampling), 1, used)[0]
 
     @property
     def _most_tokens(self) -> int:
@@ -250,7 +257,8 @@ class ModelRunner:
             logits_rows=np.arange(count - num_samples, count),
         )
 
-    def _apply(self, plan: SchedulerOutput) -> None:
+    def apply_blocks(self, plan: SchedulerOutput) -> None:
+        """Bring the table and the caches up to date with a plan: rows, blocks and copies."""
         self.table.apply(plan)
         if self.swap_cache is not None:
             self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
@@ -258,15 +266,22 @@ class ModelRunner:
             self.cache.copy_blocks(plan.copied_blocks, self.cache, plan.copied_to)
         if self.swap_cache is not None:
             self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        self.apply_blocks(plan)
         if self.drafter is not None:
             self.drafter.apply(plan)
         for row in plan.removed_rows.tolist():
             self.sampling.remove(row)
             self.pooling.remove(row)
+            self._feature_rows.remove(row)
         for new in plan.added:
             self.sampling.add(new)
         for pooling in plan.added_pooling:
             self.pooling.add(pooling)
+        self._adapter_rows.apply(plan)
+        for row, uses in plan.features:
+            self._feature_rows.add(row, uses)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         """Return the model's inputs for a plan that is applied to the table already."""
@@ -277,7 +292,13 @@ class ModelRunner:
         columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
         attention = self.model.attention_metadata(*columns, self.cache, inputs.generation)
         tokens = inputs.token_ids, inputs.positions, inputs.slots
-        return self.model.forward(ModelInputs(*tokens, attention, self.cache, inputs.logits_rows, inputs.generation))
+        adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
+        rest = inputs.logits_rows, inputs.generation, adapters
+        given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
+        if given is not None:  # arrays of this step only
+            tokens, rest = (given[0], *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
+            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given[1]))
+        return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest))
 
     def _prompt_logprobs(
         self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult

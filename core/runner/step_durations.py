@@ -13,15 +13,20 @@ _NUM_ROUNDS = 7
 _SIZES_PATIENCE_NS, _PATIENCE_NS = 1_000_000_000, 2_500_000_000
 
 
+#: A time in ns, from any beginning.
+Clock = Callable[[], int]
+
+
 def measure_steps(
-    step: Callable[[int], None], most: int, clock: Callable[[], int] = time.perf_counter_ns
+    step: Callable[[int], None], most: int, used: Clock = time.perf_counter_ns, clock: Clock = time.perf_counter_ns
 ) -> tuple[int, ...]:
     """Return the durations of steps of 1, 2, 4, ... tokens in ns, at least 1 each.
 
     The sizes take turns, and of each the shortest duration counts. So other work on the machine, which comes and goes,
     does not make one size look cheap beside another.
 
-    step: runs a step of so many tokens. most: tokens that it can run, at least 1. clock: in ns.
+    step: runs a step of so many tokens. most: tokens that it can run, at least 1. used: measures a step. clock: how
+    long all of it may take.
     """
     begin, durations = clock(), dict[int, int]()
     sizes = [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= most]
@@ -31,9 +36,9 @@ def measure_steps(
                 if clock() - begin > _SIZES_PATIENCE_NS:
                     break
                 step(size)  # warm-up: memory is touched for the first time
-            start = clock()
+            start = used()
             step(size)
-            taken = max(1, clock() - start)
+            taken = max(1, used() - start)
             durations[size] = min(durations.get(size, taken), taken)
         if clock() - begin > _PATIENCE_NS:
             break

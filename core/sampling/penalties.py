@@ -33,7 +33,8 @@ class Penalties(EditGroup):
         self._is_penalized[row] = True
         self._repetition[row], self._frequency[row], self._presence[row] = penalties
         repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count output only
-        self._counts.add(row, new.token_ids[:repeated], new.token_ids[new.num_prompt_tokens :])
+        prompt = new.token_ids[:repeated]
+        self._counts.add(row, prompt[prompt >= 0], new.token_ids[new.num_prompt_tokens :])
         return True
 
     def remove(self, row: int) -> None:

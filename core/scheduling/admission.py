@@ -200,8 +200,13 @@ class Admission:
         fork = self._batch.forks.find(request, hits) if request.choices else None
         if fork is not None:
             hits, num_hits, computed = fork.blocks, len(fork.blocks), fork.num_tokens
+        slots, num_loaded = None, 0
         if request.swapped is not None:
             computed = max(computed, request.swapped.num_computed_tokens)
+        elif fork is None and self._batch.host_cache.num_slots:
+            slots, content = self._batch.host_cache.find(request, num_hits, content)
+            num_loaded = 0 if slots is None else len(slots)
+            computed += num_loaded * self._block_size
         missing = num_tokens = length - computed
         if missing > self._chunk and (room.rows < room.row_limit or len(self._waiting)):
             num_tokens = self._chunk
@@ -220,6 +225,8 @@ class Admission:
             num_blocks=num_blocks,
             is_reserved=is_reserved,
             fork=fork,
+            host_slots=slots,
+            num_loaded=num_loaded,
         )
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
@@ -264,6 +271,8 @@ class Admission:
         num_given = start.num_given = start.num_blocks if start.is_reserved else ceil_div(end, self._block_size)
         if start.num_hits:
             self._batch.pool.hold(start.hits)  # before anything is allocated, which might evict them
+        if start.host_slots is not None:
+            self._batch.host_cache.pin(start.host_slots)
         room.settling.append(start)
         room.unsettled += num_given - start.num_hits
         if request.first_key:
@@ -287,6 +296,8 @@ class Admission:
             blocks = fresh[first:end]
             start.block_ids = np.concatenate([start.hits, blocks]) if start.num_hits else blocks
             first = end
+            if start.host_slots is not None:
+                self._batch.host_cache.copy_back(start.host_slots, blocks[: start.num_loaded])
             if start.request.swapped is not None:
                 self._preemption.swap_in(start.request, start.block_ids, start.num_hits)
             if start.fork is not None and start.fork.copied_block != NULL_BLOCK:

@@ -22,6 +22,7 @@ class Verdict(IntEnum):
     HOLDS_THE_REST = 15
     NO_BLOCKS = 16  # the KV cache has no room for its tokens
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
+    NO_ADAPTER = 18  # requests with max_loras other adapters run
 
 
 class Cause(IntEnum):

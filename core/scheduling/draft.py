@@ -9,6 +9,7 @@ from core.batch.table import BatchTable, RequestStart
 from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
+from ipc.feature_messages import FeatureUse
 from ipc.pooling_params import PoolingParams
 
 
@@ -44,6 +45,8 @@ class Draft:
         self.starts: list[RequestStart] = []
         self.added: list[NewRow] = []
         self.added_pooling: list[NewPooling] = []
+        self.adapters: list[tuple[int, str]] = []
+        self.features: list[tuple[int, list[FeatureUse]]] = []
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
         self.num_skipped = 0  # rows that wanted tokens and get none
@@ -81,6 +84,10 @@ class Draft:
                 self.added.append(new)
             elif isinstance(pooling := request.params, PoolingParams):
                 self.added_pooling.append(NewPooling(row, request.token_ids, num_computed, block_ids, pooling))
+            if request.adapter is not None:
+                self.adapters.append((row, request.adapter.digest))
+            if request.features:
+                self.features.append((row, request.features))
 
     def renew(self, table: BatchTable, carried: Carried) -> None:
         """Tell the executor anew of rows whose tokens and blocks have changed; new blocks of this plan are left out."""
@@ -102,6 +109,10 @@ class Draft:
                     request.choice,
                 )
             )
+            if request.adapter is not None:
+                self.adapters.append((row, request.adapter.digest))
+            if request.features:
+                self.features.append((row, request.features))
         carried.removed_rows.extend(rows)
         carried.renewed_rows.clear()
 
@@ -152,4 +163,6 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         copied_blocks=copied,
         copied_to=copied_to,
         added_pooling=draft.added_pooling,
+        adapters=draft.adapters,
+        features=draft.features,
     )

@@ -1,5 +1,7 @@
 """DraftRule: how many drafts of which rows are worth their cost in a step."""
 
+from itertools import accumulate
+
 import numpy as np
 
 from ipc.arrays import Doubles, Ints
@@ -64,16 +66,24 @@ class DraftRule:
         chosen: Ints = np.bincount(order[:count] // most, minlength=len(counts))
         return chosen
 
+    def can_pay(self, most: int) -> bool:
+        """Return whether up to `most` drafts a row, all of them right, are worth their cost in any small batch."""
+        sizes = (1, 2, 4, 8, 16)
+        return any(self.choose(size, np.ones(size), np.full(size, most), MAX_STEP_DRAFTS).any() for size in sizes)
+
 
 def _by_tokens(step_ns: tuple[int, ...], count: int) -> Ints:
     """Return the durations of steps of 0, 1, ... count - 1 tokens, in ns; they never fall.
 
-    Between the measured sizes they rise evenly, and after the last one as between the last two.
+    Other work on the machine makes a measured step longer, never shorter. So no size takes longer than a larger one
+    that was measured: else a step of one token that was disturbed would make its drafts look cheap. Between the
+    measured sizes they rise evenly, and after the last one as between the last two.
     """
+    step_ns = tuple(accumulate(reversed(step_ns), min))[::-1]
     costs, size, rise = [0, step_ns[0]], 1, 0
     for high in step_ns[1:]:
         low = costs[-1]
-        rise = max(0, high - low)
+        rise = high - low
         costs += [low + rise * part // size for part in range(1, size + 1)]
         size *= 2
     costs += [costs[size] + rise * part // max(1, size // 2) for part in range(1, count - size)]

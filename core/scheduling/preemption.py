@@ -63,6 +63,20 @@ class Preemption:
         self._stats.num_preemptions += 1
         self._stats.num_swapped_out_blocks += num_swapped
 
+    def lose_all(self, requests: list[Request]) -> None:
+        """Let all running rows wait, because the executor is lost with all blocks, and with the host's copies of them.
+
+        requests: all live ones.
+        """
+        for row in self._batch.rows.tolist():
+            self.undo_recompute_count(row)
+            self._waiting.push(self._batch.release_to_wait(row))
+        for request in requests:
+            self.end(request)
+        self._batch.forks.drop()
+        self._batch.carried.forget_copies()
+        self._batch.pool.forget()
+
     def undo_recompute_count(self, row: int) -> None:
         """Take back the tokens that were counted as recomputed at the row's start and that it has not reached."""
         table = self._batch.table

@@ -18,6 +18,7 @@ from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
+from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beam_searches import BeamSearches
 from core.scheduling.decisions import Decision
@@ -60,6 +61,8 @@ class Scheduler:
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
+        if config.enable_lora:
+            self.admission.add_limit(AdapterSlots(config.max_loras))
         reserve = self.admission.num_watermark_blocks
         self.speculation = Speculation(config, self.batch, self.waiting, self.policy, self.stats, reserve)
         self.starts_alone = not config.enable_chunked_prefill
@@ -72,6 +75,7 @@ class Scheduler:
         told = self.outputs, self.stats, eos_token_ids
         self.beams = BeamSearches(self.batch, self.waiting, self.preemption, self._ends, *told)
         self._group_rows: GroupRows | None = None  # from the first beam search on
+        self.has_executor = True  # which can take plans
         self._step = 0
         self.decision: Decision | None = None  # of the last step
 
@@ -209,7 +213,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether a step can change anything; if not, only a message or a deadline changes that."""
-        return self._token_budget > 0 and (len(self.batch) > 0 or self.waiting.num_ready > 0)
+        has_requests = len(self.batch) > 0 or self.waiting.num_ready > 0
+        return has_requests and self._token_budget > 0 and self.has_executor
 
     def pause(self, mode: PauseMode) -> None:
         """Stop requests from starting (NEW; preempted ones still resume) or from running at all (ALL).
@@ -228,6 +233,11 @@ class Scheduler:
         """Forget the content of all blocks. Running requests keep their blocks, but no other request finds them."""
         self.pool.forget()
 
+    def lose_executor(self) -> None:
+        """Let all requests wait, and run nothing until has_executor is set: rows, blocks and copies are lost."""
+        self.preemption.lose_all(self._requests.all())
+        self.has_executor = False
+
     def take_outputs(self) -> list[ClientOutput]:
         """Return the messages that need no step's result: refusals and aborts."""
         return self.outputs.drain(self._step)
@@ -239,7 +249,7 @@ class Scheduler:
         self._ends.fail_overdue(now_ns)
         if self._leads:
             self._leads.release_followers()
-        draft = Draft(self._step, now_ns, self._token_budget)
+        draft = Draft(self._step, now_ns, self._token_budget if self.has_executor else 0)
         if self.beams:
             self.beams.mend(draft)
         self._fill(draft)
@@ -362,8 +372,7 @@ class Scheduler:
             self.speculation.begin(draft.guessed)
         self.batch.prefix_cache.name_full_blocks(rows, ends)
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
-        if carried := self.batch.carried:
-            self.batch.carried = Carried()
+        carried = self.batch.take_carried()
         self.preemption.swap_space.end_plan()
         plan = finish_plan(draft, rows, counts, carried)
         self.stats.count_step(plan, self.pool)

@@ -79,6 +79,8 @@ class Speculation(Columns):
             return
         room = np.minimum(self._batch.table.max_total_tokens[rows] - 1 - ends, self._most)
         found = self._propose(rows, room)
+        if not np.count_nonzero(found.counts):
+            return
         chosen = self._rule.choose(num_tokens, self._chances(rows, found.kinds), found.counts, draft.budget)
         chosen = self._give_blocks(draft, rows, ends, chosen)
         given = chosen > 0
@@ -143,18 +145,22 @@ class Speculation(Columns):
         """Return at most room[i] drafts of each row. They follow the tokens that steps in flight sample."""
         shift = self._batch.table.num_placeholders[rows]
         most = self._most + int(shift.max())
-        counts, kinds = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        token_ids = np.zeros((len(rows), most), np.int32)
-        for source in (self.offered, *self.proposers) if self.offered.is_used else self.proposers:
+        first, *others = (self.offered, *self.proposers) if self.offered.is_used else self.proposers
+        found = first.propose(rows, most)
+        counts, token_ids, kinds = np.minimum(found.counts, most), found.token_ids[:, :most], found.kinds
+        for source in others:
             without = np.flatnonzero(counts == 0)
             if len(without):
                 found = source.propose(rows[without], most)
                 counts[without], kinds[without] = np.minimum(found.counts, most), found.kinds
                 token_ids[without] = found.token_ids[:, :most]
-        if shift.any():
+        if np.count_nonzero(shift):
             places = np.minimum(np.arange(most) + shift[:, None], most - 1)
             token_ids = np.take_along_axis(token_ids, places, 1)
-        return Proposals(np.clip(counts - shift, 0, np.maximum(room, 0)), token_ids, kinds)
+        is_feature = token_ids < 0  # copied from the prompt, and no token
+        if is_feature.any():
+            counts = np.minimum(counts, np.where(is_feature.any(1), is_feature.argmax(1), most) + shift)
+        return Proposals(np.minimum(np.maximum(counts - shift, 0), np.maximum(room, 0)), token_ids, kinds)
 
     def _give_blocks(self, draft: Draft, rows: Ints, ends: Ints, counts: Ints) -> Ints:
         """Allocate the blocks of counts [n] drafts; return the counts, cut where blocks are short."""

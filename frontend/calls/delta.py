@@ -31,6 +31,13 @@ class Call(msgspec.Struct):
     arguments: str = ""
 
 
+class Thought(msgspec.Struct):
+    """A part of an answer that is reasoning, with its marks. begin, end: characters of the text; None = it goes on."""
+
+    begin: int
+    end: int | None = None
+
+
 class Message(msgspec.Struct):
     """A whole answer."""
 
@@ -63,6 +70,7 @@ class Sink:
 
     def __init__(self, *, is_parallel: bool = True) -> None:
         self.num_calls = 0
+        self.thoughts: list[Thought] = []
         self._is_parallel = is_parallel
         self._deltas: list[Delta] = []
         self._pieces: list[str] = []  # of the last delta

@@ -10,7 +10,7 @@ analysis is reasoning, a message to functions.NAME is a call, every other messag
 
 import re
 
-from frontend.calls.delta import Sink
+from frontend.calls.delta import Sink, Thought
 from frontend.calls.source import Reading, Source
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -94,4 +94,10 @@ def _read_message(source: Source, sink: Sink, header: str) -> Reading[str]:
             sink.arguments("{}")
         return mark
     is_thought = bool(name) or (channel is not None and channel[1] == "analysis")
-    return (yield from source.until(_ENDS, sink.reasoning if is_thought else sink.content))
+    if not is_thought:
+        return (yield from source.until(_ENDS, sink.content))
+    thought = Thought(source.position)
+    sink.thoughts.append(thought)
+    mark = yield from source.until(_ENDS, sink.reasoning)
+    thought.end = source.position if mark else None
+    return mark

@@ -4,7 +4,7 @@ An answer that is not streamed is the fold of what the same scanner reads from i
 What is no call in the model's format is content, whatever it is.
 """
 
-from frontend.calls.delta import Delta, Kind, Sink
+from frontend.calls.delta import Delta, Kind, Sink, Thought
 from frontend.calls.formats import AnswerForm, CallFormat
 from frontend.calls.harmony import read_harmony
 from frontend.calls.json_calls import Tools
@@ -31,6 +31,11 @@ class Scanner:
     def num_calls(self) -> int:
         """Return the number of calls so far."""
         return self._sink.num_calls
+
+    @property
+    def thoughts(self) -> list[Thought]:
+        """Return where in the text the reasoning stands, so far."""
+        return self._sink.thoughts
 
     def feed(self, text: str) -> list[Delta]:
         """Return what this piece of the text settles."""
@@ -69,7 +74,7 @@ class Scanner:
             yield
 
     def _read_reasoning(self, begin: str, end: str, in_reasoning: bool) -> Reading[None]:
-        source = self._source
+        source, thought = self._source, Thought(self._source.position)
         if not in_reasoning:
             source.keep(source.at, most=1 << 30)
             yield from source.skip_space()
@@ -78,7 +83,9 @@ class Scanner:
                 return
             source.give_back()
         self._sink.text(Kind.REASONING, "")
-        yield from source.until([end], self._sink.reasoning)
+        self._sink.thoughts.append(thought)
+        if (yield from source.until([end], self._sink.reasoning)):
+            thought.end = source.position
 
     def _read_answer(self, calls: CallFormat) -> Reading[None]:
         source, sink = self._source, self._sink

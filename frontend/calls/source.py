@@ -26,14 +26,21 @@ class Source:
         self.text = ""
         self.at = 0
         self.is_ended = False
+        self._num_forgotten = 0
         self._kept: int | None = None
         self._most_kept = 0
+
+    @property
+    def position(self) -> int:
+        """Return the number of characters of the whole text before the place."""
+        return self._num_forgotten + self.at
 
     def add(self, piece: str) -> None:
         """Add text at the end, and forget what has been read."""
         begin = self.at if self._kept is None else self._kept
         self.text = self.text[begin:] + piece
         self.at -= begin
+        self._num_forgotten += begin
         if self._kept is not None:
             self._kept = 0
 

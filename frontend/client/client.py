@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
+from msgspec.structs import replace
 
 from frontend.client.errors import fresh, refusal, request_error, why_not_again
 from frontend.client.journal import Journal
@@ -32,6 +33,7 @@ from ipc.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
+from ipc.lora_messages import AdapterId
 from ipc.messages import (
     CALLS,
     MAX_ABORTED,
@@ -54,6 +56,7 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
+from ipc.placed_feature import PlacedFeature
 from ipc.pooling_messages import AddPooling
 from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
@@ -128,43 +131,53 @@ class EngineClient(JournalReader, TypedCalls):
         deadline_ms: int = 0,
         streaming: bool = False,
         second_from: int = 0,
+        adapter: AdapterId | None = None,
+        features: Sequence[PlacedFeature] = (),
     ) -> int:
         """Submit a request and return its number; it stays in the journal until discard(). The kind of its params says
         what it asks for: tokens, or vectors (then the seed does not matter).
 
-        seed: uint64, or a function of the number that gives it. streaming: wake consumers for its tokens too, not only
-        when it finishes. second_from: see AddPooling. Errors: InvalidRequestError when the message is too long for the
-        engine; RequestFailedError when too much waits to be sent.
+        seed: uint64, or a function of the number. streaming: wake consumers for its tokens too. second_from: see
+        AddPooling. adapter: a loaded one. features: what stands for tokens of the prompt, in order. Errors:
+        InvalidRequestError when the message is too long for the engine; RequestFailedError when too much waits to be
+        sent.
         """
         self._check()
         prompt = np.asarray(prompt_token_ids, "<i4").tobytes()
         with self._submitting:
             number = self._next_number
             assert number <= _MAX_NUMBER, number
-            request: Submission
+            rest = priority, deadline_ms, cache_salt
             if isinstance(params, PoolingParams):
-                request = AddPooling(number, prompt, params, priority, deadline_ms, cache_salt, tenant, second_from)
+                request: Submission = AddPooling(number, prompt, params, *rest, tenant, second_from, adapter)
             else:
                 key = seed if isinstance(seed, int) else seed(number)
-                request = AddRequest(number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant)
-            frame = encode(request)
-            if len(frame) > self.welcome.limits.max_message_bytes:
-                raise InvalidRequestError(
-                    f"a request of {len(frame)} bytes (prompt: {len(prompt)}) is too long; the engine takes "
-                    f"{self.welcome.limits.max_message_bytes}"
-                )
+                request = AddRequest(number, prompt, params, key, *rest, tenant=tenant, adapter=adapter)
+                if features:
+                    request = replace(request, features=[one.use for one in features])
+            frame = self._frame_of(request)
             with self._changed:
                 self.raise_if_ended()
                 if not self._is_connected and self._resumption.is_full(self.welcome.limits):
                     raise RequestFailedError(f"{_LOST}; as many requests wait for it as it takes")
                 self._next_number = number + 1
-                self._journal.add(request, streaming=streaming, now=self._clock())
+                puts = [one.feature for one in features]
+                self._journal.add(request, streaming=streaming, now=self._clock(), puts=puts)
                 try:
-                    self._send(frame)
+                    self._send(*map(encode, puts), frame)
                 except BaseException:
                     self._journal.remove(number)
                     raise
         return number
+
+    def _frame_of(self, request: Submission) -> bytes:
+        frame, most = encode(request), self.welcome.limits.max_message_bytes
+        if len(frame) > most:
+            size = len(request.prompt_token_ids)
+            raise InvalidRequestError(
+                f"a request of {len(frame)} bytes (prompt: {size}) is too long; the engine takes {most}"
+            )
+        return frame
 
     def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
         """Abort requests, or of each only the choice beside it; what still runs finishes with ABORT."""
@@ -263,10 +276,11 @@ class EngineClient(JournalReader, TypedCalls):
             raise
         return stream
 
-    def _send(self, frame: bytes) -> None:
-        """Send a frame, under the lock. Without a connection it is dropped: the journal has what the next one needs."""
+    def _send(self, *frames: bytes) -> None:
+        """Send frames, under the lock. Without a connection they are dropped: the journal has what the next needs."""
         if self._is_connected:
-            self._transport.send(frame)
+            for frame in frames:
+                self._transport.send(frame)
 
     def _check(self) -> None:
         self._check_process()

@@ -1,14 +1,13 @@
 """Connection: a client's socket to an engine, and the monitor that tells when the engine has closed it."""
 
-import contextlib
 from typing import NamedTuple
 
 import zmq
 
-from ipc.sockets import Context, connect_dealer
+from ipc.sockets import Context, connect_dealer, pending_events
 
 #: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
-_MAX_BATCH = 256
+MAX_BATCH = 256
 
 
 class Connection(NamedTuple):
@@ -31,9 +30,11 @@ def connect(context: Context, address: str) -> Connection:
 
 
 def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Return the frames that have arrived, at most _MAX_BATCH."""
+    """Return the frames that have arrived, at most MAX_BATCH.
+
+    With fewer, the socket was seen to have no more: its file descriptor signals the next one.
+    """
     frames: list[bytes] = []
-    with contextlib.suppress(zmq.Again):
-        while len(frames) < _MAX_BATCH:
-            frames.append(socket.recv(zmq.NOBLOCK))
+    while len(frames) < MAX_BATCH and pending_events(socket) & zmq.POLLIN:
+        frames.append(socket.recv(zmq.NOBLOCK))
     return frames

@@ -17,9 +17,10 @@ from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.client.received_vectors import vectors_of
 from frontend.client.request_events import RequestEvent, read_events
-from ipc.arrays import AnyInts, Bools, Doubles, Floats, Ints, UInt8s
+from ipc.arrays import AnyInts, Bools, Doubles, Floats, Int32s, Ints, UInt8s
 from ipc.columns import Columns, column
 from ipc.errors import EngineCoreError, MalformedMessageError
+from ipc.feature_messages import PutFeature
 from ipc.messages import Abort, AddRequest, FinishReason, Outputs, Submission
 from ipc.paged_rows import PagedRows
 
@@ -65,15 +66,16 @@ class Journal(Columns):
         self._logprobs: dict[int, ReceivedLogprobs] = {}  # by row, of requests that asked for them
         self._events: dict[int, list[RequestEvent]] = {}  # by row of the first choice
         self._siblings = PagedRows(_FIRST_ROWS, _SIBLINGS_PAGE)  # rows of all choices, by first row, if n > 1
+        self._puts: dict[int, Sequence[PutFeature]] = {}  # by row of the first choice, of requests with features
         self._vectors: dict[int, Floats] = {}  # by row, of pooling requests
         self._index = NumberIndex()
 
     # --- events: one request ------------------------------------------------------------------------------------
 
-    def add(self, request: Submission, *, streaming: bool, now: float) -> int:
+    def add(self, request: Submission, *, streaming: bool, now: float, puts: Sequence[PutFeature] = ()) -> int:
         """Add a request, whose number must be above all earlier numbers; return the row of its first choice.
 
-        streaming: every new token is news; else only the end is. now: monotonic seconds.
+        streaming: every new token is news; else only the end is. now: monotonic seconds. puts: its features.
         """
         while len(self._free) < request.params.n:
             self._grow_rows()
@@ -81,6 +83,7 @@ class Journal(Columns):
         row = rows[0]
         self._index.add(request.number, row)
         self._requests[row] = request
+        self._puts |= {row: puts} if puts else {}
         self._num_choices[row] = len(rows)
         if len(rows) > 1:
             self._siblings.extend(row, 0, np.array(rows))
@@ -89,17 +92,21 @@ class Journal(Columns):
         self._choice[rows] = range(len(rows))
         self._streaming[rows] = streaming
         self._arrival_time[rows] = now
+        for each, tokens in zip(rows, request.delivered, strict=False):
+            self._deliver(each, np.frombuffer(tokens, "<i4"))
         if request.params.reports_logprobs:
             num_prompt_tokens = len(request.prompt_token_ids) // 4
             self._logprobs |= {each: ReceivedLogprobs(num_prompt_tokens) for each in rows}
         self.num_live += 1
         return row
 
-    def fail(self, number: int, error: EngineCoreError, now: float) -> bool:
-        """Finish a request with the engine's error; its tokens stay readable.
+    def _deliver(self, row: int, tokens: Int32s) -> None:
+        """Enter the tokens that a choice begins with."""
+        self._tokens.extend(row, 0, tokens)
+        self._num_delivered[row] = len(tokens)
 
-        Return False when it is not live or has finished.
-        """
+    def fail(self, number: int, error: EngineCoreError, now: float) -> bool:
+        """Finish a request with the engine's error; its tokens stay readable. Return False as finish() does."""
         rows = [row for row in self._rows_of_request(number) if not self._finish[row]]
         if not rows:
             return False
@@ -120,11 +127,11 @@ class Journal(Columns):
         """Return whether the engine was asked to abort all unfinished choices of a request."""
         return all(self._aborted[row] or self._finish[row] for row in self._rows_of_request(number))
 
-    def resubmission(self, number: int, now: float) -> list[Submission | Abort]:
+    def resubmission(self, number: int, now: float) -> list[PutFeature | Submission | Abort]:
         """Return the messages that resume a request in a new session.
 
-        The request continues after the delivered tokens, with the remaining part of the deadline. An Abort follows for
-        choices that were aborted alone, as stop strings do.
+        The request continues after the delivered tokens, with the remaining part of the deadline. Its features come
+        before it. An Abort follows for choices that were aborted alone, as stop strings do.
         """
         rows, request = self._rows_of_request(number), self.request(number)
         delivered = [self._tokens.read(row, 0, int(self._num_delivered[row])) for row in rows]
@@ -134,9 +141,10 @@ class Journal(Columns):
             tokens = [column.astype("<i4", copy=False).tobytes() for column in delivered]
             again = msgspec.structs.replace(again, delivered=tokens)
         aborted = np.flatnonzero(self._aborted[rows])
+        first: list[PutFeature | Submission | Abort] = [*self._puts.get(rows[0], ()), again]
         if not len(aborted):
-            return [again]
-        return [again, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]
+            return first
+        return [*first, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]
 
     def remove(self, number: int) -> bool:
         """Forget a request; later outputs for it are dropped. Return whether it was live and unfinished."""
@@ -160,6 +168,7 @@ class Journal(Columns):
         self._errors.pop(row, None)
         self._logprobs.pop(row, None)
         self._vectors.pop(row, None)
+        self._puts.pop(row, None)
         self._events.pop(row, None)
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
@@ -288,7 +297,10 @@ class Journal(Columns):
         position above the delivered ones is an AssertionError. Errors: MalformedMessageError when columns do not fit.
         """
         columns = columns_of(outputs)
-        rows = self.rows_of(columns.numbers, columns.choices)
+        return self.apply_columns(outputs, columns, self.rows_of(columns.numbers, columns.choices), now)
+
+    def apply_columns(self, outputs: Outputs, columns: OutputColumns, rows: Ints, now: float) -> Ints:
+        """Apply outputs whose columns and rows are known; see apply()."""
         live = (rows >= 0) & (self._finish[rows] == 0)
         if np.count_nonzero(live) < len(live):
             columns, rows = columns.where(live), rows[live]

@@ -6,6 +6,8 @@ that goes from one to the other.
 
 import asyncio
 import os
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from frontend.client.transport_interface import Borrower
@@ -28,7 +30,9 @@ class LoopReceiver:
 
     def __init__(self, client: Lender, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
+        self._thread = threading.get_ident()
         self._fd = -1
+        self._is_collecting = False
         self._is_closed = False
         client.lend(self)
 
@@ -47,10 +51,25 @@ class LoopReceiver:
 
     def look(self) -> None:
         """Receive soon; see Borrower."""
+        call = self._loop.call_soon if threading.get_ident() == self._thread else self._loop.call_soon_threadsafe
         try:
-            self._loop.call_soon_threadsafe(self._receive)
+            call(self._receive)
         except RuntimeError:  # the loop is closed
             return
+
+    def collect(self, flush: Callable[[], None]) -> bool:
+        """Return whether a frame may wait for the end of this turn of the loop; see Borrower."""
+        if self._is_closed or threading.get_ident() != self._thread or not self._loop.is_running():
+            return False
+        if self._is_collecting:
+            return True
+        self._is_collecting = True
+        self._loop.call_soon(self._flush, flush)
+        return False
+
+    def _flush(self, flush: Callable[[], None]) -> None:
+        self._is_collecting = False
+        flush()
 
     def _watch(self, fd: int) -> None:
         self._unwatch()

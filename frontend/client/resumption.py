@@ -50,7 +50,7 @@ class Resumption:
                 continue
             frames = [encode(message) for message in journal.resubmission(number, now)]
             try:
-                if len(frames[0]) > limits.max_message_bytes:
+                if max(map(len, frames)) > limits.max_message_bytes:
                     raise RequestFailedError("the connection was lost and the request has become too long to go on")
                 for frame in frames:
                     send(frame)

@@ -3,8 +3,8 @@
 An IO thread receives. It polls the file descriptors of the socket, of the engine's process (a socket alone stays silent
 when the engine dies), of the socket's monitor (for engines of other owners) and of an eventfd. The thread that calls
 send() sends the frame itself, which costs less than waking the IO thread. A frame that the socket does not take at once
-is queued for the IO thread. An event loop may receive in the IO thread's place (lend()), which then keeps the rest:
-queued frames, heartbeats, the end of a connection and the next one.
+is queued for the IO thread. An event loop may receive in the IO thread's place, and send the frames of a turn together
+(lend()); the IO thread then keeps the rest: heartbeats, the end of a connection and the next one.
 """
 
 import contextlib
@@ -14,16 +14,15 @@ import select
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from frontend.client.connection import Connection, connect, receive_batch
+from frontend.client.connection import MAX_BATCH, Connection, connect, receive_batch
+from frontend.client.send_queue import SendQueue
 from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
-from ipc.errors import RequestFailedError
 from ipc.sockets import Context, check_listening, pending_events, signal_fd
 
 Locate = Callable[[], str | None]
@@ -40,14 +39,11 @@ class _End(Enum):
     GONE = "it was cut, and there is no engine any more"
 
 
-#: Most bytes queued for an engine that does not read; beyond them, send() fails.
-MAX_QUEUED_BYTES = 64 << 20
+_MOST_COLLECTED = 8  # frames that wait for the end of a borrower's turn, so that the engine has work meanwhile
 #: Seconds to wait for the last frames of a dead engine, or for the last ones to a live engine.
 _LAST_FRAMES_S = 0.2
-#: Seconds between two attempts to reconnect.
-_RETRY_S = 0.02
-#: Seconds between two calls of locate() while the engine does not answer.
-_LOCATE_S = 0.1
+_RETRY_S = 0.02  # between two attempts to reconnect
+_LOCATE_S = 0.1  # between two calls of locate() while the engine does not answer
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +87,7 @@ class ZmqTransport:
         self._using = threading.Lock()  # guards the open socket; held for a call or two, never while waiting
         self._open_socket: zmq.Socket[bytes] | None = None  # None: what is sent is queued
         self._sender = 0  # id of the thread in send(); a finalizer may call close() in the middle of it
-        self._queue: deque[bytes] = deque()
-        self._bytes_queued = 0  # in total; written by senders only
-        self._bytes_sent = 0  # in total; written by the IO thread only
+        self._queue = SendQueue()
         self._closed = False
         self._wake_fd = -1
         self._close_wake_fd: weakref.finalize[[int], ZmqTransport] | None = None
@@ -119,15 +113,14 @@ class ZmqTransport:
         """Send a frame, or queue it for the IO thread; see Transport."""
         if self._closed:
             return
-        waiting = self._bytes_queued - self._bytes_sent
-        if waiting + len(frame) > MAX_QUEUED_BYTES:
-            raise RequestFailedError(
-                f"the engine at {self._address} does not read: {waiting} bytes wait to be sent, the limit is "
-                f"{MAX_QUEUED_BYTES}; submit fewer requests at once"
-            )
-        if not self._send_now(frame):
-            self._queue.append(frame)
-            self._bytes_queued += len(frame)
+        self._queue.check(frame, self._address)
+        borrower = self._borrower
+        if borrower is not None and borrower.collect(self._send_collected):
+            self._queue.put(frame)
+            if len(self._queue) >= _MOST_COLLECTED and not self._using.locked():
+                self._send_collected()
+        elif not self._send_now(frame):
+            self._queue.put(frame)
             os.eventfd_write(self._wake_fd, 1)
 
     def _send_now(self, frame: bytes) -> bool:
@@ -155,6 +148,22 @@ class ZmqTransport:
             self._sender = 0
         return True
 
+    def _send_collected(self) -> None:
+        """Send what was queued in the borrower's turn: the socket's own thread is woken once for all of it."""
+        with self._using:
+            self._sender = threading.get_ident()
+            try:
+                socket = self._open_socket
+                if not self._queue or socket is None:  # the next connection begins without it
+                    return
+                all_sent, has_news = self._flush(socket), pending_events(socket) & zmq.POLLIN
+            finally:
+                self._sender = 0
+        if not all_sent:
+            os.eventfd_write(self._wake_fd, 1)
+        if has_news:
+            self._wake_receiver()
+
     def lend(self, borrower: Borrower | None) -> None:
         """Let an event loop receive; see Transport."""
         if not self._closed:
@@ -170,10 +179,8 @@ class ZmqTransport:
             self._failure = error
             os.eventfd_write(self._wake_fd, 1)
             return False
-        if (
-            self._queue and not self._closed
-        ):  # the socket's file descriptor tells this thread that it takes frames again
-            os.eventfd_write(self._wake_fd, 1)
+        if self._queue and not self._closed:  # the socket's file descriptor may tell that it takes frames again
+            self._send_collected()
         return has_more
 
     def _pass_on(self, socket: zmq.Socket[bytes]) -> bool:
@@ -182,7 +189,7 @@ class ZmqTransport:
             if self._open_socket is None:
                 return False
             frames = receive_batch(socket)
-            has_more = bool(pending_events(socket) & zmq.POLLIN)
+            has_more = len(frames) == MAX_BATCH
         if frames and self._on_frames is not None:
             self._lost_at = None
             self._on_frames(frames)
@@ -247,10 +254,7 @@ class ZmqTransport:
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         self._heartbeat_s = 0.0  # until the next session says otherwise
-        while self._queue:
-            self._bytes_sent += len(self._queue.popleft())
-        self._queue.append(hello)
-        self._bytes_sent -= len(hello)
+        self._queue.restart(hello)
 
     def _serve(self, connection: Connection) -> str | None:
         """Send and receive frames until the connection ends. Return "" after close(), the reason when the engine is
@@ -354,14 +358,10 @@ class ZmqTransport:
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
         """Send queued frames; return False when the socket takes no more for now."""
-        while self._queue:
-            try:
-                socket.send(self._queue[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            self._bytes_sent += len(self._queue.popleft())
-            self._sent_at = time.monotonic()
-        return True
+        if not self._queue:
+            return True
+        self._sent_at = time.monotonic()
+        return self._queue.flush(socket)
 
     def _receive_last(
         self,

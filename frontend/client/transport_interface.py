@@ -17,6 +17,12 @@ class Borrower(Protocol):
     def look(self) -> None:
         """Call receive() soon: there may be frames without a sign at the file descriptor."""
 
+    def collect(self, flush: Callable[[], None]) -> bool:
+        """Return whether a frame may wait for the end of this turn of the loop, at which `flush` is called.
+
+        The first of a turn may not, nor a frame of another thread than the loop's.
+        """
+
 
 class Transport(Protocol):
     """Sends and receives frames. One thread at a time calls the callbacks.

@@ -5,6 +5,8 @@ from typing import Protocol, TypeVar
 
 from ipc.call import Call
 from ipc.errors import CallFailedError
+from ipc.fleet_messages import ChangeReplica, GetReplicas, ReplicaChange, ReplicaList
+from ipc.lora_messages import ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
 from ipc.messages import (
     BeginDrain,
     CallDone,
@@ -34,14 +36,25 @@ from ipc.scheduling_messages import (
     UnfollowKVEvents,
 )
 
-_Result = TypeVar("_Result", TokenizerFiles, Statistics, ModelInformation, Explanation, Metrics, CallDone)
+_Result = TypeVar(
+    "_Result",
+    TokenizerFiles,
+    Statistics,
+    ModelInformation,
+    Explanation,
+    Metrics,
+    LoraAdapters,
+    ReplicaList,
+    CallDone,
+)
 
 
 class TypedCalls(Protocol):
     """Methods that wait for the engine's answer, at most `timeout` seconds (None = the client's own limit).
 
     Errors of all methods: CallFailedError when the engine refuses, does not answer in time or the connection was lost;
-    EngineDeadError at once when the engine is gone. Owner only: pause, resume, stop_request, drain and shutdown.
+    EngineDeadError at once when the engine is gone. Owner only: pause, resume, stop_request, load_lora, unload_lora,
+    drain, upgrade, shutdown, and of a fleet join and leave.
     """
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
@@ -101,6 +114,30 @@ class TypedCalls(Protocol):
         """End a pause."""
         self._ask(Resume, CallDone, timeout)
 
+    def load_lora(self, name: str, path: str, timeout: float | None = None) -> LoraAdapter:
+        """Let the engine read an adapter (LoRA) beside its steps; return it, by its content's digest.
+
+        path: in the engine's file system. CallFailedError also for files that are no adapter of the model.
+        """
+        answer = self._ask(lambda call: LoadLora(call, name, path), LoraAdapters, timeout, "LoadLora")
+        (loaded,) = answer.adapters
+        return loaded
+
+    def unload_lora(self, name: str, timeout: float | None = None) -> None:
+        """Forget an adapter's name. Requests that have begun go on. CallFailedError also for an unknown name."""
+        self._ask(lambda call: UnloadLora(call, name), CallDone, timeout, "UnloadLora")
+
+    def list_lora(self, timeout: float | None = None) -> list[LoraAdapter]:
+        """Return the adapters that requests may name. CallFailedError also where the engine has no adapters."""
+        answer = self.lora_adapters(timeout)
+        if not answer.is_enabled:
+            raise CallFailedError("ListLora: this engine has no adapters: start it with enable_lora")
+        return answer.adapters
+
+    def lora_adapters(self, timeout: float | None = None) -> LoraAdapters:
+        """Return the adapters that requests may name, and whether the engine has adapters at all."""
+        return self._ask(ListLora, LoraAdapters, timeout)
+
     def stop_request(self, session: int, number: int, timeout: float | None = None) -> None:
         """Abort a request of any session; do nothing where it is not live."""
         self._ask(lambda call: StopRequest(call, session, number), CallDone, timeout, "StopRequest")
@@ -124,6 +161,23 @@ class TypedCalls(Protocol):
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once."""
         self._ask(Shutdown, CallDone, timeout)
+
+    def replicas(self, timeout: float | None = None) -> ReplicaList:
+        """Return the replicas of a fleet. CallFailedError at an engine, which has none."""
+        return self._ask(GetReplicas, ReplicaList, timeout)
+
+    def join(self, address: str, timeout: float | None = None) -> None:
+        """Let a replica join the fleet. Does not wait for its answer: see replicas()."""
+        self._ask(lambda call: ChangeReplica(call, ReplicaChange.JOIN, address), CallDone, timeout, "ChangeReplica")
+
+    def leave(self, address: str, timeout: float | None = None, *, move_after: float | None = None) -> None:
+        """Let a replica leave the fleet after the last of its requests. Does not wait for that.
+
+        What waits there moves at once. move_after: seconds after which what runs there goes on at the other replicas.
+        """
+        move_ms = -1 if move_after is None else int(move_after * 1000)
+        change = ReplicaChange.LEAVE
+        self._ask(lambda call: ChangeReplica(call, change, address, move_ms), CallDone, timeout, "ChangeReplica")
 
     def _ask(
         self, make: Callable[[int], Call], expected: type[_Result], timeout: float | None, name: str = ""

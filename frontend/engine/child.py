@@ -7,25 +7,18 @@ to start, and one for its reports. ipc/start_messages.py has the messages of the
 import fcntl
 import os
 import select
-import signal
 import subprocess
-import sys
-import sysconfig
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
-import ipc
+from ipc.child_process import describe_exit, run_package
 from ipc.config import EngineConfig
 from ipc.cpus import usable_cpus
 from ipc.errors import EngineStartError
 from ipc.pipes import write_frame
 from ipc.sockets import remove_private_address
-
-#: "" in a checkout, "engine_core." in an installed wheel.
-_HOME_PACKAGE = ipc.__name__.removesuffix("ipc")
 
 
 class Child(msgspec.Struct, eq=False, weakref=True):
@@ -38,12 +31,12 @@ class Child(msgspec.Struct, eq=False, weakref=True):
     pidfd: int  # readable once the process is dead; -1 once released, like the two below
     lease_fd: int  # write end
     report_fd: int  # read end
-    private_address: str | None  # made for this child, removed with it
     owner: int  # process id: a fork of the owner must not end the engine
+    private_address: str | None = None  # made for this child, removed with it
 
     def describe_exit(self) -> str:
         """Return how the process ended, in words that follow "the process": "exited with code 1"."""
-        return _describe(self.process.poll())
+        return describe_exit(self.process.poll())
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for the end of the process; return False when it has not ended within `timeout` seconds."""
@@ -52,6 +45,13 @@ class Child(msgspec.Struct, eq=False, weakref=True):
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def send_start(self, start: msgspec.Struct) -> None:
+        """Write a second start message to the lease pipe. Errors: EngineStartError if the process is gone."""
+        try:
+            _write_start(self.lease_fd, start)
+        except BrokenPipeError:
+            raise EngineStartError(f"the process {self.describe_exit()}") from None
 
     def close_lease(self) -> None:
         """Close the write end of the lease pipe, which ends the process."""
@@ -95,37 +95,19 @@ def spawn(
     arguments: Sequence[str] = (),
     pass_fds: Sequence[int] = (),
     defaults: Mapping[str, str] | None = None,
-    private_address: str | None = None,
 ) -> Child:
     """Start `python -m package LEASE_FD REPORT_FD *arguments` and return at once.
 
     package: one of ours, by its name in a checkout, such as "core". start: the first frame of the lease pipe; the
     child reads it with ipc.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child gets
-    under the same numbers. defaults: environment variables that the user may override. private_address: an ipc address
-    made for this child, removed with it. Errors: EngineStartError.
+    under the same numbers. defaults: environment variables that the user may override. Errors: EngineStartError.
     """
-    if not sys.executable:
-        raise EngineStartError("sys.executable is empty: the engine needs a Python interpreter to be started with")
     lease_read, lease_write = _pipe()
     report_read, report_write = _pipe()
     try:
         _write_start(lease_write, start)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited until the child ignores it
-        try:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", f"{_HOME_PACKAGE}{package}"),
-                    *(str(lease_read), str(report_write)),
-                    *arguments,
-                ],
-                pass_fds=(lease_read, report_write, *pass_fds),
-                stdin=subprocess.DEVNULL,
-                stdout=None if _is_inherited(1) else subprocess.DEVNULL,
-                stderr=None if _is_inherited(2) else subprocess.DEVNULL,
-                env=_environment(defaults or {}),
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        words = str(lease_read), str(report_write), *arguments
+        process = run_package(package, words, (lease_read, report_write, *pass_fds), defaults or {})
     except BaseException as error:
         os.close(lease_write)
         os.close(report_read)
@@ -135,7 +117,7 @@ def spawn(
     finally:
         os.close(lease_read)
         os.close(report_write)
-    child = Child(process, os.pidfd_open(process.pid), lease_write, report_read, private_address, os.getpid())
+    child = Child(process, os.pidfd_open(process.pid), lease_write, report_read, os.getpid())
     _children.add(child)
     return child
 
@@ -165,17 +147,6 @@ def _pipe() -> tuple[int, int]:
         os.close(low[1])
 
 
-def _is_inherited(fd: int) -> bool:
-    """Return whether a standard stream is open and inheritable.
-
-    It is False also where another file has taken its number since.
-    """
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return False
-
-
 def _write_start(fd: int, start: msgspec.Struct) -> None:
     """Write the start message without blocking, because the pipe has no reader yet. Errors: EngineStartError."""
     os.set_blocking(fd, False)
@@ -184,37 +155,6 @@ def _write_start(fd: int, start: msgspec.Struct) -> None:
     except BlockingIOError:
         raise EngineStartError("the engine's config and address are too long for a pipe: shorten them") from None
     os.set_blocking(fd, True)
-
-
-def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
-    """Return the child's environment. Variables that the user has set keep their values."""
-    environment = {**defaults, **os.environ}
-    home = _home()
-    if home is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    return environment
-
-
-def _home() -> str | None:
-    """Return the directory of our packages where they are not installed (a checkout), else None.
-
-    site-packages is left out: on PYTHONPATH it would come before the standard library.
-    """
-    assert ipc.__file__ is not None
-    home = str(Path(ipc.__file__).resolve().parents[1 + ipc.__name__.count(".")])
-    installed = {str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib")}
-    return None if home in installed else home
-
-
-def _describe(code: int | None) -> str:
-    if code is None:
-        return "is running"
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def _close_leases_in_fork() -> None:

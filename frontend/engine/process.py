@@ -16,17 +16,20 @@ from types import TracebackType
 import msgspec
 
 from frontend.engine.child import Child, engine_defaults, spawn
+from frontend.engine.standby import Standby
 from ipc import errors
 from ipc.black_box import BlackBoxFile, BlackBoxReader
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.files.model_files import locate_model
+from ipc.flight_ring import FlightFile
 from ipc.pipes import FrameReader, decode_start_report, write_frame
 from ipc.sockets import check_address, private_ipc_address, remove_private_address
-from ipc.start_messages import Drain, Isolate, Ready, Start, StartFailed, StartPhase
+from ipc.start_messages import Drain, Isolate, Prepared, Ready, Start, StartFailed, StartPhase, StartReport
 
 OnPhase = Callable[[str, float], None]
 
+_ANSWER_S = 2.0  # for a standby to begin its start: one that is stopped never does
 _FAILED_START_S = 0.5  # for a process to end by itself after its start failed; it has no requests to lose
 
 _ERRORS = {
@@ -69,30 +72,39 @@ class EngineProcess:
         self._child: Child | None = None
         self._finalizer: weakref.finalize[[float], EngineProcess] | None = None
         self._deadline = 0.0
+        self._has_begun = True  # a process that was spawned has; a standby when it reports a phase
         self._phase = "start of Python"
         self._address: str | None = None
         self._exit = "has not been started"
         self._isolate = Isolate()
         self._box: BlackBoxFile | None = None  # of all processes, one after the other
+        self._flight: FlightFile | None = None  # of the present process, or the last one
+        self._adapters_fd = -1  # of all processes too: a memory file with the names of adapters
         self._exit_code: int | None = None  # of the last process
         self.last_address = ""  # that the present process was told, or the last one had
 
-    def start(self) -> None:
-        """Spawn the process and return at once.
+    def start(self, standby: Standby | None = None) -> None:
+        """Spawn the process, or let a standby of prepare_next() become it, and return at once.
 
-        A model with a Hugging Face name is found or downloaded first; afterwards `config` has its path. Errors:
-        EngineStartError; AddressError; ModelFileError for such a name.
+        A model with a Hugging Face name is found or downloaded first; afterwards `config` has its path. A standby has
+        a short time to begin, and then as long as any process. Errors: EngineStartError; AddressError; ModelFileError
+        for such a name.
         """
         if self._child is not None:
             raise EngineStartError(f"engine process {self.pid} was started already; close() it first")
         self.config = _with_local_model(self.config)
         self.epoch += 1
         self._phase, self._address = "start of Python", None
-        self._deadline = time.monotonic() + self._start_timeout
+        self._has_begun = standby is None
+        self._deadline = time.monotonic() + (self._start_timeout if self._has_begun else _ANSWER_S)
         private = private_ipc_address() if self._listen is None else None
         try:
             address = self._listen or private or ""
             self._box = self._box or BlackBoxFile(self.config.max_num_seqs)
+            self._flight = _flight_file(self.config) if standby is None else standby.flight
+            if self.config.enable_lora and self._adapters_fd < 0:
+                self._adapters_fd = os.memfd_create("engine-core-adapters", os.MFD_CLOEXEC)
+                weakref.finalize(self, os.close, self._adapters_fd)
             start = Start(
                 self.config,
                 address,
@@ -101,16 +113,36 @@ class EngineProcess:
                 is_private=private is not None,
                 isolate=self._isolate,
                 black_box_fd=self._box.fd,
+                adapters_fd=self._adapters_fd,
                 resume_ms=self._resume_ms,
+                flight_fd=self._flight.fd if self._flight else -1,
             )
-            defaults = engine_defaults(self.config)
-            self._child = spawn("core", start, pass_fds=[self._box.fd], defaults=defaults, private_address=private)
+            if standby is None:
+                defaults = engine_defaults(self.config)
+                self._child = spawn("core", start, pass_fds=self._fds(self._flight), defaults=defaults)
+            else:
+                self._child = standby.take(start)
+            self._child.private_address = private
         except BaseException:
             if private is not None:
                 remove_private_address(private)
             raise
         self.last_address = address
         self._finalizer = weakref.finalize(self, self._child.release, 0.5)
+
+    def prepare_next(self, *, loads_model: bool) -> Standby:
+        """Return a process that prepares to be the next one, after start(). Errors: EngineStartError."""
+        flight = _flight_file(self.config)
+        return Standby(self.config, self._fds(flight), flight, self._start_timeout, loads_model=loads_model)
+
+    def _fds(self, flight: FlightFile | None) -> list[int]:
+        """Return the descriptors that a process inherits."""
+        assert self._box is not None, "before the first start"
+        return [
+            self._box.fd,
+            *([flight.fd] if flight else []),
+            *([self._adapters_fd] if self._adapters_fd >= 0 else []),
+        ]
 
     def wait_ready(self) -> None:
         """Wait until the engine answers on `address`.
@@ -125,6 +157,9 @@ class EngineProcess:
                 match message:
                     case StartPhase(name, seconds):
                         self._phase = name
+                        if not self._has_begun:
+                            self._has_begun = True
+                            self._deadline = time.monotonic() + self._start_timeout
                         if self._on_phase is not None:
                             self._on_phase(name, seconds)
                     case Ready(address):
@@ -135,6 +170,8 @@ class EngineProcess:
                     case StartFailed(error, text):
                         self.wait(_FAILED_START_S)
                         raise self._start_error(error, text)
+                    case Prepared():
+                        pass  # of a standby, which this process was
         except BaseException:
             self.stop(_FAILED_START_S)
             self.close()
@@ -172,8 +209,13 @@ class EngineProcess:
         return self._box.reader
 
     def drop_black_box(self) -> None:
-        """Free the memory of the black box, after close(); a later start() makes a new one."""
-        self._box = None
+        """Free the black box and the flight recorder, after close(); a later start() makes new ones."""
+        self._box = self._flight = None
+
+    def take_flight(self) -> FlightFile | None:
+        """Return the flight recorder of the present or the last process, once; None: it has none."""
+        flight, self._flight = self._flight, None
+        return flight
 
     @property
     def is_public(self) -> bool:
@@ -193,15 +235,18 @@ class EngineProcess:
             with contextlib.suppress(BrokenPipeError):
                 write_frame(child.lease_fd, which)
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """Let the engine take no more requests, finish the running ones and exit. This does not wait.
 
-        A second call lets it report the end to its clients and exit at once, with code 143.
+        A second call lets it report the end to its clients and exit at once, with code 143. Return whether there was a
+        process to tell.
         """
         child = self._child
-        if child is not None and child.lease_fd >= 0:
-            with contextlib.suppress(BrokenPipeError):
-                write_frame(child.lease_fd, Drain())
+        if child is None or child.lease_fd < 0:
+            return False
+        with contextlib.suppress(BrokenPipeError):
+            write_frame(child.lease_fd, Drain())
+        return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the process has ended; return False when it has not within `timeout` seconds."""
@@ -239,7 +284,7 @@ class EngineProcess:
             raise EngineStartError(f"the engine process {self._exit}")
         return self._child
 
-    def _reports(self) -> Iterator[StartPhase | Ready | StartFailed]:
+    def _reports(self) -> Iterator[StartReport]:
         """Yield the child's reports until it ends or the time is up. Errors: EngineStartError."""
         child = self._live()
         reader = FrameReader()
@@ -249,6 +294,8 @@ class EngineProcess:
         while True:
             left = self._deadline - time.monotonic()
             if left <= 0:
+                if not self._has_begun:
+                    raise EngineStartError(f"the standby did not begin within {_ANSWER_S:g} s")
                 raise EngineStartError(
                     f"the engine was not ready within start_timeout={self._start_timeout:g} seconds; it was in phase "
                     f"{self._phase!r}. Raise start_timeout if that phase needs longer"
@@ -263,7 +310,7 @@ class EngineProcess:
                 child.wait(None)
                 raise EngineStartError(f"the engine process {child.describe_exit()} while in phase {self._phase!r}")
 
-    def _decode(self, reader: FrameReader, data: bytes) -> Iterator[StartPhase | Ready | StartFailed]:
+    def _decode(self, reader: FrameReader, data: bytes) -> Iterator[StartReport]:
         try:
             for frame in reader.feed(data):
                 yield decode_start_report(frame)
@@ -274,6 +321,12 @@ class EngineProcess:
         if name in _ERRORS and _ERRORS[name] is not EngineStartError:
             return _ERRORS[name](text)
         return EngineStartError(f"the engine failed to start, in phase {self._phase!r}: {text}")
+
+
+def _flight_file(config: EngineConfig) -> FlightFile | None:
+    """Return a new flight recorder. An engine with a capture needs none: its file has more."""
+    is_wanted = config.capture is None and config.flight_recorder_bytes
+    return FlightFile(config.flight_recorder_bytes) if is_wanted else None
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:

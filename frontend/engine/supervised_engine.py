@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 
 from frontend.engine.death import Cause, Death, classify, count_oom_kills
+from frontend.engine.flight_writers import FlightWriters
 from frontend.engine.last_words import say_last_words
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.signs import DEFAULT_HANG_S
+from frontend.engine.standby import Standby
+from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervisor import State, Supervisor
 from frontend.engine.watchdog import Watchdog
 from ipc.black_box import Suspect
@@ -40,18 +43,23 @@ class SupervisedEngine:
         rules: RestartRules = DEFAULT_RULES,
         *,
         hang_s: float = DEFAULT_HANG_S,
+        standby: StandbyKind = StandbyKind.NO,
         on_news: OnNews = lambda text: None,
     ) -> None:
         self.process = process
-        self.supervisor = Supervisor(rules)
+        self.supervisor = Supervisor(rules, has_standby=standby is not StandbyKind.NO)
+        self._standby_kind = standby
+        self._standby: Standby | None = None  # the supervisor's thread's
         self._on_news = on_news
         self._lock = threading.Lock()  # held while a process is started, so that an end finds it
         self._is_closing = False
-        self._num_drains = 0
+        self._num_drains = 0  # that were asked for
+        self._told = [0]  # those that the present process was told; a new list for each process
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_oom_kills = 0
+        self._flights = FlightWriters()
         self._watchdog = Watchdog(hang_s)
         self._was_hung = False  # the present process, which is being killed for it
         self._address: str | None = None
@@ -87,7 +95,9 @@ class SupervisedEngine:
         """Let the engine finish its requests and end; a second call stops it at once. This does not wait."""
         self._num_drains += 1
         self.supervisor.on_drain()
-        self.process.drain()
+        is_first = self._thread is None  # nothing was accepted yet: a process that starts may end at once
+        if is_first or self.supervisor.is_stopped or self.supervisor.state is State.READY:
+            self._tell_drains()  # else it is told once it is ready
 
     def close(self, timeout: float = 5.0) -> None:
         """End the engine within `timeout` seconds, and the thread. A second call does nothing."""
@@ -101,6 +111,7 @@ class SupervisedEngine:
         self.process.close()
         if threading.current_thread() is not self._thread:  # which may look at it once more
             self.process.drop_black_box()
+            self._flights.close()
         self._release()
 
     def _release(self) -> None:
@@ -117,23 +128,33 @@ class SupervisedEngine:
             if self.supervisor.state is State.READY:
                 self._watch()
             elif not self._sleep(self.supervisor.start_in_s(time.monotonic())):
-                self._start_again()
+                if self.supervisor.is_stopped:
+                    self.supervisor.give_up()
+                else:
+                    self._start_again()
         self._end()
 
     def _watch(self) -> None:
         """Wait for the end of the process or for the next look."""
         poller = select.poll()
-        for fd in (self.process.pidfd, self._wake):
+        for fd in (self.process.pidfd, self._wake, *(() if self._standby is None else self._standby.fds)):
             poller.register(fd, select.POLLIN)
-        if self.process.pidfd in dict(poller.poll(_TICK_S * 1000)):
+        ready = dict(poller.poll(_TICK_S * 1000))
+        if self.process.pidfd in ready:
             self._bury()
-        elif self._watchdog.look(self.process.black_box.read(), time.monotonic()):
+            return
+        self._keep_standby()
+        if self._watchdog.look(self.process.black_box.read(), time.monotonic()):
             self._kill_hung()
         elif (hunt := self.supervisor.hunt).is_searching and hunt.on_step(self._rows(), time.monotonic()):
             self.process.isolate(hunt.isolate(time.monotonic()))
         elif self.supervisor.take_drain(time.monotonic()):
-            for _ in range(self._num_drains):
-                self.process.drain()
+            self._tell_drains()
+
+    def _tell_drains(self) -> None:
+        told = self._told  # of the process that is there now
+        while told[0] < self._num_drains and self.process.drain():
+            told[0] += 1
 
     def _rows(self) -> list[Suspect]:
         """Return what the present process runs; nothing of the one before it."""
@@ -156,33 +177,88 @@ class SupervisedEngine:
         return bool(poller.poll(seconds * 1000)) or self._is_closing
 
     def _start_again(self) -> None:
-        try:
-            self._spawn()
-            if self._is_closing:
+        if not self._has_standby_started():
+            if self.supervisor.is_stopped:
+                self.supervisor.give_up()
                 return
-            self.process.wait_ready()
-        except EngineCoreError as error:
-            self._mourn(self._death(str(error), was_ready=False))
-            return
+            if not self._has_started():
+                return
         self._address = self.process.address
         self.supervisor.on_ready(time.monotonic())
         self._tell(f"the engine is ready again (epoch {self.process.epoch})")
 
-    def _spawn(self) -> None:
+    def _has_started(self) -> bool:
+        """Start a new process; return whether it is ready."""
+        try:
+            self._spawn()
+            if self._is_closing:
+                return False
+            self.process.wait_ready()
+        except EngineCoreError as error:
+            self._mourn(self._death(str(error), was_ready=False))
+            return False
+        return True
+
+    def _has_standby_started(self) -> bool:
+        """Let the standby become the engine, if there is one; return whether it is ready.
+
+        Where it fails nothing is lost but a moment: a new process is started.
+        """
+        standby, self._standby = self._standby, None
+        is_taken = self.supervisor.take_standby()
+        if standby is None:
+            return False
+        try:
+            if is_taken:
+                self._spawn(standby)
+                self.process.wait_ready()
+                return not self._is_closing
+        except EngineCoreError as error:
+            self.supervisor.standby.on_end(time.monotonic())
+            self._tell(f"the standby could not take over: {error}")
+        finally:
+            standby.close()  # does nothing to one that was taken
+        return False
+
+    def _spawn(self, standby: Standby | None = None) -> None:
         with self._lock:
             if self._is_closing:
                 return
             self._num_oom_kills = count_oom_kills()
             self.supervisor.on_start()
-            self.process.start()
+            self._told = [0]
+            self.process.start(standby)
             self._address = self.process.last_address
+        if self.supervisor.is_stopped:  # since this start began; a process is told of one drain later (on_ready)
+            self._tell_drains()
+
+    def _keep_standby(self) -> None:
+        """Make a standby when one is due, and see to it that the one that is there is of use."""
+        plan, now = self.supervisor.standby, time.monotonic()
+        if self._standby is not None and not self._standby.look(now):
+            self._tell(f"the standby {self._standby.text}")
+            self._standby = None
+            plan.on_end(now)
+        elif self._standby is not None and self._standby.is_prepared and plan.state is StandbyState.PREPARING:
+            plan.on_prepared()
+        elif self._standby is None and plan.is_due(now):
+            try:
+                self._standby = self.process.prepare_next(loads_model=self._standby_kind is StandbyKind.MODEL)
+                plan.on_begin()
+            except EngineCoreError as error:
+                self._tell(f"there is no standby: {error}")
+                plan.on_end(now)
 
     def _bury(self) -> None:
         """Release a process that has died while it was ready."""
         self.process.wait()
+        pid = self.process.pid
         death = self._death(self.process.describe_exit().removeprefix("the engine process "), was_ready=True)
         self.process.close()
+        flight = self.process.take_flight()
         self._mourn(death)
+        if not self._is_closing:
+            self._flights.take(flight, pid, death.cause, self.process.config.log_format)
 
     def _death(self, text: str, *, was_ready: bool) -> Death:
         num_oom_kills = count_oom_kills() - self._num_oom_kills
@@ -209,9 +285,16 @@ class SupervisedEngine:
         self._on_news(text)
 
     def _end(self) -> None:
-        """Tell everybody who waits that there is no engine any more."""
+        """Tell everybody who waits that there is no engine any more, where the last process has not.
+
+        Whoever closes this object without a word to the engine has nobody to tell.
+        """
+        if self._standby is not None:
+            self._standby.close()
+            self._standby = None  # and its flight recorder
         self._ended.set()
-        if not self._is_closing and self.last_cause is not Cause.ENDED and self.process.is_public:
+        is_owed = self.supervisor.is_stopped or not self._is_closing
+        if is_owed and not self.supervisor.has_told and self.process.is_public:
             say_last_words(self.process.last_address, self.describe_end(), _LAST_WORDS_S)
         if self.ended_fd >= 0:
             os.eventfd_write(self.ended_fd, 1)

@@ -14,8 +14,8 @@ from frontend.http.intake import Intake
 from frontend.http.openapi import describe
 from frontend.http.reply import Reply
 from frontend.http.request import JSON, Request, Response
-from frontend.http.routes import ROUTES, Access, Route
-from frontend.http.service import Service
+from frontend.http.routes import OTHER_PATHS, ROUTES, Access, Route
+from frontend.http.service import MODEL_NOT_FOUND, Service
 
 _PREFLIGHT = [
     (b"access-control-allow-methods", b"GET, POST"),
@@ -79,7 +79,7 @@ class App:
         request.body = b"".join(request.parts)
         request.parts.clear()
         try:
-            answer = await request.row.handler(self._service, request)
+            answer = await self._answer(request.row, request)
         except Exception as error:
             failure = http_error(error, max_model_len=self._service.max_model_len)
             if failure.status == 500:
@@ -96,6 +96,20 @@ class App:
             reply.leave()
         else:
             request.exchange.on_left = reply.leave
+
+    async def _answer(self, row: Route, request: Request) -> Response | Reply:
+        """Return the handler's answer. A model that is not known may be an adapter that was loaded a moment ago."""
+        service = self._service
+        await service.adapters.catch_up()
+        try:
+            return await row.handler(service, request)
+        except HttpError as error:
+            before = service.adapters.names
+            if error.code == MODEL_NOT_FOUND:
+                await service.adapters.look()
+            if service.adapters.names == before:
+                raise
+        return await row.handler(service, request)
 
     def _write(self, request: Request, answer: Response) -> None:
         if (b"connection", b"close") in answer.headers:
@@ -120,11 +134,14 @@ class App:
         return methods[method]
 
     def _hint(self, path: str) -> str:
-        """Return a route that the caller may have meant: base URLs come without /v1, with it twice, or end in "/"."""
+        """Return a route that the caller may have meant: base URLs come without /v1, with it twice, or end in "/"; and
+        other servers have other names.
+        """
         parts = [part for part in path.split("/") if part]
-        while len(parts) > 1 and parts[0] == "v1":
+        while len(parts) > 1 and parts[0] in ("v1", "v2"):
             parts.pop(0)
-        meant = (f"{prefix}/{'/'.join(parts)}" for prefix in ("/v1", ""))
+        rest = "/".join(parts)
+        meant = [OTHER_PATHS[rest]] if rest in OTHER_PATHS else [f"/v1/{rest}", f"/{rest}"]
         found = next((one for one in meant if parts and one in self._methods), None)
         return "" if found is None else f"; there is {found}"
 

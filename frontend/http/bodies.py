@@ -144,7 +144,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_decoding_backend": ((), _GRAMMAR),
     "structural_tag": ((), _GRAMMAR),
     "prompt_embeds": ((), "send text or token ids"),
-    "lora_request": ((), "load the adapted model as a model of its own"),
+    "lora_request": ((), "name the adapter as the model"),
     "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),
     "thinking_token_budget": ((), "use max_tokens"),
     "suffix": (("",), "write the prompt in the model's own form of filling in, if it has one"),

@@ -13,6 +13,7 @@ from frontend.http.reply import Reply
 from frontend.http.request import Request
 from frontend.http.service import Service
 from frontend.http.text_frames import TextFrames
+from frontend.http.thought_tokens import note_thoughts
 from frontend.http.usage import Usage
 from frontend.results.outputs import CompletionOutput
 
@@ -37,7 +38,7 @@ class ChatFormat(OpenAIAnswer):
         self._body = body
         self._params = prepared.requests[0].params
         self._n = prepared.requests[0].params.n
-        self._scanners = prepared.scanners
+        self._scanners, self._thoughts = prepared.scanners, prepared.thoughts
         self._is_named = prepared.is_named
         self._ids = [CallIds(prepared.id_length) for _ in range(self._n)]
         is_scanned = self._scanners is not None
@@ -82,6 +83,9 @@ class ChatFormat(OpenAIAnswer):
             if self._body.return_token_ids:
                 choice["token_ids"] = output.token_ids
             shown.append(choice)
+            if self._thoughts:
+                self._thoughts[index].take(output.token_ids)
+        note_thoughts(self._thoughts, usage)
         more: dict[str, object] = {}
         if self._body.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(prompts[0].logprobs)
@@ -98,6 +102,10 @@ class ChatFormat(OpenAIAnswer):
             found = scanner.feed(output.text)
             if output.finish_reason is not None:
                 found += scanner.finish()
+            if self._thoughts:
+                self._thoughts[index].take(output.token_ids)
+                if self._counts_always or output.finish_reason is not None:
+                    note_thoughts(self._thoughts, usage)
             deltas = [delta_fields(delta, self._ids[index]) for delta in found]
         logprobs = self._logprobs(output)
         if not deltas and (self._body.return_token_ids or (logprobs is not None and logprobs["content"])):

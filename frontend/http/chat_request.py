@@ -1,6 +1,6 @@
 """PreparedChat: a chat as requests to the engine, and how the text of its answers is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +22,10 @@ from frontend.http.errors import HttpError
 from frontend.http.request import Request
 from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
+from frontend.http.thought_tokens import ThoughtTokens, thought_tokens
+from frontend.images.chat_images import has_images
 from frontend.session import PreparedRequest
+from frontend.text.prompts import PromptInput, text_of
 from ipc.sampling_params import SamplingParams
 
 MAX_MESSAGES = 4096
@@ -34,6 +37,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one fiel
 class PreparedChat(NamedTuple):
     """A chat that is ready to be submitted. scanners: of each choice; None = all of the text is content.
 
+    thoughts: counters of the tokens of reasoning, of each choice; none where no reasoning is told apart.
     is_named: whether the caller named the one tool that must be called. id_length: of calls' ids; None = any.
     """
 
@@ -41,6 +45,7 @@ class PreparedChat(NamedTuple):
     scanners: list[Scanner] | None = None
     is_named: bool = False
     id_length: int | None = None
+    thoughts: Sequence[ThoughtTokens] = ()
 
 
 class _Tools(NamedTuple):
@@ -69,7 +74,7 @@ async def prepare_chat(service: Service, request: Request, body: ChatBody) -> Pr
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
 
-    return await service.run(request, prepare)
+    return await service.run(request, prepare, is_long=has_images(body.messages))
 
 
 async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:
@@ -82,6 +87,8 @@ async def count_tokens(service: Service, request: Request, body: ChatBody) -> in
             prompt = _render(service, body, _read_tools(body))
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
+        if not isinstance(prompt, str):
+            raise HttpError(400, "tokens of images are not counted: send the text alone", param="messages")
         return len(tokenizer.encode(prompt, add_special_tokens=False))
 
     return await service.run(request, count)
@@ -110,7 +117,7 @@ def _read_tools(body: ChatBody) -> _Tools:
 
 def _prepare(service: Service, request: Request, body: ChatBody, params: SamplingParams, tools: _Tools) -> PreparedChat:
     prompt = _render(service, body, tools)
-    form, thought = _form_of(service.form, tools, prompt)
+    form, thought = _form_of(service.form, tools, text_of(prompt))
     params = _constrained(service, body, params, tools, form, thought)
     is_scanned = form.is_harmony or form.reasoning is not None or (form.calls is not None and bool(tools.functions))
     if is_scanned and body.skip_special_tokens is None and has_special_marks(form, service.special_tokens):
@@ -129,7 +136,9 @@ def _prepare(service: Service, request: Request, body: ChatBody, params: Samplin
         for _ in range(params.n)
     ]
     id_length = form.calls.id_length if form.calls is not None else None
-    return PreparedChat(requests, scanners, tools.is_named, id_length)
+    has_thoughts = form.is_harmony or form.reasoning is not None
+    thoughts = thought_tokens(requests[0], scanners, service.tokenizer) if has_thoughts else ()
+    return PreparedChat(requests, scanners, tools.is_named, id_length, thoughts)
 
 
 def _constrained(
@@ -160,7 +169,7 @@ def _constrained(
     return msgspec.structs.replace(params, structured_outputs=constraint)
 
 
-def _render(service: Service, body: ChatBody, tools: _Tools) -> str:
+def _render(service: Service, body: ChatBody, tools: _Tools) -> PromptInput:
     """Return the prompt. Errors: InvalidRequestError."""
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -184,6 +193,7 @@ def _render(service: Service, body: ChatBody, tools: _Tools) -> str:
         continue_final_message=continues,
         tools=shown,
         kwargs=kwargs,
+        takes_files=False,
     )
     return prompt
 

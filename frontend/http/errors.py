@@ -108,6 +108,8 @@ def _failed(error: RequestFailedError, text: str) -> HttpError:
     """Return the answer to a refusal or a failure: only what another attempt can change says when to try again."""
     if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", ""):
         return HttpError(503, text, headers=retry_after(error.retry_after_ms or 1000))
+    if error.code == "QUARANTINED":
+        return HttpError(422, text, code="quarantined")
     return HttpError(500, text, headers=_NO_RETRY)
 
 

@@ -10,6 +10,9 @@ from typing import Protocol
 from frontend.http.errors import Headers
 from frontend.http.head import Heads
 
+#: First lines of chunks, by their size: most events of a stream are so short.
+_SIZES = tuple(b"%x\r\n" % size for size in range(1024))
+
 
 class Wire(Protocol):
     """What an exchange asks of its connection."""
@@ -48,12 +51,8 @@ class Exchange:
         self._wire = wire
         self._is_head = is_head
         self._is_http_1_0 = is_http_1_0
+        self._is_raw = is_head or is_http_1_0  # parts are not chunks
         self._unsent_head = b""
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether what was written waits for the peer to read, so that no more is to be written."""
-        return self._wire.is_full
 
     def write_whole(self, status: int, fields: Headers, body: bytes) -> None:
         """Write a whole answer."""
@@ -74,16 +73,20 @@ class Exchange:
             framing = b"transfer-encoding: chunked\r\n" + self._connection_field()
         self._unsent_head = self._wire.heads.head(200, fields, framing)
 
-    def write(self, part: bytes) -> None:
-        """Write a part of a stream; an empty one is nothing."""
-        if self.has_left or not (part or self._unsent_head):
-            return
-        self.is_started = True
-        if self._unsent_head or self._is_http_1_0 or self._is_head:
+    def write(self, part: bytes) -> bool:
+        """Write a part of a stream; an empty one is nothing.
+
+        Return whether what was written waits for the peer to read, so that no more is to be written.
+        """
+        if self.has_left:
+            return False
+        if self._unsent_head:
+            self.is_started = True
             head, self._unsent_head = self._unsent_head, b""
             self._wire.send(head + self._framed(part))
-        else:
-            self._wire.send(b"%x\r\n%b\r\n" % (len(part), part))
+        elif part:
+            self._wire.send(self._framed(part))
+        return self._wire.is_full
 
     def end(self, part: bytes) -> None:
         """Write the last part of a stream."""
@@ -106,9 +109,10 @@ class Exchange:
         self._wire.abort()
 
     def _framed(self, part: bytes) -> bytes:
-        if not part or self._is_head:
-            return b""
-        return part if self._is_http_1_0 else b"%x\r\n%b\r\n" % (len(part), part)
+        if self._is_raw or not part:
+            return b"" if self._is_head else part
+        size = len(part)
+        return (_SIZES[size] if size < len(_SIZES) else b"%x\r\n" % size) + part + b"\r\n"
 
     def _connection_field(self) -> bytes:
         if not self.keep_alive:

@@ -44,9 +44,10 @@ class LocalExchange(Exchange):
         """Take the head of a stream."""
         self._fields = dict(fields)
 
-    def write(self, part: bytes) -> None:
+    def write(self, part: bytes) -> bool:
         """Take a part of a stream."""
         self._parts.append(part)
+        return False
 
     def end(self, part: bytes) -> None:
         """Take the last part."""

@@ -43,14 +43,18 @@ async def tokenize(service: Service, request: Request) -> Response:
         if text is None:
             continues = bool(body.continue_final_message)
             prompts = body.add_generation_prompt
-            (text,) = service.engine.render_chats(
+            (rendered,) = service.engine.render_chats(
                 [body.messages or []],
                 chat_template=None,
                 add_generation_prompt=not continues if prompts is None else prompts,
                 continue_final_message=continues,
                 tools=body.tools,
                 kwargs=body.chat_template_kwargs,
+                takes_files=False,
             )
+            if not isinstance(rendered, str):
+                raise HttpError(400, "tokens of images are not counted here: leave them out", param="messages")
+            text = rendered
             special = bool(body.add_special_tokens)
         return tokenizer.encode(text, add_special_tokens=special)
 
@@ -87,12 +91,13 @@ async def get_tokenizer_info(service: Service, request: Request) -> Response:
 
 
 def _card(service: Service, name: str) -> dict[str, object]:
+    is_adapter = name not in service.names
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "engine-core",
-        "root": service.names[0],
-        "parent": None,
+        "root": name if is_adapter else service.names[0],
+        "parent": service.names[0] if is_adapter else None,
         "max_model_len": service.max_model_len,
     }

@@ -44,7 +44,7 @@ async def chat(service: Service, request: Request) -> Reply:
     given = request.decode(_chat_decoder)
     name = service.check_model(request, given.model.removesuffix(_TAG))
     if any(message.get("images") for message in given.messages):
-        raise HttpError(400, "this model takes text only, and no images", param="messages")
+        raise HttpError(400, "this API takes text only: send images to /v1/chat/completions", param="messages")
     body = _chat_body(service, given, given.messages, given.tools)
     prepared = await prepare_chat(service, request, body)
     return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=True))

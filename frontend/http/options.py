@@ -26,6 +26,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers; "*" = all
     access_log: bool = False  # a line for each request at its end
     log_format: LogFormat = "text"
+    otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's spans; None = none are made
     drain_timeout: float = 60.0  # seconds for running answers when the server ends
     hang_timeout: float = (
         5.0  # seconds after which /health may call the engine hung (frontend/engine/signs.py); 0 = never

@@ -45,6 +45,7 @@ async def pool(
             deadline=request.deadline_s(),
             tenant="" if key is None else key.name,
             prompt_name=prompt_name,
+            lora=request.adapter,
         )
 
     prepared = await service.run(request, prepare)

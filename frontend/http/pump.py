@@ -118,16 +118,28 @@ class Pump:
             self.fail_all(self.client.error, time.monotonic())
 
     def _flush(self) -> None:
-        """Write what so many replies have. Between two turns the loop takes requests and health checks."""
+        """Write what so many replies have. Between two turns the loop takes requests and health checks.
+
+        Parts of streams are made first and then sent one right after the other: a process that reads several of them,
+        such as a proxy, need not be woken for each.
+        """
         self._is_flushing = False
         now = time.monotonic()
-        for reply in list(itertools.islice(self._touched, _EACH_TURN)):
+        turn = list(itertools.islice(self._touched, _EACH_TURN))
+        for reply in turn:
             del self._touched[reply]
             try:
                 reply.flush(now)
             except Exception as error:  # as in _run()
                 _fail(reply, error)
                 reply.flush(now)
+        for reply in turn:
+            if reply.unsent is not None:
+                try:
+                    reply.send(now)
+                except Exception as error:  # as in _run()
+                    _fail(reply, error)
+                    reply.flush(now)
         if self._touched:
             self._is_flushing = True
             self._loop.call_soon(self._flush)

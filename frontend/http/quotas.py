@@ -5,32 +5,7 @@ from collections.abc import Callable
 
 from frontend.http.errors import Headers, HttpError, retry_after
 from frontend.http.keys import Key
-
-_MINUTE_S = 60.0
-
-
-class Bucket:
-    """`size` units a minute, all of them at once or evenly. Units may be taken only if all of them are there."""
-
-    def __init__(self, size: int, now: float) -> None:
-        self.size = size
-        self._level = float(size)
-        self._at = now
-
-    def level(self, now: float) -> float:
-        """Return the units that are there."""
-        self._level = min(self.size, self._level + (now - self._at) * self.size / _MINUTE_S)
-        self._at = now
-        return self._level
-
-    def wait_s(self, count: float, now: float) -> float:
-        """Return the seconds until `count` units are there; 0 = now."""
-        missing = count - self.level(now)
-        return max(0.0, missing * _MINUTE_S / self.size)
-
-    def take(self, count: float, now: float) -> None:
-        """Take units; a negative count gives some back."""
-        self._level = min(self.size, self.level(now) - count)
+from ipc.bucket import Bucket
 
 
 class _Use:

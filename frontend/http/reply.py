@@ -48,7 +48,8 @@ class Part:
         self.reply = reply
         self.state = state
         self._first = first
-        self._params = params
+        self.params = params
+        self.last: Progress | None = None  # at the end of the last choice that has ended
         self._has_logprobs = params.logprobs is not None
         self._completions = state.completions
         self._num_going = len(state.completions)
@@ -62,11 +63,11 @@ class Part:
         if completion.finished or reply.is_ended:
             return
         if not finish and (frames := reply.frames) is not None:
-            text = frames.table.join(ids)
+            text = frames.table[ids[0]] if len(ids) == 1 else frames.table.join(ids)
             if text is not None and completion.take_whole(ids):
                 reply.usage.completion_tokens += len(ids)
                 if text:
-                    reply.pending.append(b"%b%b%b" % (frames.heads[self._first + choice], text, frames.tail))
+                    reply.pending.append(frames.heads[self._first + choice] + text + frames.tail)
                 return
         before = len(completion.token_ids)
         progress: Progress | None = None
@@ -82,6 +83,7 @@ class Part:
             changed = completion.take(ids, FinishReason.NONE)
         reply.usage.completion_tokens += len(completion.token_ids) - before
         if completion.finished:
+            self.last = progress or self.last
             self._num_going -= 1
             reply.num_going -= 1
             if choice == 0:
@@ -113,7 +115,7 @@ class Part:
         self._num_cached = progress.num_cached_tokens
 
     def _take_prompt_logprobs(self, progress: Progress) -> None:
-        if progress.logprobs is not None and self._params.prompt_logprobs is not None:
+        if progress.logprobs is not None and self.params.prompt_logprobs is not None:
             self._prompt_logprobs = self.state.read_prompt_logprobs(progress.logprobs)
 
 
@@ -140,6 +142,7 @@ class Reply:
         self.parts: list[Part] = []
         self.usage = Usage(0)
         self.pending: list[bytes] = []  # of a stream, for the next write
+        self.unsent: bytes | None = None  # of a stream, for send(); empty where only its head is due
         echoes = isinstance(answer_format, EchoingFormat) and answer_format.echoes
         self.echo = answer_format if isinstance(answer_format, EchoingFormat) and echoes else None
         self.frames = answer_format.text_frames() if isinstance(answer_format, FramedFormat) else None
@@ -175,7 +178,7 @@ class Reply:
             self._failure = http_error(error, max_model_len=self._max_model_len)
 
     def flush(self, now: float) -> None:
-        """Write what is pending, and the end where there is one. now: monotonic seconds."""
+        """Write the end and what is pending, or leave the next part of a stream to send(). now: monotonic seconds."""
         if self.is_ended or self.full_since:
             return
         if self._failure is not None:
@@ -187,6 +190,12 @@ class Reply:
             sides = [part.prompt_side() for part in self.parts]
             self._write_whole(200, self._format.whole(choices, sides, self.usage), [])
             self.end("finished")
+
+    def send(self, now: float) -> None:
+        """Write the part that flush() has made. now: monotonic seconds."""
+        body, self.unsent = self.unsent, None
+        if body is not None and not self.is_ended and self._exchange.write(body):
+            self._hold(now)
 
     def start_late(self) -> None:
         """Write the head of a stream that has no news yet."""
@@ -224,8 +233,9 @@ class Reply:
         self.parts.clear()
 
     def _write_events(self, now: float) -> None:
-        body = b"".join(self.pending)
-        self.pending.clear()
+        pending = self.pending
+        body = pending[0] if len(pending) == 1 else b"".join(pending)
+        pending.clear()
         is_last = not self.num_going
         if is_last:
             body += self._format.closing(self.usage)
@@ -237,9 +247,7 @@ class Reply:
             self._exchange.end(body)
             self.end("finished")
         else:
-            self._exchange.write(body)
-            if self._exchange.is_full:
-                self._hold(now)
+            self.unsent = body
 
     def _hold(self, now: float) -> None:
         """Take no more news until the peer has read."""

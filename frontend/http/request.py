@@ -12,6 +12,7 @@ from frontend.http.errors import Headers, HttpError
 from frontend.http.exchange import Exchange
 from frontend.http.keys import Key
 from frontend.http.meter import HttpMeter, known_fields
+from ipc.lora_messages import AdapterId
 
 if TYPE_CHECKING:
     from frontend.http.routes import Route
@@ -66,6 +67,7 @@ class Request:
         self.body = b""
         self.row: Route | None = None  # of the routing table
         self.key: Key | None = None
+        self.adapter: AdapterId | None = None  # that the body's model names
         self.target = ""
         self.route = ""  # path of the row of the routing table
         self.meter: HttpMeter | None = None

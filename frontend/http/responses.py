@@ -14,6 +14,7 @@ from frontend.http.request import Request
 from frontend.http.response_items import ResponseItems
 from frontend.http.responses_bodies import ResponsesBody, chat_of
 from frontend.http.service import Service
+from frontend.http.thought_tokens import note_thoughts
 from frontend.http.usage import Usage
 from frontend.results.outputs import CompletionOutput
 
@@ -55,6 +56,7 @@ class ResponsesFormat:
             "truncation": "disabled",
         }
         self._items = ResponseItems(prepared.scanners[0] if prepared.scanners else None)
+        self._thoughts = prepared.thoughts
         self._is_cut = False
         self._number = 2  # of the next event; those of opening() are 0 and 1
 
@@ -68,6 +70,10 @@ class ResponsesFormat:
         """Return the events of the new text."""
         self._is_cut = output.finish_reason == "length"
         events = self._items.feed(output.text, output.finish_reason)
+        for thoughts in self._thoughts:  # of the one choice
+            thoughts.take(output.token_ids)
+        if output.finish_reason is not None:
+            note_thoughts(self._thoughts, usage)
         return b"".join(self._event(kind, **fields) for kind, fields in events)
 
     def closing(self, usage: Usage) -> bytes:
@@ -111,6 +117,6 @@ def _usage(usage: Usage) -> Json:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -22,6 +22,9 @@ from frontend.session import EngineHandle
 _TICK_S = 1.0
 _LAST_BYTES_S = 2.0  # for peers to read the end of their answers
 _BACKLOG = 2048
+#: As the engine's (core/process/start.py): a thousand streams that begin bring about no full collections, each of which
+#: stops all of them for milliseconds.
+_GC_THRESHOLDS = 700, 10, 200
 
 
 class HttpServer:
@@ -44,6 +47,7 @@ class HttpServer:
             self._listeners.append(await loop.create_server(self._make_protocol, sock=one, backlog=_BACKLOG))
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         on_ready()
         try:
             while not self._stop.is_set():
@@ -53,6 +57,8 @@ class HttpServer:
             await self._end()
         finally:
             self.service.pump.close()
+            if self.service.spans is not None:
+                self.service.spans.close()
 
     def drain(self) -> None:
         """Take no more requests; let running answers end, at most drain_timeout seconds."""

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from frontend.calls.choose import choose_form
 from frontend.engine.signs import trouble
 from frontend.http.access_log import AccessLog
+from frontend.http.adapters import ServedAdapters
 from frontend.http.answer_format import AnswerFormat
 from frontend.http.bodies import SamplingFields
 from frontend.http.errors import HttpError
@@ -21,6 +22,7 @@ from frontend.http.quotas import Quotas
 from frontend.http.recent_statistics import RecentStatistics
 from frontend.http.reply import Reply
 from frontend.http.request import Request, Response
+from frontend.http.spans import Spans
 from frontend.http.text_frames import TokenJson
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
@@ -31,6 +33,8 @@ from ipc.sampling_params import SamplingParams
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
 _LONG_BODY_BYTES = 4096
+#: Code of the error for a name that is no model here.
+MODEL_NOT_FOUND = "model_not_found"
 _T = TypeVar("_T")
 
 
@@ -46,6 +50,7 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         welcome = engine.client.welcome
+        self.adapters = ServedAdapters(engine.client)
         self.names = options.served_model_names or (_short_name(welcome.model_name),)
         self.fingerprint = f"ec-{welcome.model_fingerprint[:16]}-{welcome.numerics}"
         self._defaults: dict[str, Any] = {
@@ -59,6 +64,7 @@ class Service:
         self._box_epoch = -1  # at which it was looked for
         self.meter = HttpMeter()
         self._access_log = AccessLog(options.log_format) if options.access_log else None
+        self.spans = Spans(options.otlp_traces_endpoint, self.names[0]) if options.otlp_traces_endpoint else None
         self.scrape: Callable[[], bytes] | None = None  # makes the page of /metrics; made at the first scrape
         self._token_json: dict[bool, TokenJson] = {}
         if engine.tokenizer is not None and engine.tokenizer.is_byte_level:
@@ -95,26 +101,33 @@ class Service:
         return self._token_json[skip_special_tokens] if self._token_json else None
 
     def names_for(self, request: Request) -> tuple[str, ...]:
-        """Return the model's names that the caller's key may use."""
-        key = request.key
-        return self.names if key is None or not key.models else tuple(n for n in self.names if n in key.models)
+        """Return the model's and its adapters' names that the caller's key may use."""
+        key, names = request.key, (*self.names, *self.adapters.names)
+        return names if key is None or not key.models else tuple(name for name in names if name in key.models)
 
     def check_model(self, request: Request, name: str | None) -> str:
-        """Return the model's name as the caller gave it, or the first of ours. Errors: HttpError 403, 404."""
+        """Return the model's name as given, or the first of ours. With an adapter's the request runs with that.
+
+        Errors: HttpError 403, 404.
+        """
         allowed = self.names_for(request)
-        if not allowed or (name in self.names and name not in allowed):
+        adapter = self.adapters.find(name) if name and name not in self.names else None
+        is_known = name in self.names or adapter is not None
+        if not allowed or (is_known and name not in allowed):
             raise HttpError(403, f"the key may not use this model; it may use: {', '.join(allowed)}", param="model")
         if not name:
-            return allowed[0]
-        if name not in self.names:
+            name = allowed[0]
+            adapter = self.adapters.find(name) if name not in self.names else None
+        elif not is_known:
             known = ", ".join(allowed)
             text = f"the model {name!r:.200} is not served here; served: {known}"
-            raise HttpError(404, text, param="model", code="model_not_found")
+            raise HttpError(404, text, param="model", code=MODEL_NOT_FOUND)
+        request.adapter = adapter
         return name
 
-    async def run(self, request: Request, work: Callable[[], _T]) -> _T:
-        """Run `work` on the request's text: here, or on a thread if there is much of it."""
-        if len(request.body) <= _LONG_BODY_BYTES:
+    async def run(self, request: Request, work: Callable[[], _T], *, is_long: bool = False) -> _T:
+        """Run `work` on the request's text: here, or on a thread if there is much of it, or it is long for its size."""
+        if len(request.body) <= _LONG_BODY_BYTES and not is_long:
             return work()
         async with self._threads:
             return await asyncio.to_thread(work)
@@ -146,6 +159,7 @@ class Service:
             tenant="" if key is None else key.name,
             add_special_tokens=add_special_tokens,
             is_shared=False,
+            lora=request.adapter,
         )
 
     def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
@@ -172,9 +186,12 @@ class Service:
 
     def note(self, request: Request, answer: Response | Reply) -> None:
         """Count a request that has ended, and log it where that is asked for."""
-        self.meter.count(request.route, request.method, answer.status, time.monotonic() - request.received_at)
+        now, reply = time.monotonic(), answer if isinstance(answer, Reply) else None
+        self.meter.count(request.route, request.method, answer.status, now - request.received_at)
         if self._access_log is not None:
-            self._access_log.write(request, answer.status, answer if isinstance(answer, Reply) else None)
+            self._access_log.write(request, answer.status, reply)
+        if self.spans is not None:
+            self.spans.write(request, answer.status, reply, now)
 
     def _most_tokens(self, one: PreparedRequest) -> int:
         """Return the most tokens that a request can take, its prompt's included."""
@@ -189,5 +206,7 @@ def _short_name(name: str) -> str:
 
 
 def _salted(prompt: PromptInput, salt: str) -> PromptInput:
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": salt}  # type: ignore[return-value]
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {key: prompt, "cache_salt": salt}  # type: ignore[return-value]

@@ -4,11 +4,16 @@ import msgspec
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all prompts and of all choices; cached: prompt tokens whose keys and values the engine already had."""
+    """Tokens of all prompts and of all choices.
+
+    cached: prompt tokens whose keys and values the engine already had. reasoning: completion tokens of reasoning; a
+    format that tells it apart counts them.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def openai(self) -> dict[str, object]:
         """Return the counts in the form of OpenAI's API."""
@@ -17,4 +22,5 @@ class Usage(msgspec.Struct):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "completion_tokens": self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }

@@ -30,6 +30,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "engine_core_recomputed_tokens": ("num_recomputed_tokens", "Tokens computed again after a preemption."),
     "engine_core_swapped_out_blocks": ("num_swapped_out_blocks", "KV blocks copied to the host."),
     "engine_core_swapped_in_blocks": ("num_swapped_in_blocks", "KV blocks copied back from the host."),
+    "engine_core_host_hit_blocks": ("num_host_hits", "Evicted KV blocks that came back from the host."),
     "engine_core_skipped": ("num_skipped", "Times a running request wanted tokens and got none."),
 }
 GAUGES: dict[str, tuple[str, str]] = {
@@ -38,6 +39,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "engine_core_requests_on_hold": ("num_on_hold", "Waiting requests whose client does not read."),
     "engine_core_requests_swapped": ("num_swapped", "Waiting requests with a copy on the host."),
     "engine_core_requests_unbegun": ("num_unbegun", "Waiting requests that a pause keeps from beginning."),
+    "engine_core_host_blocks": ("num_kept_blocks", "Evicted KV blocks that the host keeps."),
     "engine_core_free_blocks": ("num_free_blocks", "Free KV blocks, cached ones included."),
 }
 _HEAD = "num_head_"

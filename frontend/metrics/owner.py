@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from frontend.engine.death import Cause
 from frontend.engine.signs import step_age_s
+from frontend.engine.standby_plan import StandbyState
 from frontend.engine.supervised_engine import SupervisedEngine
 
 
@@ -18,7 +19,7 @@ class OwnerCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the restarts by cause, and the age of the step that runs."""
+        """Yield the restarts by cause, the age of the step that runs, and whether there is a standby."""
         restarts = CounterMetricFamily("engine_core_restarts", "Restarts of a dead engine.", labels=("cause",))
         counts = self._engine.supervisor.restarts
         for cause in Cause:
@@ -32,3 +33,6 @@ class OwnerCollector(Collector):
         has_started = process.epoch >= 0  # there is no black box before
         age.add_metric([], step_age_s(process.black_box.read(), time.monotonic_ns()) if has_started else 0.0)
         yield age
+        standby = GaugeMetricFamily("engine_core_standby_prepared", "1 while a standby waits to take over.")
+        standby.add_metric([], float(self._engine.supervisor.standby.state is StandbyState.PREPARED))
+        yield standby

@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from frontend.images.chat_images import IMAGE_PART
+from frontend.images.image_prompts import IMAGE_MARK
 from ipc.errors import InvalidRequestError
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -33,13 +35,14 @@ def read_messages(
     keep_parts: bool,
     keep_none: bool,
     keep_developer: bool = True,
+    takes_images: bool = False,
     arguments_as_text: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the messages as plain data for a template.
 
     keep_parts, keep_none: whether the template handles content that is a list, that is None. keep_developer: whether it
-    names the role "developer". arguments_as_text: leave arguments of tool calls that are text as they are. Errors:
-    InvalidRequestError naming the message.
+    names the role "developer". takes_images: parts that are IMAGE_PART stand for images. arguments_as_text: leave
+    arguments of tool calls that are text as they are. Errors: InvalidRequestError naming the message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError(
@@ -53,7 +56,12 @@ def read_messages(
             message.pop("tool_calls", None)
         elif not arguments_as_text:
             _parse_arguments(message["tool_calls"], where)
-        _read_content(message, where, keep_parts=keep_parts and message["role"] != "tool", keep_none=keep_none)
+        keeps = keep_parts and message["role"] != "tool"
+        if (
+            takes_images and keeps and isinstance(message.get("content"), str)
+        ):  # templates of such models may take no str
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        _read_content(message, where, keep_parts=keeps, keep_none=keep_none, takes_images=takes_images)
         read.append(message)
     return _join_developer(read, keep_developer=keep_developer)
 
@@ -85,7 +93,9 @@ def _read_message(given: object, where: str) -> dict[str, Any]:
     return message
 
 
-def _read_content(message: dict[str, Any], where: str, *, keep_parts: bool, keep_none: bool) -> None:
+def _read_content(
+    message: dict[str, Any], where: str, *, keep_parts: bool, keep_none: bool, takes_images: bool
+) -> None:
     content = message.get("content")
     if isinstance(content, str):
         return
@@ -96,8 +106,8 @@ def _read_content(message: dict[str, Any], where: str, *, keep_parts: bool, keep
         raise InvalidRequestError(
             f'{where}["content"] must be a str or a list of {{"type": "text", "text": ...}}; got {content!r:.80}'
         )
-    parts = [_read_part(part, where) for part in content]
-    message["content"] = parts if keep_parts else "\n".join(part["text"] for part in parts)
+    parts = [part if takes_images and part == IMAGE_PART else _read_part(part, where) for part in content]
+    message["content"] = parts if keep_parts else "\n".join(map(_text_of_part, parts))
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:
@@ -109,7 +119,7 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
     if not isinstance(part, dict) or not isinstance(text, str):
         raise InvalidRequestError(
             f'{where}["content"] has a part that is not {{"type": "text", "text": ...}}: {part!r:.80}; '
-            "this version takes text only"
+            "this model takes text only"
         )
     return part if part["type"] == "text" else {"type": "text", "text": text}
 
@@ -133,7 +143,11 @@ def _join_developer(messages: list[dict[str, Any]], *, keep_developer: bool) -> 
 
 def _text_of(message: dict[str, Any]) -> str:
     content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+    return content if isinstance(content, str) else "\n".join(map(_text_of_part, content or ()))
+
+
+def _text_of_part(part: dict[str, Any]) -> str:
+    return IMAGE_MARK if part == IMAGE_PART else str(part["text"])
 
 
 def _parse_arguments(calls: list[dict[str, Any]], where: str) -> None:

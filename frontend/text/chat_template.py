@@ -45,6 +45,7 @@ def render_chat(
     bos_token: str | None = None,
     eos_token: str | None = None,
     tools: list[dict[str, Any]] | None = None,
+    takes_images: bool = False,
     **kwargs: Any,
 ) -> str:
     """Return the prompt for these messages. `kwargs` are further variables of the template (enable_thinking, documents,
@@ -74,6 +75,7 @@ def render_chat(
             "keep_parts": compiled.takes_parts,
             "keep_none": compiled.tests_none,
             "keep_developer": compiled.names_developer,
+            "takes_images": takes_images,
         }
         read = read_messages(messages, **form, arguments_as_text=arguments_as_text)
         return _render(compiled.template, variables | {"messages": read})

@@ -29,9 +29,7 @@ class TokenStream(Protocol):
     The concatenation of all pushes and the flush is the decoding of all the tokens, behind the text of a context.
     """
 
-    @property
-    def is_settled(self) -> bool:
-        """Return whether the text of tokens of whole characters does not depend on what came before them."""
+    is_settled: bool  # the text of tokens of whole characters does not depend on what came before them
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens settle. No later token can change it."""
@@ -57,22 +55,21 @@ class ByteStream:
         if context:
             self.push(context)
         self._is_within_context = bool(self._pending)
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether no character is unfinished."""
-        return not self._pending and not self._is_within_context
+        self.is_settled = not self._pending  # no character is unfinished
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens settle."""
         data = self._pending + b"".join(map(self._table.__getitem__, ids))
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
-        return self._behind_context(text) if self._is_within_context else text
+        shown = self._behind_context(text) if self._is_within_context else text
+        self.is_settled = not self._pending and not self._is_within_context
+        return shown
 
     def flush(self) -> str:
         """Return the rest, with U+FFFD for an unfinished character."""
         text, self._pending = self._pending.decode("utf-8", "replace"), b""
+        self.is_settled = True
         return self._behind_context(text) if self._is_within_context else text
 
     def copy(self) -> "ByteStream":
@@ -96,6 +93,8 @@ class WindowStream:
     byte-fallback tokens is decoded as a whole: one bad byte later turns all of it into U+FFFD.
     """
 
+    is_settled = False  # how tokens are written depends on those before them
+
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._table = tokenizer.token_table(skip_special_tokens)
@@ -103,11 +102,6 @@ class WindowStream:
         self._context_text = self._decode(self._context) if self._context else ""
         self._pending: list[int] = []
         self._next_try = 1  # pending tokens
-
-    @property
-    def is_settled(self) -> bool:
-        """Return False: how these tokens are written depends on those before them."""
-        return False
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens settle."""
@@ -169,11 +163,7 @@ class Detokenizer:
     ) -> None:
         self.num_tokens = 0
         self.stop_string: str | None = None
-        self._stream: TokenStream = (
-            ByteStream(tokenizer.token_table(skip_special_tokens), context)
-            if tokenizer.is_byte_level
-            else WindowStream(tokenizer, skip_special_tokens, context)
-        )
+        self._stream = token_stream(tokenizer, skip_special_tokens, context)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._include_stop = include_stop_str_in_output
@@ -275,6 +265,13 @@ def _first_completed(stop: Sequence[str], buffer: str, old: int) -> tuple[int, i
         if start >= 0 and (first is None or (start + len(string), start) < first[:2]):
             first = (start + len(string), start, string)
     return first
+
+
+def token_stream(tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> TokenStream:
+    """Return the stream of tokens behind this context."""
+    if tokenizer.is_byte_level:
+        return ByteStream(tokenizer.token_table(skip_special_tokens), context)
+    return WindowStream(tokenizer, skip_special_tokens, context)
 
 
 def _tokens_for(stream: TokenStream, ids: Sequence[int], num_chars: int) -> int:

@@ -1,19 +1,38 @@
 """Prompts: read every form in which a caller may write one, and return token ids."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
+from frontend.images.image_prompts import ImagePrompts, ImageText
+from frontend.text.prompt_embeds import read_prompt_embeds
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, PromptTooLongError, UnsupportedParameterError
+from ipc.feature_messages import FeatureLimits
+from ipc.placed_feature import PlacedFeature
 
 
 class TextPrompt(TypedDict, total=False):
     """A prompt written as text."""
 
     prompt: str
+    cache_salt: str
+
+
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt whose tokens are given by their embeddings."""
+
+    prompt_embeds: Any  # [tokens, hidden], an array or a tensor of floats
+    cache_salt: str
+
+
+class ImagePrompt(TypedDict, total=False):
+    """A prompt written as text, with images in it."""
+
+    prompt: str  # with the model's mark, such as <image>, where each image is
+    multi_modal_data: Mapping[str, Any]  # {"image": one image, or a list of them}
     cache_salt: str
 
 
@@ -26,12 +45,13 @@ class TokensPrompt(TypedDict, total=False):
     second_from: int  # where the second of two texts begins, for encoders that tell them apart; 0 = there is one
 
 
-PromptInput: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
+PromptInput: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ImagePrompt
 
 _MAX_CACHE_SALT_CHARS = 1024
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_from")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_from", "prompt_embeds", "multi_modal_data")
 #: Keys of vLLM's prompts that this version cannot serve.
-_UNSUPPORTED_KEYS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_UNSUPPORTED_KEYS = ("multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_DATA = "'multi_modal_data'"
 _FORMS = "a str, a list of token ids, {'prompt': str} or {'prompt_token_ids': [...], 'cache_salt': ...}"
 
 
@@ -42,6 +62,25 @@ class Prompt(NamedTuple):
     token_ids: list[int]
     cache_salt: str = ""
     second_from: int = 0
+    features: tuple[PlacedFeature, ...] = ()
+
+
+class _Form(NamedTuple):
+    """A prompt as its caller wrote it. Token ids are as given; None: the text is to be encoded."""
+
+    text: str | None
+    token_ids: Any = None
+    cache_salt: str = ""
+    second_from: int = 0
+    embeds: Any = None
+    images: tuple[Any, ...] = ()
+
+
+def text_of(prompt: PromptInput) -> str:
+    """Return the text of a prompt that is a str, or a dict with one."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    assert isinstance(text, str), f"a prompt without a text: {prompt!r:.80}"
+    return text
 
 
 def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
@@ -67,40 +106,92 @@ def read_prompts(
     truncation: Sequence[int | None] | None = None,
     num_output_tokens: int = 1,
     keeps_beginnings: bool = False,
+    features: FeatureLimits | None = None,
+    images: ImagePrompts | None = None,
 ) -> list[Prompt]:
     """Return the prompts, tokenized and checked. All texts are tokenized together, in parallel.
 
     vocab_size: token ids that the model knows. max_model_len: tokens of prompt and output together. truncation: for
     each prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. num_output_tokens: the room that
     is left for an output. keeps_beginnings: truncation keeps the first tokens and the very last one, which closes the
-    text for an encoder. Errors: InvalidRequestError that states which prompt is wrong, how, and what would be right.
+    text for an encoder. features: what the engine takes beside tokens; None = nothing. images: the model's processor of
+    images; None = it takes none. Errors: InvalidRequestError that states which prompt is wrong, how, and what would be
+    right.
     """
     most = max_model_len - num_output_tokens
-    forms = [_read_form(prompt, _name(index, len(prompts))) for index, prompt in enumerate(prompts)]
-    texts = [text for text, token_ids, _, _ in forms if text is not None and token_ids is None]
-    if texts and tokenizer is None:
-        raise InvalidRequestError("this engine has no tokenizer: give token ids, {'prompt_token_ids': [...]}")
-    encoded = iter(tokenizer.encode_batch(texts, add_special_tokens) if tokenizer is not None and texts else ())
+    names = [_name(index, len(prompts)) for index in range(len(prompts))]
+    forms = [_read_form(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+    tiles = [_read_images(form, name, images) for form, name in zip(forms, names, strict=True)]
+    encoded = _encoded(forms, tiles, tokenizer, add_special_tokens)
     read = []
-    for index, (text, token_ids, cache_salt, second_from) in enumerate(forms):
-        name = _name(index, len(prompts))
-        ids = next(encoded) if token_ids is None else _read_token_ids(token_ids, name)
+    for index, (form, of_images, name) in enumerate(zip(forms, tiles, names, strict=True)):
+        placed: list[PlacedFeature] = []
+        if form.embeds is not None:
+            placed = read_prompt_embeds(form.embeds, name, features)
+            ids = [0] * sum(one.use.num_rows for one in placed)
+        else:
+            ids = next(encoded) if form.token_ids is None else _read_token_ids(form.token_ids, name)
         _check_vocabulary(ids, name, vocab_size)
+        if of_images is not None:
+            placed = of_images.place(ids)
+            _check_size(placed, name, features)
         keep = truncation[index] if truncation is not None else None
+        if keep is not None and placed:
+            raise UnsupportedParameterError(f"{name}: truncate_prompt_tokens cuts no prompt with embeddings or images")
         if keep is not None:
             ids = _truncated(ids, keep if keep > 0 else most, keeps_beginnings)
-        if not ids:
-            which = "" if len(prompts) == 1 else f" ({name})"
-            raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt has at least one token")
-        if len(ids) > most:
-            raise PromptTooLongError(
-                f"{name} has {len(ids)} tokens; at most {most} fit: the maximum context length is {max_model_len} "
-                f"tokens, prompt and output together (max_model_len={max_model_len})"
-            )
-        if second_from and num_output_tokens:
+        _check_length(ids, name, most, max_model_len, len(prompts))
+        if form.second_from and num_output_tokens:
             raise InvalidRequestError(f"{name}: 'second_from' is for requests that are pooled")
-        read.append(Prompt(text, ids, cache_salt, min(second_from, len(ids) - 1)))
+        second_from = min(form.second_from, len(ids) - 1)
+        read.append(Prompt(form.text, ids, form.cache_salt, second_from, tuple(placed)))
     return read
+
+
+def _encoded(
+    forms: Sequence[_Form],
+    tiles: Sequence[ImageText | None],
+    tokenizer: Tokenizer | None,
+    add_special_tokens: bool,
+) -> Iterator[list[int]]:
+    """Return the token ids of those prompts that are texts."""
+    texts = [
+        form.text if of_images is None else of_images.text
+        for form, of_images in zip(forms, tiles, strict=True)
+        if form.text is not None and form.token_ids is None and form.embeds is None
+    ]
+    if texts and tokenizer is None:
+        raise InvalidRequestError("this engine has no tokenizer: give token ids, {'prompt_token_ids': [...]}")
+    return iter(tokenizer.encode_batch(texts, add_special_tokens) if tokenizer is not None and texts else ())
+
+
+def _check_size(placed: Sequence[PlacedFeature], name: str, features: FeatureLimits | None) -> None:
+    size = sum(len(one.feature.data) for one in placed)
+    if features is not None and size > features.max_bytes:
+        raise InvalidRequestError(
+            f"{name}: its images take {size} bytes as squares; at most {features.max_bytes} may: send fewer of them"
+        )
+
+
+def _check_length(ids: list[int], name: str, most: int, max_model_len: int, num_prompts: int) -> None:
+    if not ids:
+        which = "" if num_prompts == 1 else f" ({name})"
+        raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt has at least one token")
+    if len(ids) > most:
+        raise PromptTooLongError(
+            f"{name} has {len(ids)} tokens; at most {most} fit: the maximum context length is {max_model_len} "
+            f"tokens, prompt and output together (max_model_len={max_model_len})"
+        )
+
+
+def _read_images(form: _Form, name: str, images: ImagePrompts | None) -> ImageText | None:
+    """Return the text of a prompt with images, and their pixels; None for a prompt without images."""
+    if not form.images:
+        return None
+    if images is None:
+        raise UnsupportedParameterError(f"{name}: this engine's model takes no images")
+    assert form.text is not None, form
+    return images.read(form.text, form.images, name)
 
 
 def _truncated(ids: list[int], keep: int, keeps_beginnings: bool) -> list[int]:
@@ -110,14 +201,13 @@ def _truncated(ids: list[int], keep: int, keeps_beginnings: bool) -> list[int]:
     return ids[: keep - 1] + ids[-1:] if keeps_beginnings else ids[-keep:]
 
 
-def _read_form(prompt: PromptInput, name: str) -> tuple[str | None, Any, str, int]:
-    """Return (text, token ids, cache salt, second_from). Token ids are as given; None: the text is to be encoded."""
+def _read_form(prompt: PromptInput, name: str) -> _Form:
     if isinstance(prompt, str):
-        return prompt, None, "", 0
+        return _Form(prompt)
     if not isinstance(prompt, Mapping):
         if prompt is None:
             raise InvalidRequestError(f"{name} must be {_FORMS}; got None")
-        return None, prompt, "", 0
+        return _Form(None, prompt)
     for key, value in prompt.items():
         if key in _UNSUPPORTED_KEYS and value is not None:
             raise UnsupportedParameterError(f"{name}: {key!r} is not supported by this version; a prompt is {_FORMS}")
@@ -125,16 +215,35 @@ def _read_form(prompt: PromptInput, name: str) -> tuple[str | None, Any, str, in
             near = difflib.get_close_matches(str(key), _KEYS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise InvalidRequestError(f"{name}: unknown key {key!r}; {hint}a prompt is {_FORMS}")
-    text, token_ids, cache_salt, second_from = (prompt.get(key) for key in _KEYS)
+    text, token_ids, cache_salt, second_from, embeds, data = (prompt.get(key) for key in _KEYS)
     for key, value in (("prompt", text), ("cache_salt", cache_salt)):
         if value is not None and not isinstance(value, str):
             raise InvalidRequestError(f"{name}: {key!r} must be a str, got {type(value).__name__}")
-    if text is None and token_ids is None:
+    if text is None and token_ids is None and embeds is None:
         raise InvalidRequestError(f"{name}: 'prompt' or 'prompt_token_ids' is missing; a prompt is {_FORMS}")
+    if embeds is not None and (token_ids is not None or data is not None):
+        raise InvalidRequestError(f"{name}: 'prompt_embeds' are a whole prompt: leave out token ids and images")
     _check_cache_salt(cache_salt or "", name)  # type: ignore[arg-type]
     if second_from is not None and (type(second_from) is not int or second_from < 0):
         raise InvalidRequestError(f"{name}: 'second_from' must be an int of at least 0, got {second_from!r:.80}")
-    return text, token_ids, cache_salt or "", second_from or 0  # type: ignore[return-value]
+    images = _images_of(data, name)
+    if images and (text is None or token_ids is not None):
+        raise InvalidRequestError(f"{name}: images are for a prompt that is text: {{'prompt': ..., {_DATA}: ...}}")
+    return _Form(text, token_ids, cache_salt or "", second_from or 0, embeds, images)  # type: ignore[arg-type]
+
+
+def _images_of(data: Any, name: str) -> tuple[Any, ...]:
+    """Return the images of multi_modal_data."""
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping):
+        raise InvalidRequestError(f"{name}: {_DATA} must be {{'image': ...}}, got {type(data).__name__}")
+    if others := [str(key) for key, value in data.items() if key != "image" and value is not None]:
+        raise UnsupportedParameterError(f"{name}: {_DATA} has {', '.join(others)}: this version reads images alone")
+    given = data.get("image")
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _check_cache_salt(salt: str, name: str) -> None:

@@ -37,7 +37,7 @@ def _after(instruction: str, prompt: "PromptInput") -> "PromptInput":
         and isinstance(text := prompt.get("prompt"), str)
         and "prompt_token_ids" not in prompt
     ):
-        return {**prompt, "prompt": instruction + text}
+        return {**prompt, "prompt": instruction + text}  # type: ignore[return-value]
     return prompt
 
 

@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "config.json",
     "config_sentence_transformers.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 #: The one entry of a .gguf model's tokenizer files.
 GGUF_HEADER = "gguf-header"

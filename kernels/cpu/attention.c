@@ -25,6 +25,18 @@ static int first_seen(const Attention *args, const AttentionItem *item) {
     return window ? max(item->begin, item->position - window + 1) : item->begin;
 }
 
+/* Prefetch K and V of a quantized chunk that find_tile() reads later: the item's from `token` on. */
+static void fetch_codes(const Attention *args, const AttentionItem *item, int token) {
+    const CacheShape *shape = &args->shape;
+    if (token >= item->end || shape->block_size < CHUNK) return;
+    const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
+    const size_t bytes = stored_bytes(shape, CHUNK);
+    for (int is_value = 0; is_value < 2; is_value++) {
+        const char *chunk = stored_chunk(shape, args->layer, table, is_value, item->kv_head, token);
+        for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(chunk + line);
+    }
+}
+
 /* Fill in the tile from token `first` on, limited to the item's part of the context. */
 static void find_tile(const Work *work, int first, Tile *tile) {
     const Attention *args = work->args;
@@ -40,6 +52,7 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     tile->end = (end - first + CHUNK - 1) / CHUNK;
     for (int i = tile->begin; i < tile->end; i++) {
         int token = first + i * CHUNK;
+        if (args->shape.is_quantized) fetch_codes(args, item, token + FETCHED_CHUNKS * CHUNK);
         tile->keys[i] = find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, item->end - 1,
                                    work->keys + i * bytes);
         tile->values[i] = find_chunk(&args->shape, args->layer, table, 1, item->kv_head, token, item->end - 1,
@@ -49,10 +62,10 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     }
 }
 
-/* Return the chunk of an item's K from `token` on within the cache; NULL past the item's end or if blocks are plain
- * rows. */
+/* Return the chunk of an item's K from `token` on within the cache; NULL past the item's end, or if the cache has no
+ * chunks of numbers. */
 static const char *stored_keys(const Attention *args, const AttentionItem *item, int token) {
-    if (token >= item->end || args->shape.block_size < CHUNK) return NULL;
+    if (token >= item->end || args->shape.block_size < CHUNK || args->shape.is_quantized) return NULL;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     return find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, token, NULL);
 }

@@ -54,7 +54,8 @@ typedef struct {
     int32_t num_heads, table_width, num_items, num_merges, max_item_tokens;
     int32_t window; /* tokens that a row sees, itself included; 0 = no limit */
     int32_t ahead;  /* tokens after its own that a row sees, within its context; 0 = causal attention */
-    float scale;    /* factor of the scores, times log2(e) */
+    float scale;    /* factor of the scores, times log2(e); with a cap the cap, times log2(e) */
+    float cap_factor; /* with a cap the factor of the scores, divided by the cap: they become its tanh; else 0 */
 } Attention;
 
 void attention_part(const Attention *args, int thread, int num_threads);

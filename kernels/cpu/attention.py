@@ -14,6 +14,13 @@ from kernels.memory.aligned import ALIGNMENT, aligned_empty
 from kernels.memory.scratch import Scratch
 
 
+def score_factors(scale: float, cap: float | None) -> tuple[float, float]:
+    """Return the kernel's factors of scores (attention.h): `scale`, and `cap_factor`, 0 without a cap."""
+    if cap is None:
+        return scale * math.log2(math.e), 0.0
+    return cap * math.log2(math.e), scale / cap
+
+
 class CpuAttention:
     """Paged attention for all layers of one cache. A row's bits depend on its own tokens only."""
 
@@ -30,21 +37,25 @@ class CpuAttention:
         self._max_partials = 0
         self._places = (0, 0)  # addresses of partials and scratch
 
-    def __call__(self, q: Numbers, cache: CpuKVCache, layer: int, plan: AttentionPlan, scale: float) -> Numbers:
+    def __call__(
+        self,
+        q: Numbers,
+        cache: CpuKVCache,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        cap: float | None = None,
+    ) -> Numbers:
         """Return the attention of a mixed batch: [T, H * D] of q's dtype.
 
-        q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores. This step's K and V
-        must be in the cache already."""
+        q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores, which then become
+        cap * tanh(score / cap). This step's K and V must be in the cache already."""
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
         assert q.flags.c_contiguous, q.strides
         num_heads = q.shape[1]
         out = aligned_empty((q.shape[0], num_heads * cache.head_dim), q.dtype)
-        arguments = AttentionArguments(
-            q=q.ctypes.data,
-            layer=cache.layers[layer].ctypes.data,
-            out=out.ctypes.data,
-            scale=scale * math.log2(math.e),
-        )
+        arguments = AttentionArguments(q=q.ctypes.data, layer=cache.layers[layer].ctypes.data, out=out.ctypes.data)
+        arguments.scale, arguments.cap_factor = score_factors(scale, cap)
         work = plan.arguments
         arguments.block_tables, arguments.table_width = work.blocks, work.width
         arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members

@@ -47,11 +47,13 @@ INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int 
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
 
-/* Set the scores of tokens that a row does not see to minus infinity, and update the row's highest score. */
+/* Cap the scores, set those of tokens that a row does not see to minus infinity, and update the row's highest score. */
 static __attribute__((noinline)) void hide_scores(Block *block, int vector, int rows, int vectors) {
     for (int row = 0; row < rows; row++)
         for (int i = vector * LANES; i < (vector + vectors) * LANES; i += LANES) {
-            const Floats scores = hide(load_floats(&block->scores[row][i]), block->seen[row], i);
+            Floats scores = load_floats(&block->scores[row][i]);
+            if (block->cap_factor != 0.0f) scores = hyperbolic_tangent(scores * block->cap_factor);
+            scores = hide(scores, block->seen[row], i);
             store_floats(&block->scores[row][i], scores);
             block->highest[row] = larger(scores, block->highest[row]);
         }
@@ -158,6 +160,8 @@ INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, 
     block->end = last_row.last < 0 ? 0 : min(tile->end, last_row.last / CHUNK + 1);
     block->whole_begin = last_row.first > 0 ? (last_row.first + LANES - 1) / LANES : 0;
     block->whole_end = (first_row.last + 1) / LANES;
+    block->cap_factor = work->args->cap_factor;
+    if (block->cap_factor != 0.0f) block->whole_begin = block->whole_end = 0; /* hide_scores() caps */
     return block->begin < block->end;
 }
 

@@ -43,6 +43,7 @@ typedef struct {
     int begin, end; /* chunks [begin, end) that at least one row sees */
     int whole_begin, whole_end; /* vectors of tokens that all rows see in full */
     int fetches; /* whether to prefetch the chunks that are read later */
+    float cap_factor; /* see attention.h */
 } Block;
 
 /* Return the scores of the tokens from `token` on, with minus infinity for those that the row does not see. */

@@ -4,14 +4,14 @@
  * is [block][K or V][head][chunk][padded head_dim * 16 numbers]; a chunk is 16 tokens. K of a chunk is [pair of
  * dimensions][token] units, V is [pair of tokens][dimension] units. So both are right operands of their products
  * without a copy. Blocks of fewer than 16 tokens contain plain rows [token][dimension]; find_chunk() makes chunks of
- * them. */
+ * them.
+ *
+ * A quantized cache has a byte for each number, in the same order, and 16 scales after each chunk; after the rows of a
+ * small block as many scales as tokens (cache_codes.h). find_chunk() makes chunks of numbers of them. */
 #ifndef CACHE_LAYOUT_H
 #define CACHE_LAYOUT_H
 
-#include "cache_shape.h"
-#include "vector_math.h"
-
-#define CHUNK 16 /* tokens */
+#include "cache_codes.h"
 
 INLINE int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
@@ -21,10 +21,14 @@ INLINE size_t chunk_bytes(const CacheShape *shape) {
     return (size_t)CHUNK * padded_dim(shape->head_dim) * number_bytes(shape);
 }
 
+/* Bytes that the cache has for `tokens` tokens of a head: of a chunk, or of a block. */
+INLINE size_t stored_bytes(const CacheShape *shape, int tokens) {
+    return (size_t)tokens * shape->token_bytes;
+}
+
 /* Byte offset of one head's K (is_value 0) or V (1) of a block within the layer. */
 INLINE size_t head_offset(const CacheShape *shape, int64_t block, int is_value, int head) {
-    size_t head_bytes = (size_t)shape->block_size * padded_dim(shape->head_dim) * number_bytes(shape);
-    return ((size_t)(block * 2 + is_value) * shape->num_kv_heads + head) * head_bytes;
+    return ((size_t)(block * 2 + is_value) * shape->num_kv_heads + head) * stored_bytes(shape, shape->block_size);
 }
 
 /* Copy one token's row of head_dim numbers, K or V of a head, into a chunk. */
@@ -79,15 +83,73 @@ INLINE void put_values(void *chunk, const CacheShape *shape, const char *rows, s
     }
 }
 
+/* Quantize one token's row and store it at `token` of a chunk, or of a small block's rows. */
+static __attribute__((noinline)) void put_codes(const CacheShape *shape, char *place, int is_value, int token,
+                                                const void *row) {
+    const int width = padded_dim(shape->head_dim), pair = 4 / number_bytes(shape);
+    const int tokens = shape->block_size < CHUNK ? shape->block_size : CHUNK;
+    int8_t codes[MAX_HEAD_DIM + LANES], *to = (int8_t *)place;
+    const float scale = quantize_row(row, shape->head_dim, codes, shape->dtype);
+    memcpy(place + tokens * width + token * sizeof scale, &scale, sizeof scale);
+    if (tokens < CHUNK)
+        memcpy(to + token * width, codes, shape->head_dim);
+    else if (is_value)
+        put_value_codes(to + token / pair * width * pair + token % pair, codes, shape->head_dim, pair);
+    else
+        put_key_codes(to + token * pair, codes, shape->head_dim, pair);
+}
+
 /* Store one head's row of the token at `offset` in its block. */
 INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, int offset, int is_value, int head,
                          const void *row) {
     char *place = (char *)layer + head_offset(shape, block, is_value, head);
-    size_t bytes = number_bytes(shape);
-    if (shape->block_size >= CHUNK)
-        put_in_chunk(shape, place + offset / CHUNK * chunk_bytes(shape), is_value, offset % CHUNK, row);
+    const int is_chunked = shape->block_size >= CHUNK, token = is_chunked ? offset % CHUNK : offset;
+    if (is_chunked) place += offset / CHUNK * stored_bytes(shape, CHUNK);
+    if (shape->is_quantized)
+        put_codes(shape, place, is_value, token, row);
+    else if (is_chunked)
+        put_in_chunk(shape, place, is_value, token, row);
     else
-        memcpy(place + (size_t)offset * padded_dim(shape->head_dim) * bytes, row, shape->head_dim * bytes);
+        memcpy(place + (size_t)offset * padded_dim(shape->head_dim) * number_bytes(shape), row,
+               shape->head_dim * number_bytes(shape));
+}
+
+/* Write the numbers of a quantized chunk to room. */
+static __attribute__((noinline)) const char *decoded_chunk(const CacheShape *shape, const char *chunk, int is_value,
+                                                           char *room) {
+    const int width = padded_dim(shape->head_dim);
+    const float *scales = (const float *)(chunk + CHUNK * width);
+    if (shape->dtype == FLOAT32)
+        decode_chunk((const int8_t *)chunk, scales, is_value, shape->head_dim, width, room, FLOAT32);
+    else
+        decode_chunk((const int8_t *)chunk, scales, is_value, shape->head_dim, width, room, BFLOAT16);
+    return room;
+}
+
+/* Write row `token` of a small block, as numbers, to `token_in_chunk` of a chunk. */
+static void put_stored_row(const CacheShape *shape, const char *block, int token, int is_value, char *chunk,
+                           int token_in_chunk) {
+    const int width = padded_dim(shape->head_dim);
+    if (!shape->is_quantized) {
+        const char *row = block + (size_t)token * width * number_bytes(shape);
+        put_in_chunk(shape, chunk, is_value, token_in_chunk, row);
+        return;
+    }
+    char row[MAX_HEAD_DIM * 4] __attribute__((aligned(64)));
+    float scale;
+    memcpy(&scale, block + shape->block_size * width + token * sizeof scale, sizeof scale);
+    if (shape->dtype == FLOAT32)
+        decode_row(block + token * width, scale, width, row, FLOAT32);
+    else
+        decode_row(block + token * width, scale, width, row, BFLOAT16);
+    put_in_chunk(shape, chunk, is_value, token_in_chunk, row);
+}
+
+/* Return where a chunk lies that contains the tokens from `first` on; blocks have 16 tokens or more. */
+INLINE const char *stored_chunk(const CacheShape *shape, const void *layer, const int32_t *table, int is_value,
+                                int head, int first) {
+    return (const char *)layer + head_offset(shape, table[first / shape->block_size], is_value, head) +
+           first % shape->block_size / CHUNK * stored_bytes(shape, CHUNK);
 }
 
 /* Return the chunk of tokens from `first` on (a multiple of 16) of a context with this block table: in the cache, or
@@ -95,13 +157,13 @@ INLINE void put_in_cache(const CacheShape *shape, void *layer, int64_t block, in
 INLINE const char *find_chunk(const CacheShape *shape, const void *layer, const int32_t *table, int is_value,
                               int head, int first, int last, char *room) {
     int size = shape->block_size;
-    if (size >= CHUNK)
-        return (const char *)layer + head_offset(shape, table[first / size], is_value, head) +
-               first % size / CHUNK * chunk_bytes(shape);
-    size_t row_bytes = (size_t)padded_dim(shape->head_dim) * number_bytes(shape);
+    if (size >= CHUNK) {
+        const char *chunk = stored_chunk(shape, layer, table, is_value, head, first);
+        return shape->is_quantized ? decoded_chunk(shape, chunk, is_value, room) : chunk;
+    }
     for (int token = first; token <= last && token < first + CHUNK; token++) {
-        const char *from = (const char *)layer + head_offset(shape, table[token / size], is_value, head);
-        put_in_chunk(shape, room, is_value, token - first, from + token % size * row_bytes);
+        const char *block = (const char *)layer + head_offset(shape, table[token / size], is_value, head);
+        put_stored_row(shape, block, token % size, is_value, room, token - first);
     }
     return room;
 }

@@ -1,10 +1,12 @@
 #include "decoder.h"
 
 #include "embedding.h"
+#include "group.h"
 #include "norm.h"
 #include "pool.h"
 #include "rope.h"
 #include "sampling.h"
+#include "soft_cap.h"
 
 /* A thread's view of the step. */
 typedef struct {
@@ -14,6 +16,7 @@ typedef struct {
     void *const *cache; /* of this layer */
     float *hidden;      /* [num_rows, hidden_size]: the rows that are computed */
     int64_t num_rows;
+    const LoraProduct *const *adapters; /* [num_rows]; NULL = no row has one */
     int thread, num_threads; /* in run_by_rows(): index and number of pieces of the rows */
 } Share;
 
@@ -24,6 +27,7 @@ enum { PIECE_ROWS = 64, STREAMED_PIECE_ROWS = 192 };
 /* Return the number of pieces of each thread's rows; 0 if products divide columns instead of rows among threads. */
 static int pieces_of_thread(const Share *share) {
     const int num_threads = share->num_threads;
+    if (share->decoder->group) return 0; /* ranks wait for each other within a phase, so each thread runs it once */
     if (num_threads == 1 || !gemm_splits_rows(share->num_rows, num_threads, share->decoder->dtype)) return 0;
     const int64_t least = share->decoder->head.streams ? STREAMED_PIECE_ROWS : PIECE_ROWS;
     const int pieces = (int)(share->num_rows / (least * num_threads));
@@ -36,34 +40,98 @@ static void go_on_by_rows(const Share *share) {
     if (!gemm_splits_rows(share->num_rows, share->num_threads, share->decoder->dtype)) pool_barrier();
 }
 
+/* Wait for all threads of all ranks. */
+static void wait_for_group(const Share *share) {
+    const DecoderGroup *group = share->decoder->group;
+    pool_barrier();
+    if (share->thread == 0) group_wait(group->state, group->size);
+    pool_barrier();
+}
+
+/* Separate two parts, the second of which reads what all ranks wrote in the first. */
+static void gather(const Share *share) {
+    if (share->decoder->group)
+        wait_for_group(share);
+    else
+        go_on_by_rows(share);
+}
+
 /* Return the first row of a thread's share; the share ends at the next thread's first row. */
 static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
+
+/* Embed the tokens that this rank has; then take all tokens' embeddings. */
+static void embed_in_group(const Share *share, Embedding args) {
+    const DecoderStep *step = share->step;
+    const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
+    args.num_rows = 1;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t id = step->token_ids[row] - share->decoder->group->vocabulary.first;
+        if (id < 0 || id >= share->decoder->head.num_columns) continue;
+        args.ids = &id, args.out = step->embedded + row * args.width;
+        embedding_part(&args, 0, 1);
+    }
+    wait_for_group(share);
+    memcpy(step->hidden + begin * args.width, step->embedded + begin * args.width,
+           (end - begin) * args.width * sizeof(float));
+}
 
 static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
     const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
                             share->step->num_tokens,  decoder->hidden_size, decoder->dtype,
                             decoder->embedding_scale, decoder->embeddings_packing,
-                            decoder->kinds, decoder->places, share->step->positions, decoder->num_words};
-    embedding_part(&args, share->thread, share->num_threads);
+                            decoder->kinds, decoder->places, share->step->positions, decoder->num_words,
+                            share->step->given};
+    if (decoder->group)
+        embed_in_group(share, args);
+    else
+        embedding_part(&args, share->thread, share->num_threads);
 }
 
-/* Compute y = x @ w^T + bias for all rows of the share. */
-static void multiply(const Share *share, const Gemm *weights, const void *x, void *y, const Gemm *next) {
+/* Compute y = x @ w^T + bias for all rows of the share, whose x is complete. place: of the columns in y; NULL = they are
+ * all of y. */
+static void multiply(const Share *share, const Gemm *weights, const void *x, void *y, const Place *place,
+                     const Gemm *next, const Lora *lora) {
     Gemm args = *weights;
     args.next = next;
     args.x = x, args.x_stride = args.depth;
     args.y = y, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
+    if (place) args.y = (char *)y + place->first * element_bytes(args.y_dtype), args.y_stride = place->width;
     args.num_rows = share->num_rows;
     args.quantized = share->step->quantized, args.quantized_stride = share->step->quantized_stride;
+    args.lora = lora;
     gemm_part(&args, share->thread, share->num_threads);
+}
+
+/* Compute one of the layer's products, to which the rows' adapters add; a rank of a group has none. */
+static void multiply_adapted(const Share *share, const Gemm *weights, int which, const void *x, void *y,
+                             const Place *place, const Gemm *next) {
+    if (!share->adapters) {
+        multiply(share, weights, x, y, place, next, NULL);
+        return;
+    }
+    const DecoderStep *step = share->step;
+    const int64_t layer = share->layer - share->decoder->layers;
+    const Lora lora = {share->adapters, step->lowered, step->lowered_stride, layer * LAYER_PRODUCTS + which};
+    const LoraLower lower = {
+        .lora = &lora,
+        .x = x,
+        .num_rows = share->num_rows,
+        .depth = weights->depth,
+        .x_stride = weights->depth,
+        .dtype = share->decoder->dtype,
+        .by_rows = gemm_splits_rows(share->num_rows, share->num_threads, share->decoder->dtype),
+    };
+    lora_lower_part(&lower, share->thread, share->num_threads);
+    if (!lower.by_rows) pool_barrier();
+    multiply(share, weights, x, y, place, next, &lora);
 }
 
 /* Write the normalised rows of hidden to the step's x. */
 static void normalise_hidden(const Share *share, const NormWeights *norm) {
     const Decoder *decoder = share->decoder;
     const Norm args = {share->hidden, NULL,  *norm, share->step->x, share->num_rows, decoder->hidden_size,
-                       FLOAT32, decoder->dtype, decoder->eps};
+                       FLOAT32, decoder->dtype, decoder->eps, 1.0f};
     norm_part(&args, share->thread, share->num_threads);
 }
 
@@ -72,6 +140,7 @@ static void add(const Share *share, const NormWeights *out_norm, const NormWeigh
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
     Norm args = {.num_rows = share->num_rows, .width = decoder->hidden_size, .eps = decoder->eps};
+    args.multiplier = decoder->residual_multiplier;
     args.x = step->added, args.x_dtype = decoder->dtype;
     if (out_norm->weight) {
         args.norm = *out_norm, args.out = step->normed, args.out_dtype = FLOAT32;
@@ -92,8 +161,11 @@ static void rotate(const Share *share) {
         .qkv = step->qkv,
         .cos = kind->cos,
         .sin = kind->sin,
+        .query_cos = kind->query_cos,
+        .query_sin = kind->query_sin,
         .positions = step->positions,
-        .head_norms = layer->head_norms,
+        .norms = layer->norms,
+        .norms_of_rows = layer->norms_of_rows,
         .slots = step->slots,
         .q = step->q,
         .layer = *share->cache,
@@ -111,15 +183,30 @@ static void attend(const Share *share, int is_narrow) {
     const DecoderKind *kind = &share->step->kinds[layer->kind];
     Attention args = kind->attention;
     use_plan(&args, kind->plan, is_narrow);
-    args.q = share->step->q, args.layer = *share->cache, args.out = share->step->attended;
-    args.scale = layer->scale;
+    args.q = share->step->q, args.layer = *share->cache;
+    args.out = share->decoder->group ? share->step->own_attended : share->step->attended;
+    args.scale = layer->scale, args.cap_factor = layer->cap_factor;
     attention_part(&args, share->thread, share->num_threads);
+}
+
+/* End attention: its whole output can be read then. */
+static void finish_attention(const Share *share) {
+    pool_barrier();
+    const DecoderGroup *group = share->decoder->group;
+    if (!group) return;
+    const DecoderStep *step = share->step;
+    const size_t bytes = element_bytes(share->decoder->dtype), stride = group->attended.width * bytes;
+    const size_t own = step->kinds[share->layer->kind].attention.shape.head_dim * share->decoder->num_heads * bytes;
+    char *out = (char *)step->attended + group->attended.first * bytes;
+    for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
+        memcpy(out + row * stride, (const char *)step->own_attended + row * own, own);
+    wait_for_group(share);
 }
 
 /* Compute a layer up to attention from x: q, and K and V in the cache. */
 static void begin_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
-    multiply(share, &layer->qkv, share->step->x, share->step->qkv, &layer->o);
+    multiply_adapted(share, &layer->qkv, QKV_PRODUCT, share->step->x, share->step->qkv, NULL, &layer->o);
     go_on_by_rows(share);
     rotate(share);
 }
@@ -131,32 +218,65 @@ static void begin_step(const Share *share) {
     begin_layer(share);
 }
 
-/* Compute the rest of a layer from the output of attention. x is normalised by next_norm for `next`, the product that
- * follows. */
-static void finish_layer(const Share *share, const void *attended, const NormWeights *next_norm, const Gemm *next) {
-    const DecoderStep *step = share->step;
+/* Add the output of attention to hidden; x is the MLP's input then. */
+static void add_attention(const Share *share, const void *attended) {
     const DecoderLayer *layer = share->layer;
-    multiply(share, &layer->o, attended, step->added, &layer->gate_up);
-    go_on_by_rows(share);
+    const DecoderGroup *group = share->decoder->group;
+    multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
+                     layer->experts ? NULL : &layer->gate_up);
+    gather(share);
     add(share, &layer->attention_out_norm, &layer->mlp_norm);
-    go_on_by_rows(share);
-    multiply(share, &layer->gate_up, step->x, step->gated, &layer->down);
-    go_on_by_rows(share);
-    multiply(share, &layer->down, step->gated, step->added, next);
-    go_on_by_rows(share);
-    add(share, &layer->mlp_out_norm, next_norm);
-    go_on_by_rows(share);
 }
 
-static void go_to_next_layer(const Share *share) {
+/* Compute the MLP from x. `next` is the product that follows. */
+static void run_mlp(const Share *share, const Gemm *next) {
+    const DecoderStep *step = share->step;
     const DecoderLayer *layer = share->layer;
-    finish_layer(share, share->step->attended, &layer[1].input_norm, &layer[1].qkv);
+    go_on_by_rows(share);
+    const DecoderGroup *group = share->decoder->group;
+    const Place *hidden = group ? &group->hidden : NULL, *gated = group ? &group->gated : NULL;
+    multiply_adapted(share, &layer->gate_up, GATE_UP_PRODUCT, step->x, step->gated, gated, &layer->down);
+    gather(share);
+    multiply_adapted(share, &layer->down, DOWN_PRODUCT, step->gated, step->added, hidden, next);
+    gather(share);
+}
+
+/* Compute the routed MLP from x, for all rows together. */
+static void run_experts(const Share *share) {
+    const DecoderStep *step = share->step;
+    const ExpertsStep args = {share->layer->experts, step->experts_room, step->x, step->added, share->num_rows};
+    pool_barrier();
+    experts_part(&args, share->thread, share->num_threads);
+    pool_barrier();
+}
+
+/* Copy the rows of hidden, which the layer with this tap reads, to the step's taps. */
+static void copy_tap(const Share *share, int64_t tap) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->decoder->hidden_size;
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++)
+        memcpy(step->taps + (i * step->num_taps + tap - 1) * width, share->hidden + i * width, width * sizeof(float));
+}
+
+static void begin_next_layer(const Share *share) {
+    const DecoderLayer *layer = share->layer;
+    add(share, &layer->mlp_out_norm, &layer[1].input_norm);
+    go_on_by_rows(share);
+    if (layer[1].tap) copy_tap(share, layer[1].tap);
     Share next = *share;
     next.layer++, next.cache++;
     begin_layer(&next);
 }
 
-/* Copy the rows that have logits: hidden to last_hidden, and the last layer's attention output to qkv. */
+static void add_attention_output(const Share *share) { add_attention(share, share->step->attended); }
+
+static void go_to_next_layer(const Share *share) {
+    add_attention_output(share);
+    run_mlp(share, &share->layer[1].qkv);
+    begin_next_layer(share);
+}
+
+/* Copy the rows that have logits: hidden to last_hidden, the last layer's attention output to qkv, their adapters. */
 static void pick_rows(const Share *share, size_t attended_bytes) {
     const DecoderStep *step = share->step;
     const int64_t width = share->decoder->hidden_size;
@@ -165,30 +285,59 @@ static void pick_rows(const Share *share, size_t attended_bytes) {
         memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
         memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
                attended_bytes);
+        if (step->adapters) step->picked[i] = step->adapters[row];
     }
+}
+
+static void cap_logits(const Share *share) {
+    const Decoder *decoder = share->decoder;
+    const SoftCap args = {share->step->logits, share->num_rows, decoder->head.num_columns, decoder->logits_cap};
+    soft_cap_part(&args, share->thread, share->num_threads);
 }
 
 /* Find the largest logits now: if threads divide rows, they are still in the cache of the thread that wrote them. */
 static void find_largest_logits(const Share *share) {
     const DecoderStep *step = share->step;
-    const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
-    const int64_t size = share->decoder->head.num_columns;
+    const DecoderGroup *group = share->decoder->group;
+    int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
+    int64_t size = share->decoder->head.num_columns;
+    if (group) { /* ranks divide the rows, then the rank's threads do */
+        const int64_t first = share->num_rows * group->rank / group->size;
+        const int64_t rows = share->num_rows * (group->rank + 1) / group->size - first;
+        begin = first + rows * share->thread / share->num_threads;
+        end = first + rows * (share->thread + 1) / share->num_threads;
+        size = group->vocabulary.width;
+    }
     find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
 }
 
-/* Finish the step for the rows that have logits: last layer, final norm and head. */
-static void finish_step(const Share *share) {
+/* Add attention's output in the last layer, for the rows that have logits. */
+static void add_picked_attention(const Share *share) {
+    pick_rows(share, share->layer->o.depth * element_bytes(share->decoder->dtype));
+    go_on_by_rows(share);
+    add_attention(share, share->step->qkv);
+}
+
+/* Finish the step for the rows that have logits, after the last layer's MLP: final norm and head. */
+static void run_head(const Share *share) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
-    pick_rows(share, share->layer->o.depth * element_bytes(decoder->dtype));
-    go_on_by_rows(share);
-    finish_layer(share, step->qkv, step->logits ? &decoder->norm : NULL, step->logits ? &decoder->head : NULL);
+    add(share, &share->layer->mlp_out_norm, step->logits ? &decoder->norm : NULL);
     if (!step->logits) return;
-    multiply(share, &decoder->head, step->x, step->logits, NULL);
-    if (step->largest) {
-        go_on_by_rows(share);
-        find_largest_logits(share);
-    }
+    const DecoderGroup *group = decoder->group;
+    go_on_by_rows(share);
+    multiply(share, &decoder->head, step->x, step->logits, group ? &group->vocabulary : NULL, NULL, NULL);
+    if (group) wait_for_group(share);
+    if (decoder->logits_cap != 0.0f || step->largest) go_on_by_rows(share);
+    if (decoder->logits_cap != 0.0f) cap_logits(share);
+    if (step->largest) find_largest_logits(share);
+    if (step->largest && group) wait_for_group(share);
+}
+
+static void finish_step(const Share *share) {
+    add_picked_attention(share);
+    run_mlp(share, share->step->logits ? &share->decoder->head : NULL);
+    run_head(share);
 }
 
 /* Run a phase that works row by row. Many rows are cut into pieces. A thread runs its own pieces, then those left of
@@ -215,7 +364,25 @@ static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
 static void compute_logits(const Share *share) {
     Share picked = *share;
     picked.hidden = share->step->last_hidden, picked.num_rows = share->step->num_logits;
-    run_by_rows(&picked, finish_step);
+    if (picked.adapters) picked.adapters = share->step->picked;
+    if (!picked.layer->experts) {
+        run_by_rows(&picked, finish_step);
+        return;
+    }
+    run_by_rows(&picked, add_picked_attention);
+    run_experts(&picked);
+    run_by_rows(&picked, run_head);
+}
+
+/* Compute the rest of a layer from the output of attention, and the next layer up to its attention. */
+static void continue_layer(const Share *share) {
+    if (!share->layer->experts) {
+        run_by_rows(share, go_to_next_layer);
+        return;
+    }
+    run_by_rows(share, add_attention_output);
+    run_experts(share);
+    run_by_rows(share, begin_next_layer);
 }
 
 static const DecoderLayer *last_layer(const DecoderStep *step) {
@@ -225,7 +392,8 @@ static const DecoderLayer *last_layer(const DecoderStep *step) {
 static Share share_of(const DecoderStep *step, int64_t layer, int thread, int num_threads) {
     const Decoder *decoder = step->decoder;
     return (Share){step,         decoder,          decoder->layers + layer, step->cache + layer,
-                   step->hidden, step->num_tokens, thread,                  num_threads};
+                   step->hidden, step->num_tokens, step->adapters,          thread,
+                   num_threads};
 }
 
 static void step_job(void *args, int thread, int num_threads) {
@@ -238,9 +406,9 @@ static void step_job(void *args, int thread, int num_threads) {
     for (;; share.layer++, share.cache++) {
         pool_barrier();
         attend(&share, share.layer == last && step->is_narrow);
-        pool_barrier();
+        finish_attention(&share);
         if (share.layer == last) break;
-        run_by_rows(&share, go_to_next_layer);
+        continue_layer(&share);
     }
     if (step->num_logits > 0) compute_logits(&share);
 }
@@ -250,7 +418,7 @@ static void logits_job(void *args, int thread, int num_threads) {
     const Share share = share_of(step, step->decoder->num_layers - 1, thread, num_threads);
     if (step->is_narrow) {
         attend(&share, 0);
-        pool_barrier();
+        finish_attention(&share);
     }
     compute_logits(&share);
 }

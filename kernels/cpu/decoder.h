@@ -11,7 +11,9 @@
 #define DECODER_H
 
 #include "attention_plan.h"
+#include "experts.h"
 #include "gemm.h"
+#include "lora.h"
 #include "norm.h"
 
 /* A layer of a model; made once. The Gemms have weights, bias, sizes and dtypes. */
@@ -19,10 +21,29 @@ typedef struct {
     Gemm qkv, o, gate_up, down;
     NormWeights input_norm, mlp_norm;         /* where one replaces hidden, norms stand after the addition */
     NormWeights attention_out_norm, mlp_out_norm; /* of what is added; those without a weight are left out */
-    const float *head_norms;                  /* see rope.h; or NULL */
-    float scale;                              /* see attention.h */
+    const float *norms;                       /* of Q and K: see rope.h; or NULL */
+    float scale, cap_factor;                  /* see attention.h */
     int32_t kind;                             /* kind of window and rotation: index into the step's kinds */
+    int64_t tap;                              /* place + 1 among the taps of what the layer reads; 0 = none */
+    int32_t norms_of_rows;                    /* see rope.h */
+    const Experts *experts;                   /* instead of gate_up and down; or NULL */
 } DecoderLayer;
+
+/* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
+enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, LAYER_PRODUCTS = 4 };
+
+/* Where a rank's columns lie in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
+typedef struct {
+    int64_t first, width;
+} Place;
+
+/* A group of ranks of which this process is one. The products of its layers have the rank's columns only, but take whole
+ * inputs, and its heads are the rank's. The table of embeddings has the rank's part of the vocabulary. */
+typedef struct {
+    void *state;          /* of group_wait() */
+    int32_t rank, size;
+    Place attended, hidden, gated, vocabulary; /* of attention; of o and down; of gate_up; of the head */
+} DecoderGroup;
 
 typedef struct {
     const DecoderLayer *layers;
@@ -35,11 +56,15 @@ typedef struct {
     int32_t embeddings_packing; /* see embedding.h, also for those below */
     const float *kinds, *places;
     int64_t num_words;
+    const DecoderGroup *group; /* NULL = this process is alone. Else embedded, attended, gated, added, logits and largest of a step
+                                * are in memory that all ranks share */
+    float residual_multiplier; /* see norm.h */
+    float logits_cap;          /* see soft_cap.h; 0 = none */
 } Decoder;
 
 /* A step's inputs for the layers of one kind. */
 typedef struct {
-    const float *cos, *sin; /* see rope.h; NULL = no rotation */
+    const float *cos, *sin, *query_cos, *query_sin; /* see rope.h; NULL = no rotation */
     AttentionPlan *plan;
     Attention attention;    /* has partials, scratch, shape and num_heads */
 } DecoderKind;
@@ -54,15 +79,24 @@ typedef struct {
     float *hidden;                      /* [T, hidden_size]; after the step the last layer's input */
     void *x;                            /* [max(T, S), hidden_size] of dtype; those below have other widths */
     void *qkv, *q, *attended, *gated;
+    float *embedded;                    /* of a group: [T, hidden_size], shared; else NULL */
+    void *own_attended;                 /* of a rank of a group: attention's output for its heads; else NULL */
     void *added;                        /* of x's size: a layer's output that is added to hidden */
     float *normed;                      /* `added` normalised, float32; or NULL if no layer does that */
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
     float *logits;                      /* [S, num_columns of head]; NULL = compute only last_hidden */
     int32_t *largest;                   /* [S] by find_largest() of sampling.h; or NULL */
+    float *taps;                        /* [T, num_taps, hidden_size]: hidden before the layers with a tap */
     void *quantized;                    /* room for x of a product in 8 bits (gemm.h); or NULL */
     int64_t quantized_stride;           /* for the deepest product: threads are at different ones */
-    int64_t num_tokens, num_logits;
+    const ExpertsRoom *experts_room;    /* or NULL if no layer has experts */
+    int64_t num_tokens, num_logits, num_taps;
     int64_t is_narrow;                  /* out: the last layer's attention may lack rows without logits */
+    const LoraProduct *const *adapters; /* [T] see lora.h; NULL = no row has one */
+    const LoraProduct **picked;         /* [S] with adapters: room for those of the rows that have logits */
+    float *lowered;                     /* [max(T, S), lowered_stride] with adapters */
+    int64_t lowered_stride;
+    const float *given; /* [.., hidden_size]: embeddings of token ids below 0, see embedding.h */
 } DecoderStep;
 
 void decoder_step(DecoderStep *args);

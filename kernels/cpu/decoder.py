@@ -1,54 +1,38 @@
 """CpuDecoder: a decoder's whole step - embedding, layers, final norm, head - as one C call (kernels/cpu/decoder.h)."""
 
 import ctypes
-import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from kernels.arrays import Floats, Int32s, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
-from kernels.cpu.embedding import CpuEmbedding, address
-from kernels.cpu.gemm import INT8, PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
+from kernels.cpu.decoder_parts import (
+    LayerParts,
+    decoder_arguments,
+    deepest_in_8_bits,
+    exceed_caches,
+    layer_arguments,
+    weight_bytes,
+    widths_of,
+)
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.experts import CpuExperts, Room
+from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
+from kernels.cpu.group import DecoderGroup, SharedMemory
 from kernels.cpu.kv_cache import CpuKVCache
-from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.lora import LoraRows
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import RotaryTable
 from kernels.cpu.structs import (
-    DecoderArguments,
-    GemmArguments,
     KindArguments,
     LayerArguments,
-    NormWeights,
     StepArguments,
 )
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
-
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-#: Of the last level, for each CPU that this process may use. A virtual machine reports the cache of a whole socket, up
-#: to 480 MiB, which it shares with others.
-_CACHE_BYTES_PER_CPU = 4 << 20
-
-
-class LayerParts(NamedTuple):
-    """The kernels and constants of one layer."""
-
-    input_norm: CpuNorm
-    qkv: PackedMatrix
-    head_norms: Floats | None  # float32, contiguous
-    scale: float  # factor of the scores
-    o: PackedMatrix
-    attention_out_norm: CpuNorm | None
-    mlp_norm: CpuNorm
-    gate_up: PackedMatrix
-    down: PackedMatrix
-    mlp_out_norm: CpuNorm | None
-    kind: int  # index into a step's plans and tables, one for each kind of layer
 
 
 class DecoderResult:
@@ -68,12 +52,24 @@ class DecoderResult:
         """Return the hidden states after the final norm [n, hidden] float32 of rows [n], as in logits_of()."""
         return self._decoder.normalised(self._number, rows)
 
+    def states_of(self, rows: Ints) -> Floats:
+        """Return what the decoder taps [n, taps, hidden] float32 of rows [n], as in logits_of()."""
+        return self._decoder.states(self._number, rows)
+
 
 class CpuDecoder:
     """Runs a decoder's whole step in one C call. Its bits are those of the single kernels called one after the other.
     A cache of one layer serves all layers in turn, for models whose prompts are computed in one step.
 
     The next step overwrites the result of the one before."""
+
+    _cache: CpuKVCache | None = None
+    _memory: SharedMemory | None = None  # of a rank's group
+    _columns: tuple[Ints, ...] = ()  # the last step's, kept alive
+    _lora: LoraRows | None = None  # the last step's, kept alive
+    _given: Floats | None = None  # the same
+    _taps: tuple[int, ...] = ()  # see tap()
+    _finished: tuple[int, Ints] = (0, np.zeros(0, np.int64))  # the last call of _finish(): number of the step, rows
 
     def __init__(
         self,
@@ -86,25 +82,29 @@ class CpuDecoder:
         tables: Sequence[RotaryTable | None],
         *,
         num_heads: int,
+        group: DecoderGroup | None = None,
+        residual_multiplier: float = 1.0,
+        logits_cap: float | None = None,
     ) -> None:
         """Prepare the C structs of a model. `head` must return float32, None = no logits; `float_norm` is `norm` with
-        float32 results. `tables`: a rotary table for each kind of layer, None = no rotation; kinds may share one."""
+        float32 results. `tables`: a rotary table for each kind of layer, None = no rotation; kinds may share one.
+        `group`: the parts are a rank's, and num_heads its heads; None = this process is alone."""
         assert float_norm.dtype == FLOAT32, float_norm.dtype
         assert head is None or head.out_dtype == FLOAT32, head
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
-        self._layers = (LayerArguments * len(layers))(*map(_layer_arguments, layers))
+        self._layers = (LayerArguments * len(layers))(*map(layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features if head else 0, norm.dtype
-        first, self._deepest = layers[0], _deepest_in_8_bits(layers, head)
-        self._decoder = _decoder_arguments(embedding, norm, head)
+        first, self._deepest = layers[0], deepest_in_8_bits(layers, head)
+        self._decoder = decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
-        streams = exceed_caches(_weight_bytes(layers, head))
-        self._decoder.head.streams = streams
-        for layer in self._layers:
-            layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
-        self._widths = {"x": self._width, "added": self._width}
-        self._widths |= {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
-        self._widths |= {"gated": first.down.in_features}
+        self._decoder.residual_multiplier, self._decoder.logits_cap = residual_multiplier, logits_cap or 0.0
+        self._experts = [parts.mlp for parts in layers if isinstance(parts.mlp, CpuExperts)]
+        self._room = Room()
+        self._set_streams(exceed_caches(weight_bytes(layers, head)))
+        self._widths = widths_of(self._width, layers)
+        if group is not None:
+            self._join(group, first)
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
         self._kinds = (KindArguments * len(tables))()
         # Each kind has scratch memory of its own.
@@ -115,16 +115,27 @@ class CpuDecoder:
         )
         self._float_norm = float_norm
         self._tables, self._num_positions = tables, 0  # positions that the step's cos and sin cover
-        self._cache: CpuKVCache | None = None
         self._buffers: dict[str, Numbers] = {}
-        self._columns: tuple[Ints, ...] = ()  # the last step's, kept alive
-        self._generation = 0  # of these columns; 0 = none
-        self._number = 0  # the last step's number
+        self._generation = self._number = 0  # of these columns, 0 = none; of the last step
         self._results: tuple[Floats, Int32s]  # logits, and the index of the largest one in each row
         self._reserve(1, 1)
-        pointer = ctypes.POINTER(StepArguments)
-        self._run = library.function("decoder_step", pointer)
-        self._run_logits = library.function("decoder_logits", pointer)
+        names = "decoder_step", "decoder_logits"
+        self._run, self._run_logits = (library.function(name, ctypes.POINTER(StepArguments)) for name in names)
+
+    def _join(self, group: DecoderGroup, first: LayerParts) -> None:
+        """Point the decoder to its group, and take the widths of a rank's buffers. first: the first layer."""
+        self._memory, self._vocab_size, self._group = group.memory, group.vocabulary[1], group.arguments
+        self._decoder.group = ctypes.addressof(self._group)
+        self._widths |= {"q": group.own_attended, "own_attended": group.own_attended}
+        self._widths["qkv"] = max(first.qkv.out_features, first.o.in_features)  # also picked rows of `attended`
+
+    def _set_streams(self, streams: bool) -> None:
+        """Say whether the caches cannot keep the weights from one step to the next (gemm.h)."""
+        self._decoder.head.streams = streams
+        for layer in self._layers:
+            layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
+        for experts in self._experts:
+            experts.set_streams(streams)
 
     def __call__(
         self,
@@ -135,16 +146,21 @@ class CpuDecoder:
         cache: CpuKVCache,
         logits_rows: Ints,
         generation: int,
+        lora: LoraRows | None = None,
+        given: Floats | None = None,
     ) -> "DecoderResult":
         """Run one step.
 
         token_ids, positions and slots (-1 = do not store) are [T]; logits_rows [S] are indices of tokens; all int64.
-        `plans` has one plan for each kind of layer. Equal generations other than 0 mean: columns, plans and cache are
-        the objects of the step before, with other numbers. They are not read then: beside the weights, each object that
-        is touched costs microseconds."""
+        `plans` has one plan for each kind of layer. lora: the rows' adapters, None = no row has one. given [.., hidden]
+        float32: the embeddings of token ids below 0, which are -1 - row. Equal generations other than 0 mean: columns,
+        plans, cache, adapters and given are the objects of the step before, with other numbers.
+        They are not read then: beside the weights, each object that is touched costs microseconds."""
         if not generation or generation != self._generation:
             self._take(*map(np.ascontiguousarray, (token_ids, positions, slots, logits_rows)))
             self._use(cache, plans)
+            self._adapt(lora)
+            self._give(given)
             self._generation = generation
         if (longest := plans[0].arguments.longest) > self._num_positions:
             self._reach(longest)
@@ -154,12 +170,60 @@ class CpuDecoder:
         self._number += 1
         return DecoderResult(self, self._number, *self._results)
 
+    def tap(self, places: Sequence[int]) -> None:
+        """Keep the residual stream of each step's tokens as it is after so many layers each, for states().
+
+        places: from 1 to the number of layers. It is called before the first step."""
+        num_layers = len(self._layers)
+        assert all(0 < place <= num_layers for place in places), (places, num_layers)
+        self._taps = tuple(places)
+        for index, place in enumerate(self._inner_taps):
+            self._layers[place].tap = index + 1
+        self._step.num_taps = len(self._inner_taps)
+        self._buffers.clear()
+        self._reserve(1, 1)
+
+    @property
+    def _inner_taps(self) -> list[int]:
+        """The places before the end of the last layer, without repetitions: a step copies these to its taps."""
+        return sorted({place for place in self._taps if place < len(self._layers)})
+
+    def states(self, number: int, rows: Ints) -> Floats:
+        """Return what tap() keeps [n, taps, hidden] float32 of rows [n] of step `number`, as in logits().
+
+        The last layer's output is computed for the rows that the step has not computed it for."""
+        states = np.empty((len(rows), len(self._taps), self._width), np.float32)
+        inner, last = self._inner_taps, len(self._layers)
+        for index, place in enumerate(self._taps):
+            if place < last:
+                taps = self._buffers["taps"].reshape(-1, len(inner), self._width)
+                states[:, index] = taps[rows, inner.index(place)]
+            else:
+                states[:, index] = self._last_states(number, rows)
+        return states
+
+    def _last_states(self, number: int, rows: Ints) -> Floats:
+        """Return the last layer's output [n, hidden] float32 of rows [n] of step `number`."""
+        finished = self._finished[1] if self._finished[0] == number else self._columns[-1]
+        order = np.argsort(finished)
+        places = np.searchsorted(finished, rows, sorter=order)
+        if len(finished) and np.array_equal(finished[order[np.minimum(places, len(finished) - 1)]], rows):
+            places = order[places]
+        else:
+            self._finish(number, np.ascontiguousarray(rows), None)
+            places = np.arange(len(rows))
+        states: Floats = self._buffers["last_hidden"][places]
+        return states
+
     def logits(self, number: int, rows: Ints) -> Floats:
         """Compute the logits [n, vocab] float32 of rows [n] int64 of step `number`; n is at most its number of tokens.
 
         The last layer is finished for these rows now, by the step's plans. So no step may have been run, and no plan
         made, since."""
-        logits = aligned_empty((len(rows), self._vocab_size), FLOAT32)
+        shape = len(rows), self._vocab_size
+        logits = (
+            aligned_empty(shape, FLOAT32) if self._memory is None else self._memory.reserve("asked", shape, FLOAT32)
+        )
         self._finish(number, np.ascontiguousarray(rows), logits)
         return logits
 
@@ -180,6 +244,7 @@ class CpuDecoder:
         step.logits_rows, step.num_logits = rows.ctypes.data, len(rows)
         step.logits, step.largest = None if logits is None else logits.ctypes.data, None
         self._run_logits(step)
+        self._finished = number, rows
         step.logits_rows, step.num_logits, step.logits, step.largest = before
 
     def _take(self, *columns: Ints) -> None:
@@ -205,16 +270,33 @@ class CpuDecoder:
         self._cache_layers = (ctypes.c_void_p * len(self._layers))(*pointers * (len(self._layers) // len(pointers)))
         self._step.cache = ctypes.addressof(self._cache_layers)
 
+    def _adapt(self, lora: LoraRows | None) -> None:
+        """Point the step to its rows' adapters, and reserve memory for what they need."""
+        step, self._lora = self._step, lora
+        step.adapters = None
+        if lora is None:
+            return
+        rows, width, lowered = len(self._buffers["x"]), max(1, lora.width), self._buffers.get("lowered")
+        if lowered is None or len(lowered) < rows or lowered.shape[1] < width:
+            self._keep("lowered", (rows, width), FLOAT32)
+            self._keep("picked", (rows,), np.dtype(np.int64))
+        step.adapters, step.lowered_stride = lora.adapters.ctypes.data, self._buffers["lowered"].shape[1]
+
+    def _give(self, given: Floats | None) -> None:
+        """Point the step to the embeddings that its token ids below 0 stand for."""
+        assert given is None or (given.flags.c_contiguous and given.shape[1] == self._width), given.shape
+        self._given, self._step.given = given, None if given is None else given.ctypes.data
+
     def _reach(self, num_positions: int) -> None:
         """Make cos and sin for at least num_positions positions."""
         tables = [(kind, table) for kind, table in zip(self._kinds, self._tables, strict=True) if table is not None]
         for _, table in tables:
             table.reach(num_positions)
         # Kept alive: an extended table has new arrays.
-        self._rotations = [(table.cos, table.sin) for _, table in tables]
-        self._num_positions = min((len(cos) for cos, _ in self._rotations), default=num_positions)
-        for (kind, _), (cos, sin) in zip(tables, self._rotations, strict=True):
-            kind.cos, kind.sin = cos.ctypes.data, sin.ctypes.data
+        self._rotations = [(table.cos, table.sin, table.query_cos, table.query_sin) for _, table in tables]
+        self._num_positions = min((len(cos) for cos, *_ in self._rotations), default=num_positions)
+        for (kind, _), arrays in zip(tables, self._rotations, strict=True):
+            kind.cos, kind.sin, kind.query_cos, kind.query_sin = (array.ctypes.data for array in arrays)
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
         """Allocate buffers for so many tokens and logits rows. Buffers only grow, by powers of two."""
@@ -223,10 +305,17 @@ class CpuDecoder:
             for name, width in self._widths.items():
                 self._keep(name, (rows, width), self._dtype)
             self._keep("hidden", (rows, self._width), FLOAT32)
+            if self._memory is not None:
+                self._keep("embedded", (rows, self._width), FLOAT32)
             self._keep("last_hidden", (rows, self._width), FLOAT32)
             if self._deepest:
                 self._keep("quantized", (rows, row_bytes_in_8_bits(self._deepest)), np.dtype(np.uint8))
                 self._step.quantized_stride = blocks_in_8_bits(self._deepest)
+            if self._step.num_taps:
+                self._keep("taps", (rows, self._step.num_taps * self._width), FLOAT32)
+            if self._experts:
+                self._room.reserve(rows, self._experts[0])
+                self._step.experts_room = ctypes.addressof(self._room.arguments)
             if self._normalises_added:
                 self._keep("normed", (rows, self._width), FLOAT32)
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
@@ -235,66 +324,8 @@ class CpuDecoder:
             self._keep("largest", (rows,), np.dtype(np.int32))
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> None:
-        self._buffers[name] = buffer = aligned_empty(shape, dtype)
+        if self._memory is not None and name in self._memory:
+            self._buffers[name] = buffer = self._memory.reserve(name, shape, dtype)
+        else:
+            self._buffers[name] = buffer = aligned_empty(shape, dtype)
         setattr(self._step, name, buffer.ctypes.data)
-
-
-def _weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
-    """Return the bytes of weights that a step reads, whatever its number of rows."""
-    return sum(matrix.packed.nbytes for matrix in _matrices(layers, head))
-
-
-def _deepest_in_8_bits(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
-    """Return the largest depth of a product in 8 bits; 0 without one."""
-    return max((matrix.in_features for matrix in _matrices(layers, head) if matrix.packing == INT8), default=0)
-
-
-def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[PackedMatrix]:
-    own = [] if head is None else [head]
-    return [*own, *(matrix for parts in layers for matrix in (parts.qkv, parts.o, parts.gate_up, parts.down))]
-
-
-def exceed_caches(num_bytes: int) -> bool:
-    """Whether num_bytes is more than the CPU's caches keep from one step to the next: a share of the last one."""
-    try:
-        sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
-    except (OSError, ValueError):  # not Linux, or no such files
-        sizes = []
-    share = len(os.sched_getaffinity(0)) * _CACHE_BYTES_PER_CPU
-    return num_bytes > min(share, max(sizes, default=share))
-
-
-def _decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix | None) -> DecoderArguments:
-    """Return the decoder's struct, with its layers and head counts still unset."""
-    return DecoderArguments(
-        head=head.arguments if head else GemmArguments(),
-        embeddings=embedding.table.ctypes.data,
-        norm=norm.constants,
-        hidden_size=embedding.width,
-        dtype=ELEMENT_NUMBERS[norm.dtype],
-        eps=norm.eps,
-        embedding_scale=embedding.scale,
-        embeddings_packing=embedding.packing,
-        kinds=address(embedding.kinds),
-        places=address(embedding.places),
-        num_words=embedding.num_words,
-    )
-
-
-def _layer_arguments(parts: LayerParts) -> LayerArguments:
-    def constants(norm: CpuNorm | None) -> NormWeights:
-        return NormWeights() if norm is None else norm.constants
-
-    return LayerArguments(
-        qkv=parts.qkv.arguments,
-        o=parts.o.arguments,
-        gate_up=parts.gate_up.arguments,
-        down=parts.down.arguments,
-        input_norm=constants(parts.input_norm),
-        mlp_norm=constants(parts.mlp_norm),
-        attention_out_norm=constants(parts.attention_out_norm),
-        mlp_out_norm=constants(parts.mlp_out_norm),
-        head_norms=None if parts.head_norms is None else parts.head_norms.ctypes.data,
-        scale=parts.scale * math.log2(math.e),
-        kind=parts.kind,
-    )

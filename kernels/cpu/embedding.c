@@ -85,6 +85,11 @@ static void add_to_row(const Embedding *args, int64_t row, const float *from) {
 void embedding_part(const Embedding *args, int thread, int num_threads) {
     const int64_t begin = args->num_rows * thread / num_threads, end = args->num_rows * (thread + 1) / num_threads;
     for (int64_t row = begin; row < end; row++) {
+        if (args->ids[row] < 0) {
+            const int64_t width = args->width;
+            memcpy(args->out + row * width, args->given + (-1 - args->ids[row]) * width, width * sizeof(float));
+            continue;
+        }
         if (args->packing >= BLOCK_TABLE)
             embed_row_of_blocks(args, row, args->packing - BLOCK_TABLE);
         else if (args->packing >= PACKED + QUANTIZED_WEIGHTS)

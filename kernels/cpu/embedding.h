@@ -1,5 +1,7 @@
 /* Rows of an embedding table, times a factor, as float32.
  *
+ * An id below 0 stands for a row that is given: id -1 - i is row i of `given`, which becomes the output as it is.
+ *
  * Encoders add a row for the kind of the token, and then one for its position. The ids of tokens of kind k are k *
  * num_words higher than those of kind 0.
  *
@@ -14,7 +16,7 @@
 enum { NOT_PACKED = 0, PACKED = 1, BLOCK_TABLE = 16 };
 
 typedef struct {
-    const int64_t *ids; /* [num_rows] rows of the table */
+    const int64_t *ids; /* [num_rows] rows of the table; or of `given`, as -1 - row */
     const void *table;  /* [.., width] of dtype; or packed like a product's weights (gemm.h); or rows of blocks */
     float *out;         /* [num_rows, width] */
     int64_t num_rows, width;
@@ -25,6 +27,7 @@ typedef struct {
     const float *places;      /* [.., width]: rows for positions; or NULL */
     const int64_t *positions; /* [num_rows]; only read with places */
     int64_t num_words;        /* rows of the table; only read with kinds */
+    const float *given;       /* [.., width]: only read for ids below 0 */
 } Embedding;
 
 void embedding_part(const Embedding *args, int thread, int num_threads);

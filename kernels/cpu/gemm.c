@@ -4,6 +4,7 @@
 #include "gemm_amx.h"
 #include "gemm_slices.h"
 #include "int8.h"
+#include "lora.h"
 #include "pool.h"
 
 /* Rows of x are multiplied in chunks, each with all panels. A chunk has at most so many bytes, so that a second level
@@ -135,7 +136,8 @@ INLINE void store_gated_as(const Gemm *args, const float *sums, int64_t row, int
         store_gated(args, sums, row, rows, column, columns, GELU, dtype);
 }
 
-void gemm_store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel) {
+void gemm_store_panel(const Gemm *args, float *sums, int64_t row, int rows, int64_t panel) {
+    if (args->lora) lora_add(args->lora, sums, row, rows, panel, args->dtype);
     const int64_t parts = args->gate ? 2 : 1, in_panel = PANEL_COLUMNS / parts, column = panel * in_panel;
     const int64_t left = args->num_columns / parts - column, columns = left < in_panel ? left : in_panel;
     if (!args->gate)
@@ -231,11 +233,20 @@ static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first
 /* Multiply all rows with the panels of thread `owner`, piece by piece, except pieces that other threads have taken. */
 static void multiply_pieces(const Gemm *args, int owner, int num_threads, const char *next) {
     const int64_t first = first_panel(args, owner, num_threads), last = first_panel(args, owner + 1, num_threads);
-    const int64_t piece = gemm_has_amx(args->dtype) ? gemm_amx_piece(args, PIECE) : PIECE;
+    const int64_t piece = gemm_piece(args);
     for (int64_t panel; (panel = first + pool_take(owner) * piece) < last;) {
         const int64_t end = last - panel > piece ? panel + piece : last;
         multiply(args, 0, args->num_rows, panel, end, end < last ? weights_of_panel(args, end) : next);
     }
+}
+
+int64_t gemm_piece(const Gemm *args) { return gemm_has_amx(args->dtype) ? gemm_amx_piece(args, PIECE) : PIECE; }
+
+void gemm_panels(const Gemm *args, int64_t first, int64_t last) {
+    if (args->packing == INT8_WEIGHTS)
+        int8_panels(args, first, last);
+    else
+        multiply(args, 0, args->num_rows, first, last, weights_of_panel(args, first));
 }
 
 int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype) {

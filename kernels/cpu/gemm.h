@@ -42,6 +42,7 @@ typedef struct Gemm {
     const struct Gemm *next; /* the product that follows, whose weights are prefetched; or NULL */
     void *quantized;         /* with INT8_WEIGHTS: room for num_rows rows of blocks of x (int8.h) */
     int64_t quantized_stride; /* blocks from row to row, at least depth / GROUP */
+    const struct Lora *lora; /* what adapters add to rows before they are stored (lora.h); or NULL */
 } Gemm;
 
 typedef struct {
@@ -63,8 +64,14 @@ int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype);
 
 void gemm(const Gemm *args);
 
-/* Write the rows of y from `row` on, from the sums [rows][PANEL_COLUMNS] of a panel. */
-void gemm_store_panel(const Gemm *args, const float *sums, int64_t row, int rows, int64_t panel);
+/* Panels that one thread multiplies at a time, of a product that several threads share. */
+int64_t gemm_piece(const Gemm *args);
+
+/* Multiply all rows with the panels [first, last), on the calling thread. INT8_WEIGHTS: the rows are quantized. */
+void gemm_panels(const Gemm *args, int64_t first, int64_t last);
+
+/* Write the rows of y from `row` on, from the sums [rows][PANEL_COLUMNS] of a panel, to which adapters may add. */
+void gemm_store_panel(const Gemm *args, float *sums, int64_t row, int rows, int64_t panel);
 
 int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype);
 void gemm_pack_part(const GemmPack *args, int thread, int num_threads);

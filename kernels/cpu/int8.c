@@ -83,7 +83,7 @@ INLINE void quantize_block(const void *x, int64_t k, const int dtype, Int8Block 
 }
 
 /* Quantize rows [begin, end) of x. */
-static void quantize_rows(const Gemm *args, int64_t begin, int64_t end) {
+void int8_quantize(const Gemm *args, int64_t begin, int64_t end) {
     const int64_t blocks = args->depth / GROUP, stride = args->quantized_stride;
     for (int64_t row = begin; row < end; row++) {
         const char *x = (const char *)args->x + row * args->x_stride * element_bytes(args->dtype);
@@ -220,9 +220,13 @@ static void multiply_pieces(const Gemm *args, int owner, int num_threads) {
             multiply_panel(args, 0, args->num_rows, panel);
 }
 
+void int8_panels(const Gemm *args, int64_t first, int64_t last) {
+    for (; first < last; first++) multiply_panel(args, 0, args->num_rows, first);
+}
+
 void int8_part(const Gemm *args, int thread, int num_threads) {
     const int64_t begin = args->num_rows * thread / num_threads, end = args->num_rows * (thread + 1) / num_threads;
-    quantize_rows(args, begin, end);
+    int8_quantize(args, begin, end);
     if (gemm_splits_rows(args->num_rows, num_threads, args->dtype)) {
         multiply_rows(args, begin, end);
         return;

@@ -59,4 +59,8 @@ extern const Int8Functions int8_plain, int8_vnni;
 /* Multiply a thread's share: as gemm_part(), with args->packing INT8_WEIGHTS. args->quantized is written. */
 void int8_part(const Gemm *args, int thread, int num_threads);
 
+/* Its two halves, on the calling thread: quantize rows [begin, end) of x; multiply all rows with some panels. */
+void int8_quantize(const Gemm *args, int64_t begin, int64_t end);
+void int8_panels(const Gemm *args, int64_t first, int64_t last);
+
 #endif

@@ -6,12 +6,13 @@ are plain rows. The kernels read and write the arrays directly; the methods here
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from kernels.arrays import Ints
 from kernels.cpu.library import ELEMENT_NUMBERS
 from kernels.cpu.structs import CacheShape
 from kernels.elements import Dtype, Numbers
-from kernels.memory.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.rounding import round_up
 
 CHUNK = 16  # tokens
@@ -26,13 +27,29 @@ class CpuKVCache(KVCache):
     """A KV cache in the C kernels' layout. Errors: MemoryError with the sizes if it cannot be allocated."""
 
     layers: Sequence[Numbers]
+    #: Name of the form of numbers in memory; "" = they are of the cache's dtype.
+    stored_as: ClassVar[str] = ""
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Dtype
     ) -> None:
-        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, padded_dim(head_dim), dtype)
-        self.head_dim = head_dim
-        self.shape = CacheShape(num_kv_heads, head_dim, block_size, ELEMENT_NUMBERS[dtype])
+        width, stored = self.stored_width(head_dim, dtype)
+        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, width, stored)
+        self.head_dim, self.dtype = head_dim, dtype
+        self.chunk = min(CHUNK, block_size)  # tokens that are stored together
+        sizes, is_quantized = (num_kv_heads, head_dim, block_size), bool(self.stored_as)
+        self.shape = CacheShape(*sizes, ELEMENT_NUMBERS[dtype], is_quantized, width * stored.itemsize)
+
+    @staticmethod
+    def stored_width(head_dim: int, dtype: Dtype) -> tuple[int, Dtype]:
+        """Return what a token takes in a head, for K or V: elements, and their type."""
+        return padded_dim(head_dim), dtype
+
+    @classmethod
+    def bytes_per_block(cls, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype) -> int:
+        """Return the bytes that one block takes in all layers, K and V together."""
+        width, stored = cls.stored_width(head_dim, dtype)
+        return bytes_per_block(block_size, num_kv_heads, width, num_layers, stored)
 
     def keys(self, layer: int) -> Numbers:
         """Return a copy of a layer's K in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -44,35 +61,40 @@ class CpuKVCache(KVCache):
 
     def write(self, layer: int, slots: Ints, kv: Numbers) -> None:
         """Store kv [T, 2 * Hkv * D] (K heads, then V heads) of the cache's dtype at these slots [T]."""
-        block, chunk, token = (
-            slots // self.block_size,
-            slots % self.block_size // CHUNK,
-            slots % min(CHUNK, self.block_size),
-        )
         heads = kv.reshape(len(kv), 2, self.num_kv_heads, self.head_dim)
         keys, values = heads[:, 0], heads[:, 1]
+        block, chunk, token = self._places(slots)
         to_keys, to_values = self._keys(layer), self._values(layer)
         pair = to_keys.shape[-1]
         width = self.head_dim // pair
         to_keys[block, :, chunk, :width, token] = keys.reshape(len(kv), self.num_kv_heads, width, pair)
         to_values[block, :, chunk, token // pair, : self.head_dim, token % pair] = values
 
+    def _places(self, slots: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return each slot's block, chunk and token in the chunk."""
+        return slots // self.block_size, slots % self.block_size // self.chunk, slots % self.chunk
+
+    def _stored(self, layer: int, which: int) -> Numbers:
+        """Return a view of K (which = 0) or V (1): [block, head, chunk, what is stored of a chunk]."""
+        shape = (self.num_blocks, self.num_kv_heads, self.block_size // self.chunk, -1)
+        return self.layers[layer][:, which].reshape(shape)
+
+    def _numbers(self, layer: int, which: int) -> Numbers:
+        """Return a view of the numbers of K (which = 0) or V (1): [block, head, chunk, number]."""
+        return self._stored(layer, which)
+
     def _keys(self, layer: int) -> Numbers:
         """Return a view of K: [block, head, chunk, D / pair, token, pair]."""
-        numbers = self.layers[layer][:, 0]
+        numbers = self._numbers(layer, 0)
         if self.block_size < CHUNK:
-            return numbers.reshape(*numbers.shape[:2], 1, self.block_size, -1, 1).swapaxes(3, 4)
-        pair = 4 // self.dtype.itemsize
-        return numbers.reshape(self.num_blocks, self.num_kv_heads, self.block_size // CHUNK, -1, CHUNK, pair)
+            return numbers.reshape(*numbers.shape[:3], self.block_size, -1, 1).swapaxes(3, 4)
+        return numbers.reshape(*numbers.shape[:3], -1, CHUNK, 4 // self.dtype.itemsize)
 
     def _values(self, layer: int) -> Numbers:
         """Return a view of V: [block, head, chunk, token / pair, D, pair]."""
-        numbers = self.layers[layer][:, 1]
-        if self.block_size < CHUNK:
-            return numbers.reshape(*numbers.shape[:2], 1, self.block_size, -1, 1)
-        pair = 4 // self.dtype.itemsize
-        shape = (self.num_blocks, self.num_kv_heads, self.block_size // CHUNK, CHUNK // pair, -1, pair)
-        return numbers.reshape(shape)
+        numbers = self._numbers(layer, 1)
+        pair = 1 if self.block_size < CHUNK else 4 // self.dtype.itemsize
+        return numbers.reshape(*numbers.shape[:3], self.chunk // pair, -1, pair)
 
     def _logical(self, numbers: Numbers) -> Numbers:
         """Return [block, token, head, D] of [block, head, ...], where tokens come before dimensions."""

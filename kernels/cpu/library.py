@@ -12,7 +12,7 @@ import numpy as np
 from kernels.arrays import UInt8s
 from kernels.cpu.build import CpuLibraryError, has_amx
 from kernels.cpu.library_file import find_library
-from kernels.cpu.structs import check_structs
+from kernels.cpu.struct_check import check_structs
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32
 from kernels.memory.aligned import ALIGNMENT
 from kernels.rounding import round_up

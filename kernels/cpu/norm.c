@@ -9,16 +9,20 @@ INLINE void norm_row(const Norm *args, int64_t row, const int x_dtype, const int
     const char *x = args->x ? (const char *)args->x + row * width * element_bytes(x_dtype) : NULL;
     if (hidden && x) {
         for (int64_t i = 0; i < whole; i += LANES)
-            store_floats(hidden + i, load_floats(hidden + i) + load_numbers(x, i, x_dtype));
-        for (int64_t i = whole; i < width; i++)
-            hidden[i] += x_dtype == FLOAT32 ? ((const float *)x)[i] : float_of_bfloat16(((const uint16_t *)x)[i]);
+            store_floats(hidden + i, load_floats(hidden + i) + load_numbers(x, i, x_dtype) * args->multiplier);
+        for (int64_t i = whole; i < width; i++) {
+            const float number = x_dtype == FLOAT32 ? ((const float *)x)[i] : float_of_bfloat16(((const uint16_t *)x)[i]);
+            hidden[i] += number * args->multiplier;
+        }
     }
     if (!args->out) return;
     const void *from = hidden ? (const void *)hidden : x;
     const int dtype = hidden ? FLOAT32 : x_dtype;
     char *out = (char *)args->out + row * width * element_bytes(out_dtype);
     const NormWeights *norm = &args->norm;
-    if (!norm->is_centred) {
+    if (!norm->weight) {
+        convert(from, width, out, out_dtype); /* float32 */
+    } else if (!norm->is_centred) {
         normalise(from, dtype, norm->weight, args->eps, width, out, out_dtype);
     } else if (hidden && norm->replaces) {
         normalise_centred(hidden, FLOAT32, norm->weight, norm->bias, args->eps, width, hidden, FLOAT32);

@@ -1,6 +1,6 @@
 /* Root mean square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), with the addition before it:
  *
- *     hidden += x; out = hidden / sqrt(mean(hidden ** 2) + eps) * weight
+ *     hidden += x * multiplier; out = hidden / sqrt(mean(hidden ** 2) + eps) * weight
  *
  * A centred one is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a bias
  * may be added. All is done row by row. All intermediate numbers are float32. The sums of a row have a fixed order.
@@ -12,7 +12,7 @@
 
 /* The constants of one normalisation. */
 typedef struct {
-    const float *weight; /* [width]; NULL = there is no such normalisation */
+    const float *weight; /* [width]; NULL = there is no such normalisation: out is hidden, rounded */
     const float *bias;   /* [width] of a centred one; NULL = none */
     int32_t is_centred;
     int32_t replaces;    /* the result, in float32, replaces hidden too; for centred ones only */
@@ -25,7 +25,7 @@ typedef struct {
     void *out;           /* [num_rows, width] of out_dtype, or NULL: only the addition is wanted */
     int64_t num_rows, width;
     int32_t x_dtype, out_dtype; /* BFLOAT16 or FLOAT32 */
-    float eps;
+    float eps, multiplier;
 } Norm;
 
 void norm_part(const Norm *args, int thread, int num_threads);

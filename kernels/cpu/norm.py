@@ -15,25 +15,31 @@ class CpuNorm:
     """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype.
 
     A centred norm is a layer normalisation: it subtracts each row's mean first, and may add a bias [d] float32. One
-    that replaces writes its result to `hidden` too."""
+    that replaces writes its result to `hidden` too. Without a weight float32 rows are rounded to dtype, and no more.
+    `multiplier` is of what is added."""
 
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Floats,
+        weight: Floats | None,
         eps: float,
         dtype: Dtype,
         *,
+        multiplier: float = 1.0,
         bias: Floats | None = None,
         is_centred: bool = False,
         replaces: bool = False,
     ) -> None:
         assert is_centred or (bias is None and not replaces), "a norm that is not centred has no bias"
-        self.weight, self.eps, self.dtype = np.ascontiguousarray(weight), eps, dtype
+        self.weight, self.eps, self.dtype = None if weight is None else np.ascontiguousarray(weight), eps, dtype
+        self._multiplier = multiplier
         self.bias = None if bias is None else np.ascontiguousarray(bias)
         #: The C struct of its constants; it points into this object.
         self.constants = NormWeights(
-            self.weight.ctypes.data, None if self.bias is None else self.bias.ctypes.data, is_centred, replaces
+            None if self.weight is None else self.weight.ctypes.data,
+            None if self.bias is None else self.bias.ctypes.data,
+            is_centred,
+            replaces,
         )
         self._run = library.function("norm", ctypes.POINTER(NormArguments))
 
@@ -62,5 +68,6 @@ class CpuNorm:
                 ELEMENT_NUMBERS[x.dtype],
                 ELEMENT_NUMBERS[self.dtype],
                 self.eps,
+                self._multiplier,
             )
         )

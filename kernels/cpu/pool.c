@@ -8,15 +8,11 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "spinning.h"
 #include "vectors.h"
 
-/* Longer than the gaps between the kernels of a step, and shorter than a time slice of the scheduler. Beside a busy
- * process, sleeping soon gives the core to the thread that the others wait for. */
-#define SPIN_NS 40000
-#define PAUSES_PER_LOOK 32 /* between two looks at the clock */
 #define MAX_THREADS 1024
 
 static struct {
@@ -33,20 +29,6 @@ static struct {
         _Alignas(64) _Atomic uint64_t last; /* phase << 32 | numbers taken in that phase */
     } taken[MAX_THREADS];
 } pool;
-
-static void pause_briefly(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 /* Return when the phase has changed, or when woken because it changes soon. */
 static void wait_for_phase_after(uint32_t phase) {

@@ -89,7 +89,7 @@ INLINE void work_on_vectors(const Groups *work, const char *head, const char *gr
 
 INLINE void work_on_groups(const Groups *work, const int rows, const int type) {
     const QuantizedLayout layout = layout_of(type);
-    const int vectors = PANEL_VECTORS == 2 && rows ? 2 : 1;
+    const int vectors = PANEL_VECTORS >= 2 && rows ? 2 : 1;
     const char *x = work->x;
     char *out = work->out;
     for (int64_t g = work->first; g < work->last; g++) {

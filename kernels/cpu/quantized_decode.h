@@ -14,33 +14,6 @@
 
 enum { ROW_BYTES = PANEL_COLUMNS * 4 };
 
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
-
-INLINE Floats load_bytes(const char *from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    Bytes bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Signed), Floats);
-#endif
-}
-
-INLINE Floats load_signed_bytes(const char *from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    SignedBytes bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Signed), Floats);
-#endif
-}
-
 INLINE Floats load_float16(const char *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));

@@ -5,7 +5,6 @@
 #include "row_math.h"
 
 enum {
-    MAX_HEAD_DIM = 4096,  /* a head is rotated in a stack buffer of this size */
     CHUNK_HEAD_DIM = 256, /* limit for rotating a whole chunk's heads on the stack */
 };
 
@@ -37,16 +36,17 @@ INLINE void rotate(const void *x, const int x_dtype, const float *cos, const flo
 
 INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
     const int head_dim = args->shape.head_dim;
-    const float *cos = args->cos + (args->cos ? args->positions[token] * head_dim : 0);
-    const float *sin = args->sin + (args->cos ? args->positions[token] * head_dim : 0);
-    if (!args->head_norms) {
+    const int64_t at = args->cos ? args->positions[token] * head_dim : 0;
+    const float *cos = (head < args->num_heads ? args->query_cos : args->cos) + at;
+    const float *sin = (head < args->num_heads ? args->query_sin : args->sin) + at;
+    if (!args->norms || args->norms_of_rows) {
         if (args->cos)
             rotate(x, dtype, cos, sin, head_dim / 2, out, dtype);
         else
             memcpy(out, x, head_dim * element_bytes(dtype));
         return;
     }
-    const float *weight = args->head_norms + (size_t)head * head_dim;
+    const float *weight = args->norms + (size_t)head * head_dim;
     if (!args->cos) {
         normalise(x, dtype, weight, args->eps, head_dim, out, dtype);
         return;
@@ -84,6 +84,24 @@ static const char *head_of(const RopeKvWrite *args, int token, int head) {
     return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * number_bytes(&args->shape);
 }
 
+/* Normalise some heads of a token together, in place. */
+static void normalise_heads(const RopeKvWrite *args, int token, int first, int count) {
+    char *x = (char *)args->qkv + (head_of(args, token, first) - (const char *)args->qkv);
+    const float *weight = args->norms + (size_t)first * args->shape.head_dim;
+    const int64_t width = (int64_t)count * args->shape.head_dim;
+    if (args->shape.dtype == FLOAT32)
+        normalise(x, FLOAT32, weight, args->eps, width, x, FLOAT32);
+    else
+        normalise(x, BFLOAT16, weight, args->eps, width, x, BFLOAT16);
+}
+
+static void normalise_rows(const RopeKvWrite *args, int token, int end) {
+    for (; token < end; token++) {
+        normalise_heads(args, token, 0, args->num_heads);
+        normalise_heads(args, token, args->num_heads, args->shape.num_kv_heads);
+    }
+}
+
 /* Compute a token's rotated K for the cache. */
 static void make_key(const RopeKvWrite *args, int token, int kv_head, char *key) {
     const int head = args->num_heads + kv_head;
@@ -119,6 +137,7 @@ static void write_kv(const RopeKvWrite *args, int token) {
 static int is_chunk(const RopeKvWrite *args, int token, int end) {
     const int64_t *slots = args->slots + token;
     if (end - token < CHUNK || args->shape.block_size < CHUNK || args->shape.head_dim > CHUNK_HEAD_DIM) return 0;
+    if (args->shape.is_quantized) return 0;
     if (slots[0] < 0 || slots[0] % CHUNK) return 0;
     for (int i = 1; i < CHUNK; i++)
         if (slots[i] != slots[0] + i) return 0;
@@ -163,6 +182,7 @@ static void write_tokens(const RopeKvWrite *args, int token, int end) {
 void rope_kv_write_part(const RopeKvWrite *args, int thread, int num_threads) {
     const int64_t count = args->num_tokens;
     const int begin = (int)(count * thread / num_threads), end = (int)(count * (thread + 1) / num_threads);
+    if (args->norms && args->norms_of_rows) normalise_rows(args, begin, end);
     write_tokens(args, begin, end);
 }
 

@@ -10,18 +10,24 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.structs import RopeArguments
 from kernels.elements import Numbers
 from kernels.memory.aligned import aligned_empty
-from kernels.rotary import rotary_tables
+from kernels.rotary import query_factors, rotary_tables
 
-MAX_HEAD_DIM = 4096  # enum in rope.c: a head is rotated in a stack buffer of this size
+MAX_HEAD_DIM = 4096  # of cache_codes.h: a head is rotated and quantized in stack buffers of this size
 _LEAST_POSITIONS = 1024  # of a table that is not empty
 
 
 class RotaryTable:
-    """cos and sin [positions, head_dim] float32 of kernels.rotary.rotary_tables, extended on demand."""
+    """cos and sin [positions, head_dim] float32 of kernels.rotary.rotary_tables, extended on demand.
 
-    def __init__(self, frequencies: Floats, factor: float = 1.0) -> None:
-        self._frequencies, self._factor = frequencies, factor
-        self.cos = self.sin = np.empty((0, 2 * len(frequencies)), np.float32)
+    query_cos and query_sin are those of queries: the same, or with `growth` times kernels.rotary.query_factors."""
+
+    def __init__(self, frequencies: Floats, factor: float = 1.0, growth: tuple[float, float] | None = None) -> None:
+        self.settle(frequencies, factor, growth)
+
+    def settle(self, frequencies: Floats, factor: float, growth: tuple[float, float] | None) -> None:
+        """Replace the embedding; the table is empty then. No step may have used it."""
+        self._frequencies, self._factor, self._growth = frequencies, factor, growth
+        self.cos = self.sin = self.query_cos = self.query_sin = np.empty((0, 2 * len(frequencies)), np.float32)
 
     def reach(self, num_positions: int) -> None:
         """Extend the table to at least num_positions positions. Existing positions keep their bits."""
@@ -31,16 +37,29 @@ class RotaryTable:
         positions = np.arange(have, max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length()))
         cos, sin = rotary_tables(positions, self._frequencies, self._factor)
         self.cos, self.sin = np.concatenate((self.cos, cos)), np.concatenate((self.sin, sin))
+        self.query_cos, self.query_sin = self.cos, self.sin
+        if self._growth is not None:
+            factors = query_factors(np.arange(len(self.cos)), *self._growth)[:, None]
+            self.query_cos, self.query_sin = self.cos * factors, self.sin * factors
 
 
 class CpuRope:
     """Rotates one layer's Q and K, and writes K and V to the cache.
 
-    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation; None = no norms."""
+    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation; None = no norms. of_rows:
+    Q's heads are normalised together, and so are K's; qkv is overwritten then."""
 
-    def __init__(self, library: CpuLibrary, num_heads: int, head_norms: Floats | None = None, eps: float = 0.0) -> None:
-        self.num_heads, self.eps = num_heads, eps
-        self.head_norms = None if head_norms is None else np.ascontiguousarray(head_norms)
+    def __init__(
+        self,
+        library: CpuLibrary,
+        num_heads: int,
+        norms: Floats | None = None,
+        eps: float = 0.0,
+        *,
+        of_rows: bool = False,
+    ) -> None:
+        self.num_heads, self.eps, self.of_rows = num_heads, eps, of_rows
+        self.norms = None if norms is None else np.ascontiguousarray(norms)
         self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
 
     def __call__(
@@ -66,8 +85,10 @@ class CpuRope:
                 qkv.ctypes.data,
                 table.cos.ctypes.data,
                 table.sin.ctypes.data,
+                table.query_cos.ctypes.data,
+                table.query_sin.ctypes.data,
                 positions.ctypes.data,
-                None if self.head_norms is None else self.head_norms.ctypes.data,
+                None if self.norms is None else self.norms.ctypes.data,
                 slots.ctypes.data,
                 q.ctypes.data,
                 cache.layers[layer].ctypes.data,
@@ -75,6 +96,7 @@ class CpuRope:
                 self.num_heads,
                 len(qkv),
                 self.eps,
+                self.of_rows,
             )
         )
         return q

@@ -29,7 +29,7 @@ typedef struct {
     int64_t size;
     Stream stream;
     float *group_maxima;  /* [number of groups] of logits */
-    Candidate *candidates; /* [size] */
+    Candidate *candidates, *spare; /* [size] */
 } Row;
 
 /* Load a vector of logits from index on; minus infinity past the end. */
@@ -203,6 +203,36 @@ static int compare(const void *left, const void *right) {
     return a->id < b->id ? -1 : 1;
 }
 
+/* Fewer candidates than this are sorted by comparisons. */
+enum { RADIX_FROM = 256 };
+
+/* Return a number whose order is that of compare(), but for the ids. */
+INLINE uint32_t descending(float value) { return ~((uint32_t)ordered(value) ^ 0x80000000u); }
+
+/* Sort the row's candidates, which ascend by id, as compare() does. Where nearly all tokens are candidates, since many
+ * logits are equal or close, sorting by comparisons takes longer than the rest of a small model's step. */
+static void sort_candidates(const Row *row, int64_t count) {
+    if (count < RADIX_FROM) {
+        qsort(row->candidates, count, sizeof *row->candidates, compare);
+        return;
+    }
+    int64_t counts[4][256] = {{0}};
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t key = descending(row->candidates[i].value);
+        for (int byte = 0; byte < 4; byte++) counts[byte][key >> 8 * byte & 255]++;
+    }
+    Candidate *from = row->candidates, *to = row->spare;
+    for (int byte = 0; byte < 4; byte++) {
+        if (counts[byte][descending(from[0].value) >> 8 * byte & 255] == count) continue;
+        int64_t places[256], place = 0;
+        for (int i = 0; i < 256; i++) places[i] = place, place += counts[byte][i];
+        for (int64_t i = 0; i < count; i++) to[places[descending(from[i].value) >> 8 * byte & 255]++] = from[i];
+        Candidate *swapped = from;
+        from = to, to = swapped;
+    }
+    if (from != row->candidates) memcpy(row->candidates, from, count * sizeof *from);
+}
+
 /* Find all tokens whose logit / temperature reaches a bound that at least `wanted` tokens reach, in descending order.
  * Return their number. If there are at least `wanted` groups, the bound is the wanted-th largest of their maxima: so
  * many groups contain at least one such token each. */
@@ -220,7 +250,7 @@ static int64_t find_candidates(const Row *row, int64_t wanted) {
             row->candidates[count++] = (Candidate){row->logits[i] / row->temperature, (int32_t)i};
         }
     }
-    qsort(row->candidates, count, sizeof *row->candidates, compare);
+    sort_candidates(row, count);
     return count;
 }
 
@@ -274,7 +304,8 @@ static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
     if (!isfinite(row.largest)) return -1;
     if (temperature == 0.0f) return (int32_t)best;
     row.candidates = (Candidate *)scratch;
-    row.group_maxima = (float *)(scratch + size * sizeof(Candidate));
+    row.spare = row.candidates + size;
+    row.group_maxima = (float *)(scratch + 2 * size * sizeof(Candidate));
     row.min_p = args->min_p[index];
     row.stream = (Stream){args->seed[index], (uint32_t)args->position[index], (uint32_t)args->choice[index]};
     const int64_t top_k = args->top_k[index];
@@ -285,7 +316,7 @@ static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
 }
 
 EXPORT int64_t sampling_scratch_bytes(int64_t vocab_size) {
-    return (vocab_size * (int64_t)sizeof(Candidate) + (vocab_size / GROUP + 1) * 4 + 63) / 64 * 64;
+    return (2 * vocab_size * (int64_t)sizeof(Candidate) + (vocab_size / GROUP + 1) * 4 + 63) / 64 * 64;
 }
 
 void sample_part(const Sampling *args, int thread, int num_threads) {

@@ -9,6 +9,7 @@
 #include "quantized.h"
 #include "rope.h"
 #include "sampling.h"
+#include "soft_cap.h"
 
 typedef struct {
     const char *type, *field; /* field "": the struct as a whole */
@@ -24,7 +25,7 @@ typedef struct {
 
 EXPORT const StructField struct_fields[] = {
 #define STRUCT CacheShape
-    WHOLE FIELD(num_kv_heads) FIELD(head_dim) FIELD(block_size) FIELD(dtype)
+    WHOLE FIELD(num_kv_heads) FIELD(head_dim) FIELD(block_size) FIELD(dtype) FIELD(is_quantized) FIELD(token_bytes)
 #undef STRUCT
 #define STRUCT BlockTables
     WHOLE FIELD(blocks) FIELD(width) FIELD(block_size)
@@ -46,7 +47,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Attention
     WHOLE FIELD(q) FIELD(layer) FIELD(out) FIELD(block_tables) FIELD(items) FIELD(members) FIELD(merges) FIELD(partials)
     FIELD(scratch) FIELD(shape) FIELD(num_heads) FIELD(table_width) FIELD(num_items) FIELD(num_merges)
-    FIELD(max_item_tokens) FIELD(window) FIELD(ahead) FIELD(scale)
+    FIELD(max_item_tokens) FIELD(window) FIELD(ahead) FIELD(scale) FIELD(cap_factor)
 #undef STRUCT
 #define STRUCT AttentionPlan
     WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users) FIELD(places)
@@ -55,10 +56,20 @@ EXPORT const StructField struct_fields[] = {
     FIELD(num_items) FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows) FIELD(longest)
     FIELD(num_wanted_items) FIELD(num_wanted_merges)
 #undef STRUCT
+#define STRUCT Experts
+    WHOLE FIELD(router) FIELD(gate_up) FIELD(down) FIELD(num_experts) FIELD(num_chosen) FIELD(normalises) FIELD(width)
+#undef STRUCT
+#define STRUCT ExpertsRoom
+    WHOLE FIELD(logits) FIELD(chosen) FIELD(weights) FIELD(places) FIELD(starts) FIELD(active) FIELD(gathered)
+    FIELD(gated) FIELD(results) FIELD(quantized) FIELD(quantized_stride)
+#undef STRUCT
+#define STRUCT ExpertsStep
+    WHOLE FIELD(experts) FIELD(room) FIELD(x) FIELD(y) FIELD(num_rows)
+#undef STRUCT
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
     FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(activation) FIELD(next)
-    FIELD(quantized) FIELD(quantized_stride)
+    FIELD(quantized) FIELD(quantized_stride) FIELD(lora)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
@@ -76,41 +87,66 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
-    FIELD(mlp_out_norm) FIELD(head_norms) FIELD(scale) FIELD(kind)
+    FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
+    FIELD(experts)
+#undef STRUCT
+#define STRUCT Place
+    WHOLE FIELD(first) FIELD(width)
+#undef STRUCT
+#define STRUCT DecoderGroup
+    WHOLE FIELD(state) FIELD(rank) FIELD(size) FIELD(attended) FIELD(hidden) FIELD(gated) FIELD(vocabulary)
 #undef STRUCT
 #define STRUCT Decoder
     WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)
     FIELD(dtype) FIELD(eps) FIELD(embedding_scale) FIELD(embeddings_packing) FIELD(kinds) FIELD(places) FIELD(num_words)
+    FIELD(group) FIELD(residual_multiplier) FIELD(logits_cap)
 #undef STRUCT
 #define STRUCT DecoderKind
-    WHOLE FIELD(cos) FIELD(sin) FIELD(plan) FIELD(attention)
+    WHOLE FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(plan) FIELD(attention)
 #undef STRUCT
 #define STRUCT DecoderStep
     WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(slots) FIELD(logits_rows)
-    FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(added) FIELD(normed)
-    FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(quantized) FIELD(quantized_stride) FIELD(num_tokens) FIELD(num_logits) FIELD(is_narrow)
+    FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(embedded) FIELD(own_attended) FIELD(added)
+    FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)
+    FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
+    FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given)
 #undef STRUCT
 #define STRUCT Dequantize
     WHOLE FIELD(blocks) FIELD(out) FIELD(num_blocks) FIELD(type) FIELD(dtype)
 #undef STRUCT
 #define STRUCT Embedding
     WHOLE FIELD(ids) FIELD(table) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(scale) FIELD(packing)
-    FIELD(kinds) FIELD(places) FIELD(positions) FIELD(num_words)
+    FIELD(kinds) FIELD(places) FIELD(positions) FIELD(num_words) FIELD(given)
+#undef STRUCT
+#define STRUCT LoraStrip
+    WHOLE FIELD(offset) FIELD(first) FIELD(rank)
+#undef STRUCT
+#define STRUCT LoraProduct
+    WHOLE FIELD(a) FIELD(b) FIELD(strips) FIELD(scales) FIELD(rank)
+#undef STRUCT
+#define STRUCT Lora
+    WHOLE FIELD(adapters) FIELD(lowered) FIELD(stride) FIELD(product)
+#undef STRUCT
+#define STRUCT LoraLower
+    WHOLE FIELD(lora) FIELD(x) FIELD(num_rows) FIELD(depth) FIELD(x_stride) FIELD(dtype) FIELD(by_rows)
 #undef STRUCT
 #define STRUCT MakeBlocks
     WHOLE FIELD(numbers) FIELD(blocks) FIELD(num_blocks) FIELD(dtype) FIELD(reserved)
 #undef STRUCT
 #define STRUCT Norm
     WHOLE FIELD(hidden) FIELD(x) FIELD(norm) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)
-    FIELD(eps)
+    FIELD(eps) FIELD(multiplier)
 #undef STRUCT
 #define STRUCT RopeKvWrite
-    WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(positions) FIELD(head_norms) FIELD(slots) FIELD(q) FIELD(layer)
-    FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps)
+    WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)
+    FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps) FIELD(norms_of_rows)
 #undef STRUCT
 #define STRUCT Sampling
     WHOLE FIELD(logits) FIELD(temperature) FIELD(top_k) FIELD(top_p) FIELD(min_p) FIELD(seed) FIELD(position)
     FIELD(choice) FIELD(largest) FIELD(tokens) FIELD(scratch) FIELD(num_rows) FIELD(vocab_size)
+#undef STRUCT
+#define STRUCT SoftCap
+    WHOLE FIELD(numbers) FIELD(num_rows) FIELD(width) FIELD(cap)
 #undef STRUCT
 };
 

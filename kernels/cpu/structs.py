@@ -1,13 +1,11 @@
-"""The C kernels' structs as ctypes classes, and check_structs(), which compares them with the loaded library.
+"""The C kernels' structs as ctypes classes; kernels/cpu/struct_check.py compares them with the loaded library.
 
 Each class mirrors one struct of kernels/cpu/*.h, field by field; kernels/cpu/struct_fields.c exports the C side.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
-
-from kernels.cpu.build import CpuLibraryError
+from collections.abc import Iterator
+from typing import ClassVar
 
 _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -27,7 +25,7 @@ class CacheShape(CStruct):
     """Shape and dtype of the KV cache (cache_shape.h)."""
 
     c_name = "CacheShape"
-    _fields_ = (*_fields("num_kv_heads head_dim block_size dtype", _INT32),)
+    _fields_ = (*_fields("num_kv_heads head_dim block_size dtype is_quantized token_bytes", _INT32),)
 
 
 class BlockTables(CStruct):
@@ -73,7 +71,7 @@ class AttentionArguments(CStruct):
         *_fields("q layer out block_tables items members merges partials scratch", _POINTER),
         ("shape", CacheShape),
         *_fields("num_heads table_width num_items num_merges max_item_tokens window ahead", _INT32),
-        ("scale", _FLOAT),
+        *_fields("scale cap_factor", _FLOAT),
     )
 
 
@@ -107,7 +105,36 @@ class GemmArguments(CStruct):
         *_fields("dtype y_dtype gate streams packing activation", _INT32),
         *_fields("next quantized", _POINTER),
         ("quantized_stride", _INT64),
+        ("lora", _POINTER),
     )
+
+
+class ExpertsArguments(CStruct):
+    """Weights and constants of a routed MLP (experts.h)."""
+
+    c_name = "Experts"
+    _fields_ = (
+        ("router", GemmArguments),
+        *_fields("gate_up down", _POINTER),
+        *_fields("num_experts num_chosen normalises width", _INT32),
+    )
+
+
+class ExpertsRoom(CStruct):
+    """Memory in which routed MLPs are computed (experts.h)."""
+
+    c_name = "ExpertsRoom"
+    _fields_ = (
+        *_fields("logits chosen weights places starts active gathered gated results quantized", _POINTER),
+        ("quantized_stride", _INT64),
+    )
+
+
+class ExpertsStepArguments(CStruct):
+    """Arguments of experts() (experts.h)."""
+
+    c_name = "ExpertsStep"
+    _fields_ = (*_fields("experts room x y", _POINTER), ("num_rows", _INT64))
 
 
 class PackArguments(CStruct):
@@ -154,9 +181,12 @@ class LayerArguments(CStruct):
     _fields_ = (
         *_fields("qkv o gate_up down", GemmArguments),
         *_fields("input_norm mlp_norm attention_out_norm mlp_out_norm", NormWeights),
-        ("head_norms", _POINTER),
-        ("scale", _FLOAT),
+        ("norms", _POINTER),
+        *_fields("scale cap_factor", _FLOAT),
         ("kind", _INT32),
+        ("tap", _INT64),
+        ("norms_of_rows", _INT32),
+        ("experts", _POINTER),
     )
 
 
@@ -165,6 +195,24 @@ class BlockArguments(CStruct):
 
     c_name = "MakeBlocks"
     _fields_ = (*_fields("numbers blocks", _POINTER), ("num_blocks", _INT64), *_fields("dtype reserved", _INT32))
+
+
+class Place(CStruct):
+    """Where a rank's columns lie in a result of a group (decoder.h)."""
+
+    c_name = "Place"
+    _fields_ = (*_fields("first width", _INT64),)
+
+
+class GroupArguments(CStruct):
+    """The group of ranks that a decoder belongs to (decoder.h)."""
+
+    c_name = "DecoderGroup"
+    _fields_ = (
+        ("state", _POINTER),
+        *_fields("rank size", _INT32),
+        *_fields("attended hidden gated vocabulary", Place),
+    )
 
 
 class DecoderArguments(CStruct):
@@ -182,6 +230,8 @@ class DecoderArguments(CStruct):
         ("embeddings_packing", _INT32),
         *_fields("kinds places", _POINTER),
         ("num_words", _INT64),
+        ("group", _POINTER),
+        *_fields("residual_multiplier logits_cap", _FLOAT),
     )
 
 
@@ -189,7 +239,7 @@ class KindArguments(CStruct):
     """A step's rotary tables, plan and attention memory for one kind of layer (decoder.h)."""
 
     c_name = "DecoderKind"
-    _fields_ = (*_fields("cos sin plan", _POINTER), ("attention", AttentionArguments))
+    _fields_ = (*_fields("cos sin query_cos query_sin plan", _POINTER), ("attention", AttentionArguments))
 
 
 class StepArguments(CStruct):
@@ -198,8 +248,46 @@ class StepArguments(CStruct):
     c_name = "DecoderStep"
     _fields_ = (
         *_fields("decoder kinds cache token_ids positions slots logits_rows", _POINTER),
-        *_fields("hidden x qkv q attended gated added normed last_hidden logits largest quantized", _POINTER),
-        *_fields("quantized_stride num_tokens num_logits is_narrow", _INT64),
+        *_fields("hidden x qkv q attended gated embedded own_attended", _POINTER),
+        *_fields("added normed last_hidden logits largest taps quantized", _POINTER),
+        ("quantized_stride", _INT64),
+        ("experts_room", _POINTER),
+        *_fields("num_tokens num_logits num_taps is_narrow", _INT64),
+        *_fields("adapters picked lowered", _POINTER),
+        ("lowered_stride", _INT64),
+        ("given", _POINTER),
+    )
+
+
+class LoraStrip(CStruct):
+    """A strip of an adapter's B (lora.h)."""
+
+    c_name = "LoraStrip"
+    _fields_ = (("offset", _INT64), *_fields("first rank", _INT32))
+
+
+class LoraProduct(CStruct):
+    """What an adapter adds to one product (lora.h)."""
+
+    c_name = "LoraProduct"
+    _fields_ = (*_fields("a b strips scales", _POINTER), ("rank", _INT64))
+
+
+class LoraArguments(CStruct):
+    """The adapters of a product's rows (lora.h)."""
+
+    c_name = "Lora"
+    _fields_ = (*_fields("adapters lowered", _POINTER), *_fields("stride product", _INT64))
+
+
+class LowerArguments(CStruct):
+    """Arguments of lora_lower() (lora.h)."""
+
+    c_name = "LoraLower"
+    _fields_ = (
+        *_fields("lora x", _POINTER),
+        *_fields("num_rows depth x_stride", _INT64),
+        *_fields("dtype by_rows", _INT32),
     )
 
 
@@ -222,6 +310,7 @@ class EmbeddingArguments(CStruct):
         ("packing", _INT32),
         *_fields("kinds places positions", _POINTER),
         ("num_words", _INT64),
+        ("given", _POINTER),
     )
 
 
@@ -235,7 +324,7 @@ class NormArguments(CStruct):
         ("out", _POINTER),
         *_fields("num_rows width", _INT64),
         *_fields("x_dtype out_dtype", _INT32),
-        ("eps", _FLOAT),
+        *_fields("eps multiplier", _FLOAT),
     )
 
 
@@ -244,10 +333,11 @@ class RopeArguments(CStruct):
 
     c_name = "RopeKvWrite"
     _fields_ = (
-        *_fields("qkv cos sin positions head_norms slots q layer", _POINTER),
+        *_fields("qkv cos sin query_cos query_sin positions norms slots q layer", _POINTER),
         ("shape", CacheShape),
         *_fields("num_heads num_tokens", _INT32),
         ("eps", _FLOAT),
+        ("norms_of_rows", _INT32),
     )
 
 
@@ -261,69 +351,12 @@ class SamplingArguments(CStruct):
     )
 
 
+class SoftCapArguments(CStruct):
+    """Arguments of soft_cap() (soft_cap.h)."""
+
+    c_name = "SoftCap"
+    _fields_ = (("numbers", _POINTER), *_fields("num_rows width", _INT64), ("cap", _FLOAT))
+
+
 #: Every struct of this file.
 STRUCTS: tuple[type[CStruct], ...] = tuple(CStruct.__subclasses__())
-
-
-class _ExportedField(ctypes.Structure):
-    """One exported field: struct StructField of struct_fields.c."""
-
-    _fields_ = (
-        *_fields("type field", ctypes.c_char_p),
-        *_fields("offset size kind", _INT32),
-    )
-
-
-class _Place(NamedTuple):
-    offset: int  # bytes
-    size: int  # bytes
-    kind: int  # a character code: see struct_fields.c
-
-    def __str__(self) -> str:
-        return f"{_KINDS.get(self.kind, 'pointer or struct')} of {self.size} bytes at {self.offset}"
-
-
-_KINDS = {ord("i"): "integer", ord("f"): "float"}
-_KIND_OF = {_INT32: ord("i"), _INT64: ord("i"), _FLOAT: ord("f")}
-_OTHER = ord("o")
-
-
-def check_structs(library: ctypes.CDLL, structs: Sequence[type[CStruct]] = STRUCTS) -> None:
-    """Compare each field of these structs with the library's: name, offset, size and kind (integer, float or other).
-
-    Errors: CpuLibraryError that names the struct and the field."""
-    exported = _exported_structs(library)
-    for struct in structs:
-        ours, theirs = _places(struct), exported.pop(struct.c_name, {})
-        if ours == theirs:
-            continue
-        for name in sorted({**ours, **theirs}, key=lambda name: name == ""):  # fields first, then the struct as a whole
-            if (here := ours.get(name)) != (there := theirs.get(name)):
-                what = f"field {name}" if name else "as a whole"
-                raise CpuLibraryError(
-                    f"struct {struct.c_name}, {what}: {here or 'missing'} in class {struct.__name__} of "
-                    f"kernels/cpu/structs.py, {there or 'missing'} in kernels/cpu/struct_fields.c"
-                )
-    if exported and structs is STRUCTS:
-        raise CpuLibraryError(
-            f"struct {min(exported)} of kernels/cpu/struct_fields.c is missing in kernels/cpu/structs.py"
-        )
-
-
-def _places(struct: type[CStruct]) -> dict[str, _Place]:
-    """Return the fields' places by name; "" is the struct as a whole."""
-    places = {"": _Place(0, ctypes.sizeof(struct), _OTHER)}
-    for name, ctype, *_ in struct._fields_:
-        field = getattr(struct, name)
-        places[name] = _Place(field.offset, field.size, _KIND_OF.get(ctype, _OTHER))
-    return places
-
-
-def _exported_structs(library: ctypes.CDLL) -> dict[str, dict[str, _Place]]:
-    """Return the library's fields by C name and field name."""
-    number = _INT32.in_dll(library, "num_struct_fields").value
-    structs: dict[str, dict[str, _Place]] = {}
-    for one in (_ExportedField * number).in_dll(library, "struct_fields"):
-        places = structs.setdefault(one.type.decode(), {})
-        places[one.field.decode()] = _Place(one.offset, one.size, one.kind)
-    return structs

@@ -93,19 +93,26 @@ def _cuts(counts: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def paged_attention(
-    q: torch.Tensor, cache: TorchKVCache, layer: int, metadata: AttentionMetadata, scale: float
+    q: torch.Tensor,
+    cache: TorchKVCache,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Compute the causal attention of a mixed batch: q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype.
 
-    The step's own K and V are in the cache already.
+    The step's own K and V are in the cache already. scale multiplies scores, which then become cap * tanh(score / cap).
     """
     out = torch.empty(q.shape, dtype=cache.layers[layer].dtype)
     for group in metadata.groups:
-        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale).to(out.dtype))
+        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale, cap).to(out.dtype))
     return out.flatten(1)
 
 
-def _attend(q: torch.Tensor, cache: TorchKVCache, layer: int, group: WorkGroup, scale: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, cache: TorchKVCache, layer: int, group: WorkGroup, scale: float, cap: float | None
+) -> torch.Tensor:
     """Return the outputs of a group's tokens [n * T, H, D] float32."""
     n, num_heads, num_kv_heads, head_dim = group.num_requests, q.shape[1], cache.num_kv_heads, cache.head_dim
     runs = cache.layers[layer].view(-1, cache.block_size * head_dim).index_select(0, group.kv_runs).float()
@@ -114,6 +121,8 @@ def _attend(q: torch.Tensor, cache: TorchKVCache, layer: int, group: WorkGroup, 
     # The query heads of a KV head are rows of one product: [n * Hkv, G * T, D].
     queries = queries.permute(0, 2, 3, 1, 4).reshape(n * num_kv_heads, -1, head_dim)
     scores = torch.bmm(queries.mul_(scale), keys.transpose(1, 2))
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     by_token = scores.view(n, num_kv_heads, num_heads // num_kv_heads, -1, group.context)
     by_token.masked_fill_(~group.is_visible, -torch.inf)
     if not values.sum().isfinite():

@@ -12,12 +12,13 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute positions [T] int64 -> cos, sin [T, 1, head_dim] float32, times factor.
 
-    sin carries the sign of its half: (-sin, +sin).
+    sin carries the sign of its half: (-sin, +sin). A pair with the frequency 0 is not rotated: its cosine is 1.
     """
     angles = positions[:, None].float() * frequencies
     # In float64, rounded once: in float32 the last bit depends on the make of the CPU, and on the place in the tensor.
     angles = angles.double()
-    cos, sin = angles.cos().float().mul_(factor), angles.sin().float().mul_(factor)
+    factors = torch.where(frequencies == 0, 1.0, factor)
+    cos, sin = angles.cos().float().mul_(factors), angles.sin().float().mul_(factors)
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 

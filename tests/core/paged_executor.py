@@ -37,7 +37,7 @@ class PagedExecutor:
         self._poison = poison
         self._block_size = config.block_size
         self._kv = np.zeros(config.num_blocks_override * config.block_size, np.uint64)
-        self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
+        self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
         self.table = RunnerTable(config.max_num_seqs, config.block_size)
         self.seed = np.zeros(config.max_num_seqs, np.uint64)
         self.num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches

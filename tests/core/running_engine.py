@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -14,6 +15,7 @@ from core.border.reception import Served
 from core.border.zap import start_zap
 from core.engine import EngineCore
 from core.executors.fake import checksum, create, next_token
+from core.features.store import Features
 from core.process import loop as process
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -48,15 +50,24 @@ LEASE_MS = 300
 class Running:
     """A whole engine in this process: its IO thread, and its loop in a thread of its own."""
 
-    def __init__(self, limits: Limits, preparer: Preparer | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        preparer: Preparer | None = None,
+        epoch: int = 0,
+        features: Features | None = None,
+    ) -> None:
         self.address = private_ipc_address()
         context: Context = zmq.Context()
         start_zap(context)
-        welcome = Welcome(PROTOCOL_MAJOR, PROTOCOL_MINOR, "test", "id", 0, b"", "m", "00", "", "L2", VOCAB, limits)
+        welcome = Welcome(PROTOCOL_MAJOR, PROTOCOL_MINOR, "test", "id", epoch, b"", "m", "00", "", "L2", VOCAB, limits)
         model = ModelInformation(
             0, "m", "00", "L2", "fake", "float32", VOCAB, [2], 15_000, NUM_ROWS, 512, 8000, 16, True
         )
         served = Served(welcome, TokenizerFiles(0, "", {}), model, OWNER_TOKEN)
+        if features is not None:
+            served = msgspec.structs.replace(served, features=features)
+            preparer = features
         self.io = IOThread(context, bind_router(context, self.address), served, preparer)
         executor = create(CONFIG)
         executor.initialize_cache(CONFIG)
@@ -92,8 +103,10 @@ def limits(**changes: int) -> Limits:
 def start_engine() -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
-    def start(preparer: Preparer | None = None, **changes: int) -> Running:
-        running.append(Running(limits(**changes), preparer))
+    def start(
+        preparer: Preparer | None = None, epoch: int = 0, features: Features | None = None, **changes: int
+    ) -> Running:
+        running.append(Running(limits(**changes), preparer, epoch, features))
         return running[-1]
 
     yield start

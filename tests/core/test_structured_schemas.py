@@ -15,6 +15,7 @@ from tests.core.driving import Received
 from tests.core.test_structured_outputs import Runs, add
 from tests.grammar_vocabulary import make_grammars, text_of
 from tests.schemas import SCHEMAS
+from tools.bench.hostile_grammars import hostile_grammar
 
 
 def outputs(names: list[str], compact: bool, seeds: range) -> list[tuple[str, Received]]:
@@ -68,57 +69,6 @@ class Formats(jsonschema.FormatChecker):
 
 
 FORMATS = Formats()
-_PIECES = (
-    *(
-        "start: ",
-        "root ::= ",
-        "a b ",
-        "| ",
-        "/[a-z]*/ ",
-        '"x" ',
-        "(",
-        ")",
-        "+",
-        "*",
-        "?",
-        "{1,1000}",
-        "\n",
-        "a: ",
-        "b: ",
-    ),
-    *(
-        ".*",
-        "[^x]",
-        "\\d",
-        "\\p{L}",
-        "^",
-        "$",
-        "(?:",
-        "(?i)",
-        "{5000}",
-        "%json {}",
-        "%ignore /x/",
-        "<eos>",
-        "~3",
-        "é",
-        "\0",
-    ),
-    *('{"type":"object"', '"anyOf":[', '"$ref":"#"', "}", "]", ":", ",", "[lazy]", "[max_tokens=3]", "@x", "::=", "//"),
-)
-
-
-def hostile(rng: random.Random) -> dict[str, str]:
-    """Fields of a grammar made of pieces, or a good schema with a mistake in it."""
-    kind = rng.choice(["regex", "grammar", "gbnf", "json"])
-    if kind == "json":
-        text = json.dumps(rng.choice(list(SCHEMAS.values())))
-        for _ in range(rng.randrange(4)):
-            at = rng.randrange(len(text))
-            text = text[:at] + rng.choice(_PIECES) + text[at + rng.randrange(3) :]
-        return {"json": text}
-    text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(1, 40)))
-    begin = {"regex": "", "grammar": "start: ", "gbnf": "root ::= "}[kind]
-    return {kind if kind == "regex" else "grammar": begin + text}
 
 
 def attack(count: int, seed: int) -> tuple[int, float]:
@@ -132,7 +82,7 @@ def attack(count: int, seed: int) -> tuple[int, float]:
     for number in range(1, count + 1):
         begin = time.perf_counter()
         try:
-            params = StructuredOutputsParams(**hostile(rng))  # type: ignore[arg-type]
+            params = StructuredOutputsParams(**hostile_grammar(rng, list(SCHEMAS.values())))  # type: ignore[arg-type]
             grammars.matcher(params)
         except InvalidRequestError:
             longest = max(longest, time.perf_counter() - begin)

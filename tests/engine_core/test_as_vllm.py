@@ -102,8 +102,8 @@ def test_every_name_is_there() -> None:
         assert importlib.metadata.version("vllm") == as_vllm.VLLM_VERSION
         assert importlib.util.find_spec("vllm") is not None
         assert importlib.util.find_spec("vllm.nothing") is None
-        with pytest.raises(ImportError, match="PoolingParams"):
-            from vllm import PoolingParams  # noqa: F401
+        with pytest.raises(ImportError, match="ModelRegistry"):
+            from vllm import ModelRegistry  # noqa: F401
         with pytest.raises(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version("nothing-of-this-name")
     finally:
@@ -112,6 +112,38 @@ def test_every_name_is_there() -> None:
             sys.modules.pop(module, None)
     assert importlib.util.find_spec("vllm") is None
     assert "vllm" not in sys.modules
+
+
+EXAMPLE = """
+from vllm import LLM, EngineArgs, PoolingParams, EmbeddingRequestOutput
+from vllm.beam_search import BeamSearchOutput
+from vllm.sampling_params import BeamSearchParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+EngineArgs.add_cli_args(parser)
+parser.set_defaults(executor="fake", fake_vocab_size=49152, max_num_seqs=4)
+parser.add_argument_group("Sampling parameters").add_argument("--max-tokens", type=int)
+args = vars(parser.parse_args())
+max_tokens = args.pop("max_tokens")
+llm = LLM(**args)
+sampling_params = llm.get_default_sampling_params()
+sampling_params.max_tokens = max_tokens
+outputs = llm.generate(["Hello, my name is"], sampling_params, use_tqdm=False)
+assert llm.llm_engine.model_config.max_model_len == 128
+assert EngineArgs.from_cli_args(parser.parse_args(["--model", "x"])).model == "x"
+print(len(outputs[0].outputs[0].token_ids))
+"""
+
+
+def test_an_example_of_vllms_reads_its_command_line(tmp_path: Path) -> None:
+    (tmp_path / "generate.py").write_text(EXAMPLE)
+    words = ["--model", str(resolve_model(None)), "--max_model_len=128", "-tp", "1", "--max-tokens", "3"]
+    done = run(str(tmp_path / "generate.py"), *words, "--trust-remote-code", "--enforce-eager", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3\n"
+    done = run(str(tmp_path / "generate.py"), *words, "--enable-sleep-mode", cwd=tmp_path)
+    assert "enable_sleep_mode=True is not supported" in done.stderr
 
 
 def test_a_vllm_that_is_there_already_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,16 +235,39 @@ def test_health_is_an_answer_not_a_process(llm, played_connection, run):
         run(llm.check_health())
 
 
-def test_one_loop_only(llm, played_connection):
+def test_one_open_loop_only(llm, played_connection):
     async def scenario():
         task = in_task(llm.generate(IDS, params()))
         await between(played_connection)
+        with pytest.raises(EngineCoreError, match="bound to another event loop that is open"):
+            await asyncio.to_thread(asyncio.run, collect(llm.generate(IDS, params())))
         task.cancel()
 
     asyncio.run(scenario())
-    with pytest.raises(EngineCoreError, match="bound to the event loop"):
-        asyncio.run(collect(llm.generate(IDS, params())))
     played_connection.feed(0, 0, [1])  # nothing is scheduled on the closed loop
+
+
+def test_the_next_loop_takes_over_from_a_closed_one(llm, played_connection):
+    """As of pytest-asyncio, which has a loop for each test."""
+
+    async def scenario(number):
+        task = in_task(llm.generate(IDS, params()))
+        await between(played_connection)
+        played_connection.feed(number, 0, [1], FinishReason.STOP)
+        return await task
+
+    async def leave_one():
+        in_task(llm.generate(IDS, params()))
+        await between(played_connection)
+
+    assert asyncio.run(scenario(0))
+    left = asyncio.new_event_loop()
+    left.run_until_complete(leave_one())  # its iterator waits in a loop that is closed without an end of its tasks
+    for task in asyncio.all_tasks(left):
+        task._log_destroy_pending = False
+    left.close()
+    played_connection.feed(1, 0, [1])
+    assert asyncio.run(scenario(2))
 
 
 def test_shutdown_ends_the_iterators(llm, played_connection, run):

@@ -53,9 +53,10 @@ def test_a_whole_script_of_vllms_users(tmp_path):
 def test_arguments_of_vllms_that_would_change_something(llm):
     chat = [{"role": "user", "content": "w7 w8"}]
     assert llm.chat(chat, greedy(), False, None, "w1", "auto", True, False, None, {})[0].prompt_token_ids == [1]
-    for name, value in (("lora_request", "l"), ("tokenization_kwargs", {"truncation": True})):
-        with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
-            llm.generate([1], greedy(), **{name: value})
+    with pytest.raises(UnsupportedParameterError, match=r"^tokenization_kwargs=.* is not supported"):
+        llm.generate([1], greedy(), tokenization_kwargs={"truncation": True})
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest; got str"):
+        llm.generate([[1]], greedy(), lora_request=["l"])
     for name, value in (("chat_template_content_format", "openai"),):
         with pytest.raises(UnsupportedParameterError, match=f"^{name}=.* is not supported"):
             llm.chat(chat, greedy(), **{name: value})

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from ipc.config import OPTIONS, EngineConfig, config_from_options
+from ipc.config import OPTIONS, EngineConfig
 from ipc.errors import ConfigError, EngineCoreError
+from ipc.given_options import config_from_options
 from ipc.neutral_options import NEUTRAL, WITHOUT_EFFECT
 from ipc.option import Option, declared_options
 
@@ -25,7 +26,7 @@ OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
 
 def test_every_option_is_checked_by_some_rule() -> None:
     others = {"model", "capture", "client_weights", "generation_config", "speculative_config", "fake_poison"}
-    others |= {"classifier_from_token", "executor", "executor_options"}
+    others |= {"classifier_from_token", "executor", "executor_options", "lora_modules", "flight_recorder_folder"}
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)
 
@@ -215,7 +216,7 @@ def test_dtypes_of_torch() -> None:
             return "torch.bfloat16"
 
     assert config_from_options(dtype=TorchDtype()).dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half'"):
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half': bfloat16"):
         config_from_options(dtype="half")
 
 
@@ -231,7 +232,7 @@ def test_other_names() -> None:
     assert (config.dtype, config.num_blocks_override) == ("float32", 9)
     with pytest.raises(ConfigError, match="num_gpu_blocks_override is another name of an option"):
         config_from_options(num_blocks_override=9, num_gpu_blocks_override=9)
-    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half'"):
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16; got 'half': bfloat16"):
         config_from_options(dtype="half")
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ipc.curve import add_client, make_engine_keys, read_allowed, read_keys, remove_client
+from ipc.curve import AllowedClient, add_client, limit_client, make_engine_keys, read_allowed, read_keys, remove_client
 from ipc.errors import AddressError, ConfigError
+from ipc.quota import Quota
 from ipc.sockets import bind_router, check_address, connect_dealer, keys_of
 from tools.cli import main as run_cli
 
@@ -28,9 +29,9 @@ def test_keys_are_made_and_read(folder: str, tmp_path: Path) -> None:
     alice = read_keys(str(tmp_path / "alice"))
     assert zmq.curve_public(alice.secret.encode()).decode() == alice.public
     assert alice.engine == engine.public
-    assert list(read_allowed(folder).values()) == ["alice", "bob-2"]
+    assert [client.name for client in read_allowed(folder).values()] == ["alice", "bob-2"]
     remove_client(folder, "alice")
-    assert list(read_allowed(folder).values()) == ["bob-2"]
+    assert [client.name for client in read_allowed(folder).values()] == ["bob-2"]
     made = [tmp_path / "alice", *Path(folder).iterdir()]
     assert {stat.S_IMODE(one.stat().st_mode) for one in made} == {0o600}
     assert sorted(one.name for one in made) == ["alice", "allowed", "engine.json"], "no drafts are left"
@@ -46,7 +47,7 @@ def test_nothing_is_overwritten(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be written to .*: File exists"):
         add_client(folder, "carol", str(tmp_path / "alice"))
     assert read_keys(folder) == before
-    assert list(read_allowed(folder).values()) == ["alice"]
+    assert [client.name for client in read_allowed(folder).values()] == ["alice"]
 
 
 def test_wrong_files_are_refused_by_name(folder: str, tmp_path: Path) -> None:
@@ -71,6 +72,20 @@ def test_wrong_files_are_refused_by_name(folder: str, tmp_path: Path) -> None:
         read_allowed(folder)
 
 
+def test_the_keys_of_one_name_have_one_quota(folder: str) -> None:
+    file, keys = Path(folder, "allowed"), ("k" * 40, "m" * 40)
+    file.write_text(f"bob {keys[0]} rpm=5\nbob {keys[1]} rpm=5\n")
+    assert set(read_allowed(folder).values()) == {AllowedClient("bob", Quota(rpm=5))}
+    limit_client(folder, "bob", Quota(concurrent=1))
+    assert file.read_text() == f"bob {keys[0]} concurrent=1\nbob {keys[1]} concurrent=1\n"
+    file.write_text(f"bob {keys[0]} rpm=5\nbob {keys[1]} rpm=6\n")
+    with pytest.raises(ConfigError, match=r"allowed:2: the keys of bob share one quota"):
+        read_allowed(folder)
+    file.write_text(f"bob {keys[0]}\n")
+    with pytest.raises(ConfigError, match="allows no client carol; it allows: bob"):
+        limit_client(folder, "carol", Quota())
+
+
 def test_the_list_keeps_what_others_wrote_in_it(folder: str, tmp_path: Path) -> None:
     file, key = Path(folder, "allowed"), "k" * 40
     file.write_bytes(f"# from Zürich\n\nbob {key}\n  # who comes and goes".encode())
@@ -92,7 +107,7 @@ def test_a_list_that_is_too_long_is_refused_and_stays(folder: str, tmp_path: Pat
             add_client(folder, "alice", str(tmp_path / "alice"))
         assert file.stat().st_size == size
         assert not (tmp_path / "alice").exists()
-    assert read_allowed(folder) == {"k" * 40: "bob"}
+    assert read_allowed(folder) == {"k" * 40: AllowedClient("bob")}
 
 
 @pytest.mark.parametrize("binding", [True, False])
@@ -119,8 +134,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     folder = str(tmp_path / "keys")
     assert run_cli(["keys", "new", folder]) == 0
     assert run_cli(["keys", "add", folder, "alice", str(tmp_path / "alice")]) == 0
+    assert run_cli(["keys", "limit", folder, "alice", "--rpm", "60", "--concurrent", "2"]) == 0
+    assert run_cli(["keys", "add", folder, "bob", str(tmp_path / "bob"), "--tpm", "5000"]) == 0
     assert run_cli(["keys", "list", folder]) == 0
-    assert capsys.readouterr().out == "alice\n"
+    assert capsys.readouterr().out == "alice concurrent=2 rpm=60\nbob tpm=5000\n"
+    assert run_cli(["keys", "limit", folder, "bob"]) == 0
+    assert run_cli(["keys", "limit", folder, "alice", "--rpm", "0"]) == 1
+    assert "'rpm=0' is no limit of a client" in capsys.readouterr().err
+    assert run_cli(["keys", "list", folder]) == 0
+    assert capsys.readouterr().out == "alice concurrent=2 rpm=60\nbob\n"
     assert run_cli(["keys", "remove", folder, "alice"]) == 0
     assert run_cli(["keys", "remove", folder, "alice"]) == 1
     assert "allows no client alice" in capsys.readouterr().err

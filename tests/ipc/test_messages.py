@@ -10,7 +10,10 @@ from ipc import messages
 from ipc.columns import unpack_numbers
 from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
+from ipc.feature_messages import FeatureLimits, FeatureUse, PutFeature
+from ipc.fleet_messages import ChangeReplica, GetReplicas, ReplicaChange, ReplicaList, ReplicaStatus
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from ipc.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
 from ipc.messages import (
     Abort,
     AddRequest,
@@ -61,7 +64,18 @@ from ipc.scheduling_messages import (
     StopRequest,
     UnfollowKVEvents,
 )
-from ipc.start_messages import Drain, Isolate, OwnerMessage, Ready, Start, StartFailed, StartPhase, StartReport
+from ipc.start_messages import (
+    Drain,
+    Isolate,
+    OwnerMessage,
+    Prepare,
+    Prepared,
+    Ready,
+    Start,
+    StartFailed,
+    StartPhase,
+    StartReport,
+)
 from ipc.structured_outputs import StructuredOutputsParams
 from tests.columns import pack_numbers
 
@@ -90,6 +104,9 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     AddRequest(0, b"\1\0\0\0", SamplingParams(), 0),
     AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=CONSTRAINT), 0),
     AddPooling(7, b"\1\0\0\0", PoolingParams(task="embed", dimensions=8), -5, 1000, "salt", "tenant"),
+    AddRequest(2, b"\1\0\0\0", SamplingParams(), 0, adapter=AdapterId("ab" * 16), features=[FeatureUse(0, 1, b"d")]),
+    AddPooling(8, b"\1\0\0\0", PoolingParams(task="embed"), adapter=AdapterId("ab" * 16)),
+    PutFeature("embeds", [1, 2], b"\0\0\x80?\0\0\0@"),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
     Abort(pack_numbers([7]), b"\1\0"),
     Goodbye(),
@@ -110,6 +127,11 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     UnfollowKVEvents(12),
     GetMetrics(13),
     StopRequest(14, 7, 2**32 - 1),
+    LoadLora(15, "sql", "/models/sql"),
+    UnloadLora(16, "sql"),
+    ListLora(17),
+    GetReplicas(18),
+    ChangeReplica(19, ReplicaChange.LEAVE, "tcp://127.0.0.1:5555", 20_000),
 ]
 EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
@@ -117,7 +139,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 1, "", "", 0, b"", "", "", "", "L0", 4, Limits(8, 1, 2**20, 3, 4, 5, 6, 7, 20)),
     Welcome(1, 3, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), {"temperature": 0.5, "top_k": 3}),
     Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9, 0, 0, 0, 0, 0, -1, 60_000)),
-    Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), tasks={"embed": 384}),
+    Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), tasks={"a": 3}, features=FeatureLimits(5, 9)),
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),
@@ -132,6 +154,9 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     EngineStopping("why"),
     EngineStopping("", True),
     Statistics(1, *range(32), [1, 2], 33, 34, 35, [3, 2]),
+    Statistics(1, *range(32), [1, 2], 33, 34, 35, [3, 2], 36),
+    LoraAdapters(1, [LoraAdapter("sql", "ab" * 16, 8, 2**20, "/models/sql")]),
+    LoraAdapters(1, [], False),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", finish=b"\1", drafts=bytes(16)),
     Outputs(0, 1, b"\1\0\0\0", bytes(4), bytes(2), b"", finish=b"\1", pooled=Pooled(b"n", b"c", b"w", b"v")),
     Outputs(0, 1, b"", b"", b"", b"", events=RequestEvents(b"n", b"c", b"k", b"u", b"a", b"t")),
@@ -140,16 +165,20 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Statistics(1, *range(32), [1, 2]),
     Metrics(1, False),
     Metrics(1, True, {"a_seconds": Histogram([0.5, 1.0], [1, 0, 2], 7.5)}, {"stop": 3}, {"UNAVAILABLE": 1}, 2),
+    ReplicaList(1, [], 0, 0),
+    ReplicaList(2, [ReplicaStatus("ipc:///a", "lost", "why", "id", 3, 4, 5, 6)], 7, 8),
 ]
 OWNER_MESSAGES: list[msgspec.Struct] = [
     Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),
     Drain(),
     Isolate([b"p" * 16], [b"q" * 16]),
+    Prepare(EngineConfig(model="m", threads=2), True),
 ]
 START_REPORTS: list[msgspec.Struct] = [
     StartPhase("load", 0.5),
     Ready("ipc:///x", 1.5),
     StartFailed("ConfigError", "why"),
+    Prepared(0.7),
 ]
 
 

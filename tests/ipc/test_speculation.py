@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ipc.config import EngineConfig, config_from_options
+from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.given_options import config_from_options
 from ipc.speculation import SpeculativeConfig, parse_speculative_config
 
 
@@ -23,10 +24,15 @@ def test_a_dict_or_json(given: Any) -> None:
     assert config_from_options(speculative_config=given).speculative_config == wanted
 
 
+DRAFTING: dict[str, dict[str, str]] = {"draft_model": {"model": "m"}, "eagle3": {"model": "m"}, "mtp": {}}
+
+
 def test_defaults() -> None:
     assert parse_speculative_config(None) is None
     got = parse_speculative_config({"method": "ngram"})
     assert got == SpeculativeConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_min=2, prompt_lookup_max=5)
+    found = [parse_speculative_config({"method": name, **own}) for name, own in DRAFTING.items()]
+    assert [one and one.num_speculative_tokens for one in found] == [4, 4, 1]
     alone = parse_speculative_config({"method": "ngram", "prompt_lookup_max": 3})
     assert alone is not None
     assert (alone.prompt_lookup_min, alone.prompt_lookup_max) == (3, 3)
@@ -36,10 +42,14 @@ def test_defaults() -> None:
     ("given", "text"),
     [
         (
-            {"method": "eagle3"},
-            "method 'eagle3' is not supported: heads that read the model's hidden states are not there",
+            {"method": "eagle"},
+            "method 'eagle' is not supported: of heads that read the model's hidden states, EAGLE-3's",
         ),
-        ({"method": "mtp"}, "method 'mtp' is not supported: no architecture of our own has such layers"),
+        ({"method": "deepseek_mtp"}, "method 'deepseek_mtp' is not supported: no architecture of our own has such"),
+        ({"method": "glm4_moe_mtp"}, "method 'glm4_moe_mtp' is not supported: no architecture of our own has such"),
+        ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported: its name here is 'mtp'"),
+        ({"method": "eagle3"}, "model is for methods 'draft_model' and 'eagle3', which need it"),
+        ({"method": "mtp", "model": "m"}, "model is for methods 'draft_model' and 'eagle3', which need it"),
         ({"method": "custom_class"}, "method 'custom_class' is not supported; this version has ngram"),
         ({"method": "ngrams"}, "unknown method 'ngrams'"),
         ({}, "needs a method"),
@@ -58,8 +68,8 @@ def test_defaults() -> None:
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "must be a number above 0"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": "2"}, "must be a number above 0"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 0.1}, "the cost rule decides; leave it out"),
-        ({"method": "draft_model"}, "model is for method 'draft_model', which needs it"),
-        ({"method": "ngram", "model": "m"}, "model is for method 'draft_model'"),
+        ({"method": "draft_model"}, "model is for methods 'draft_model' and 'eagle3', which need it"),
+        ({"method": "ngram", "model": "m"}, "model is for methods 'draft_model' and 'eagle3'"),
         ({"method": "draft_model", "model": 5}, "model must be a name or a path; got 5"),
         ("{", "must be a dict or a JSON object"),
         ("[]", "must be a dict or a JSON object"),

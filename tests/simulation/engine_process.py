@@ -196,10 +196,13 @@ class EngineProcess:
             return
         self._num_steps += 1
         if self._num_steps % _STEPS_PER_CHECK == 0:
-            core.scheduler.check_integrity()
+            self._check_core()
         self._is_stepping = True
         duration_ns = self._world.max_delay_ns // 4 + self._world.delay()
         self._world.after(duration_ns, partial(self._end_step, outputs))
+
+    def _check_core(self) -> None:
+        self.core.scheduler.check_integrity()
 
     def _end_step(self, outputs: Sequence[AddressedMessage]) -> None:
         if self.is_dead:

@@ -158,6 +158,8 @@ def _config(rng: random.Random) -> EngineConfig:
         "max_num_queued_requests": rng.choice((65_536, 65_536, 65_536, 2)),
         "fake_eos_token_id": _EOS,
     }
+    if options["prefix_caching"]:
+        options["num_host_blocks"] = (0, 6, 30)[(options["num_blocks"] + options["budget"]) % 3]
     if rng.random() < 0.3:
         options["speculative_config"] = speculative(rng.choice((1, 3, 9)))
     return msgspec.structs.replace(small_config(**options), fake_vocab_size=rng.choice((30, 200)))

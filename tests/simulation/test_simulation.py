@@ -37,8 +37,8 @@ def run_seeds(first: int, count: int) -> None:
     assert [kind for kind in KINDS if not census[kind]] == [], census
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_two_thousand_seeds(part: int) -> None:
+@pytest.mark.parametrize("part", range(5))
+def test_a_thousand_seeds(part: int) -> None:
     run_seeds(SEEDS_PER_ITEM * part, SEEDS_PER_ITEM)
 
 
@@ -47,7 +47,7 @@ def test_a_silent_engine_is_noticed(seed: int) -> None:
     assert simulate(seed).census["error: nothing was heard"]
 
 
-@pytest.mark.parametrize("seed", [8, 53])  # rare: one seed in thirty
+@pytest.mark.parametrize("seed", [8, 44])  # rare: one seed in thirty
 def test_blocks_are_swapped(seed: int) -> None:
     assert simulate(seed).census["swapped block"]
 
@@ -55,7 +55,7 @@ def test_blocks_are_swapped(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(30))
 def test_sixty_thousand_seeds(part: int) -> None:
-    run_seeds(1_000_000 + 2000 * part, 2000)
+    run_seeds(SEEDS_PER_ITEM * 5 + 2000 * part, 2000)
 
 
 @pytest.mark.parametrize("seed", range(10))

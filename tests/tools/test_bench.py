@@ -19,6 +19,7 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.safetensors import read_safetensors_folder
 from kernels.cpu.build import usable_variants
+from kernels.elements import BFLOAT16
 from kernels.triton import device
 from kernels.triton.device import NoDeviceError
 from tests import grammar_vocabulary
@@ -276,7 +277,8 @@ def test_gemm_measures_every_product_by_every_kernel(tmp_path: Path, monkeypatch
     finally:
         torch.set_num_threads(threads)
     name = f"c-{usable_variants()[0]}"
-    kernels = [name, f"{name}-int8", "onednn-prepacked", "linear"]
+    kernels = [name, f"{name}-int8", *gemm.torch_kernels(BFLOAT16)]
+    assert kernels[-1] == "linear"
     products = ["qkv", "o", "gate_up", "down", "head", "all"]
     assert {(record["kernel"], record["product"], record["rows"]) for record in records} == {
         (kernel, product, rows) for kernel in kernels for product in products for rows in (1, 40)

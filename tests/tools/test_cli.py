@@ -316,6 +316,22 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert results[0].outputs[0].token_ids == fake_tokens([5, 6], 3000, VOCAB)
 
 
+def test_answers_that_a_drain_lets_finish_are_a_success(tmp_path: Path) -> None:
+    """The engine ends with them, so there are no statistics after them."""
+    with serving(f"ipc://{tmp_path}/s", "--fake-step-us", "2000") as (server, address):
+        words = command("generate", "--connect", address, "--max-tokens", "500", "--json", "5")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(words, env=environment(), **pipes) as generate:  # type: ignore[call-overload]
+            with LLM(connect=address) as llm:
+                wait_for_running(llm, 1)
+            server.send_signal(signal.SIGTERM)
+            text, errors = generate.communicate(timeout=60)
+        assert (generate.returncode, errors) == (0, "")
+        summary = json.loads(text)
+        assert [len(request["token_ids"]) for request in summary["requests"]] == [500]
+        assert server.wait(20) == 0
+
+
 def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
     with serving(f"ipc://{tmp_path}/s", "--fake-max-model-len", str(4 * LONG)) as (server, address):
         llm = LLM(connect=address)

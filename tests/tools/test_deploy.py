@@ -1,5 +1,6 @@
 """The systemd unit and the container file: what can be checked without installing them."""
 
+import os
 import re
 import shutil
 import socket
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fake_tokens import fake_tokens
 from tests.tools.test_cli import command, environment
 from tools.notify import notify
 
@@ -39,6 +41,67 @@ def test_systemd_takes_the_unit_and_finds_it_closed(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)]  # 20: exposure 2.0
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+MANAGED = r"""
+set -eu
+mount -t tmpfs tmpfs /run
+mkdir -p /run/systemd/system  # else the manager says that the machine was not booted with systemd
+/lib/systemd/systemd --user --unit=basic.target --log-target=console --log-level=warning &
+until [ -S "$XDG_RUNTIME_DIR/systemd/private" ]; do sleep 0.05; done
+show() { systemctl --user show engine-core -p "$1" --value; }
+ready() { until [ "$(show NRestarts) $(show SubState)" = "$1 running" ]; do sleep 0.05; done; }
+streaming() { until $ENGINE top --connect "$ADDRESS" --once --interval 0.05 | grep -q "running 1/"; do :; done; }
+systemctl --user start engine-core
+ready 0
+$ENGINE generate --connect "$ADDRESS" --max-tokens 3000 --quiet 7 > "$FOLDER/whole" &
+STREAM=$!
+streaming
+kill -9 "$(cat /proc/"$(show MainPID)"/task/*/children | cut -d ' ' -f 1)"
+until grep -q "epoch 1" "$FOLDER/err"; do sleep 0.05; done
+$ENGINE control upgrade --connect "$ADDRESS" --owner-file "$FOLDER/owner"
+until grep -q "epoch 2" "$FOLDER/err"; do sleep 0.05; done
+kill -9 "$(show MainPID)"
+ready 1
+wait $STREAM
+$ENGINE generate --connect "$ADDRESS" --max-tokens 500 --quiet 7 > "$FOLDER/drained" &
+STREAM=$!
+streaming
+systemctl --user stop engine-core
+wait $STREAM
+echo "$(show ActiveState) $(show Result)"
+"""
+
+
+def unit_of_a_user(folder: Path, address: str) -> str:
+    """Return the unit for a manager that is not the system's: without the user and the protection of that."""
+    kept, protection = UNIT.read_text().split("DynamicUser=yes")
+    _, install = protection.split("[Install]")
+    program = " ".join(command("serve", "--listen", address, "--owner-file", str(folder / "owner")))
+    kept = re.sub(r"(?m)^ExecStart=.*json", f"ExecStart={program} --log-format json", kept)
+    arguments = "ENGINE_CORE_ARGS=--executor fake --fake-step-us 3000 --fake-max-model-len 100000"
+    added = f'Environment=PYTHONPATH={ROOT}\nEnvironment="{arguments}"\nStandardError=append:{folder}/err\n'
+    return f"{kept}{added}[Install]{install}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/lib/systemd/systemd").exists() or os.geteuid() != 0, reason="needs systemd and root")
+def test_a_systemd_manager_runs_it(tmp_path: Path) -> None:
+    """In namespaces of its own: start, kill -9 of the engine, upgrade, kill -9 of the supervisor, stop."""
+    units, runtime, address = tmp_path / "units", tmp_path / "run", f"ipc://{tmp_path}/s"
+    units.mkdir()
+    runtime.mkdir(mode=0o700)
+    (units / UNIT.name).write_text(unit_of_a_user(tmp_path, address))
+    paths = {"XDG_RUNTIME_DIR": str(runtime), "SYSTEMD_UNIT_PATH": f"{units}:/usr/lib/systemd/user"}
+    names = {"ENGINE": " ".join(command()), "ADDRESS": address, "FOLDER": str(tmp_path), "HOME": str(tmp_path)}
+    inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "bash", "-c", MANAGED]
+    done = subprocess.run(inside, env=environment() | paths | names, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "inactive success"
+    expected = [str(token) for token in fake_tokens([7], 3000, vocab_size=32_000)]
+    assert (tmp_path / "whole").read_text().split() == expected
+    assert (tmp_path / "drained").read_text().split() == expected[:500]
 
 
 def test_serve_tells_the_service_manager(tmp_path: Path) -> None:

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from ipc import neutral_options
 from ipc.errors import AddressError, ConfigError
+from ipc.neutral_options import is_switch
 from tests.tools.test_cli import command, environment
 from tools import address
 from tools.cli import COMMANDS, GROUPS
 from tools.cli import main as cli
 from tools.hints import COMMANDS as OTHER_COMMANDS
 from tools.hints import FLAGS
+from tools.http import add_http_options, http_address
+from tools.neutral_flags import without_neutral
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
 
@@ -92,17 +96,67 @@ def refused_value(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--enable-lora", "--tensor-parallel-size", "-ngl", "--host", "--n-predict"])
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "-ngl", "--alias", "--n-predict"])
 def test_a_flag_of_another_engine_gets_its_hint(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert FLAGS[flag] in refused(capsys, "serve", flag, "8")
 
 
+def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
+    words = [
+        "--pipeline-parallel-size=1",
+        "a",
+        "--trust-remote-code",
+        "b",
+        "--mamba-cache-dtype=auto",
+        "--no-enable-dbo",
+    ]
+    words += ["-pp", "1", "--ubatch-size", "16", "--no-enable-log-requests", "--hf-overrides", "{}", "--max-num-seqs"]
+    assert without_neutral([*words, "3"], ["--max-num-seqs"]) == ["a", "b", "--max-num-seqs", "3"]
+    assert without_neutral(["--seed", "--", "--enable-dbo"], ()) == ["--seed", "--", "--enable-dbo"]
+    assert without_neutral(["--nnodes", "2"], ["--nnodes"]) == ["--nnodes", "2"]
+
+
+def test_switches_are_options_without_effect() -> None:
+    """The others of them take a value, which is not the model's name."""
+    assert neutral_options._SWITCHES < neutral_options.WITHOUT_EFFECT
+    assert not is_switch("ubatch_size")
+    assert not is_switch("tensor_parallel_size")
+    assert is_switch("enable_eplb")
+
+
 @pytest.mark.parametrize(
-    ("flag", "what"),
-    [("--no-enable-log-requests", "has no effect here"), ("--enable-sleep-mode", "asks for what")],
+    ("words", "message"),
+    [
+        (["--enable-sleep-mode"], "argument --enable-sleep-mode: enable_sleep_mode=True is not supported"),
+        (["--nnodes", "2"], "argument --nnodes: nnodes=2 is not supported by this version; only 1 or None is"),
+        (["--nnodes"], "argument --nnodes: nnodes='' is not supported"),
+    ],
 )
-def test_a_flag_of_vllm_is_known(flag: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"unknown argument {flag}: it is vLLM's and {what}" in refused(capsys, "serve", flag)
+def test_a_flag_of_vllm_that_asks_for_something_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "serve", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ([], None),
+        (["--http", "h:1"], "h:1"),
+        (["--port", "80"], "127.0.0.1:80"),
+        (["--host", "::1"], "[::1]:8000"),
+        (["--host", "0.0.0.0", "--port", "9"], "0.0.0.0:9"),
+    ],
+)
+def test_host_and_port_are_the_address(words: list[str], address: str | None) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--http")
+    add_http_options(parser)
+    assert http_address(parser, parser.parse_args(words)) == address
+
+
+def test_host_and_port_beside_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give it or them" in refused(capsys, "serve", "--http", "127.0.0.1:8000", "--port", "8001")
 
 
 @pytest.mark.parametrize("word", ["ps", "llama-server"])

@@ -36,7 +36,7 @@ def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
     values = {"model": "m", "scheduling_policy": "fcfs", "client_weights": "a=b=8", "executor_options": "a=b"}
     parsed = {"client_weights": {"a=b": 8.0}, "executor_options": {"a": "b"}}
     with_aliases = {name: aliases_of(declared) for name, declared in OPTIONS.items() if aliases_of(declared)}
-    assert len(with_aliases) == 9
+    assert len(with_aliases) == 10
     for name, aliases in with_aliases.items():
         for flag in (*aliases, flag_of(name)):
             given = engine_options(parser.parse_args([flag, values.get(name, "8")]))
@@ -50,3 +50,12 @@ def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
         "async_scheduling": True,
         "kv_cache_memory_bytes": 2 << 30,
     }
+
+
+def test_values_of_vllm_that_are_spelled_differently_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    assert engine_options(parser.parse_args(["--dtype", "float"])) == {"dtype": "float32"}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "half"])
+    assert "half is not one of auto, float32, bfloat16: bfloat16 takes as much memory" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_measured_rows_never_mix_the_two_clocks(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,0,44", "row 1: 0 input"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,3", "row 1: "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens", "holds no requests"),
-        ("0,8.34,1.3590915521086142,Gamma,0.541380457558393,0.21162503501556937", "ServeGen's parameters"),
+        ("0,8.34,1.3590915521086142,Gamma,0.541380457558393,0.21162503501556937", "ServeGen's windows"),
         ("hello", "known are Mooncake's"),
         ("", "known are Mooncake's"),
     ],

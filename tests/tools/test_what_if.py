@@ -43,7 +43,7 @@ SHARED = list(range(100, 124))
 class Arrival(NamedTuple):
     time_ns: int
     client: int
-    message: AddRequest
+    message: AddRequest | AddPooling
     abort_after: int = 0  # tokens; 0: never
 
 
@@ -240,16 +240,41 @@ def test_values_beyond_an_options_range_are_refused() -> None:
     assert {"max_num_seqs", "block_size", "preemption_mode"} <= CHANGEABLE.keys()
 
 
-@pytest.mark.parametrize("kind", ["pooling", "beams"])
-def test_what_is_not_simulated_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    path, prompt = tmp_path / "a.cap", np.arange(3, 9, dtype="<i4").tobytes()
-    record(path, CONFIG, workload(3))
-    frames, params = frames_of(path), SamplingParams(use_beam_search=True, best_of=2, max_tokens=4)
-    other = AddPooling(0, prompt, PoolingParams("embed")) if kind == "pooling" else AddRequest(0, prompt, params, 0)
-    frames[1] = frames[1]._replace(payload=encode_record(Input(0, other)))
-    write_frames(path, frames)
-    with pytest.raises(CaptureFileError, match="a pooling request of" if kind == "pooling" else "a beam search of"):
-        read_recording(CaptureFile(path))
+def mixed(count: int) -> list[Arrival]:
+    """Requests of all kinds: embeddings, beam searches, several choices."""
+    arrivals = []
+    for one in workload(count):
+        message: AddRequest | AddPooling = one.message
+        if message.number % 5 == 1:
+            message = AddPooling(message.number, message.prompt_token_ids, PoolingParams("embed"))
+        elif message.number % 5 == 3:
+            message = msgspec.structs.replace(
+                message, params=SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=6)
+            )
+        elif message.number % 5 == 4:
+            message = msgspec.structs.replace(
+                message, params=SamplingParams(n=2, temperature=1.0, max_tokens=9), seed=5
+            )
+        arrivals.append(one._replace(message=message, abort_after=0))
+    return arrivals
+
+
+@pytest.mark.parametrize("change", [{"max_num_seqs": 4}, {"max_num_batched_tokens": 24}])
+def test_pooling_and_beam_searches_are_foretold(tmp_path: Path, change: dict[str, int]) -> None:
+    """The engine itself, with the other option and steps that obey the law, is the oracle."""
+    other_config = msgspec.structs.replace(CONFIG, **change)
+    arrivals = mixed(30)
+    record(tmp_path / "a.cap", CONFIG, arrivals)
+    record(tmp_path / "b.cap", other_config, arrivals)
+    file = CaptureFile(tmp_path / "a.cap")
+    recording, real = read_recording(file), read_recording(CaptureFile(tmp_path / "b.cap"))
+    time = fit(recording.features, recording.durations)
+    told = Simulator(replay_config(file.header), file.header.model, recording, time, is_open=True).run(other_config)
+    assert told.num_made_up_tokens == 0
+    assert (told.num_tokens, told.num_cached_tokens) == (real.num_tokens, real.num_cached_tokens)
+    assert told.num_steps == len(real.durations)
+    for moments, one in zip(told.moments, real.requests, strict=True):
+        assert moments.ended - moments.arrived == pytest.approx(one.ended_ns - one.received_ns, rel=0.03)
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,25 +3,30 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ipc.config import EngineConfig, config_from_options
+from ipc.config import EngineConfig
 from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
+from ipc.given_options import config_from_options
 from tools.bench.black_box_cost import measure_black_box
 from tools.bench.capture_cost import measure_capture
 from tools.bench.hostile import measure_hostile
 from tools.bench.http import measure_http
 from tools.bench.http_model import measure_http_model
+from tools.bench.images import measure_images
 from tools.bench.ipc import measure_ipc
+from tools.bench.lora import measure_lora
 from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
+from tools.bench.recorder_cost import measure_checkpoint, measure_recorder
 from tools.bench.report import print_record, run_record, startup_record
 from tools.bench.restart import measure_restart
+from tools.bench.route import measure_route
 from tools.bench.runs import Bench
 from tools.bench.scheduler_cost import measure_scheduler
 from tools.bench.speculation import measure_speculation
@@ -43,27 +48,36 @@ DEFAULTS = {
     "capture": [],
     "metrics": [],
     "black-box": [],
+    "recorder": [],
+    "checkpoint": [],
     "restart": [],
+    "route": [],
     "hostile": [],
     "tenants": [],
     "gemm": [],
     "kernels": [],
     "scheduler": [],
     "step": [],
+    "workers": [],
     "speculation": [],
     "structured": [],
     "beam-search": [],
+    "lora": [],
+    "images": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
 _OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
-_OWN_ENGINE = {
+_OWN_ENGINE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "ipc": measure_ipc,
     "http": measure_http,
     "http-model": measure_http_model,
     "capture": measure_capture,
     "metrics": measure_metrics,
     "black-box": measure_black_box,
+    "recorder": measure_recorder,
+    "checkpoint": measure_checkpoint,
     "restart": measure_restart,
+    "route": measure_route,
     "hostile": measure_hostile,
     "tenants": measure_tenants,
     "scheduler": measure_scheduler,
@@ -181,7 +195,15 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         for record in measure_beam_search(options, rounds=parsed.reps):
             print_record(record)
         return
-    if parsed.benchmark in ("gemm", "kernels", "step", "structured"):
+    if parsed.benchmark == "images":
+        for record in measure_images(options, rounds=parsed.reps):
+            print_record(record)
+        return
+    if parsed.benchmark == "lora":
+        for record in measure_lora(options, rounds=parsed.reps):
+            print_record(record)
+        return
+    if parsed.benchmark in ("gemm", "kernels", "step", "structured", "workers"):
         _run_kernels(parsed, options)
         return
     measure = _OWN_ENGINE[parsed.benchmark]
@@ -223,6 +245,10 @@ def _kernel_records(parsed: argparse.Namespace, config: EngineConfig, rep: int) 
         from tools.bench.gemm import measure_gemm
 
         return measure_gemm(config, parsed.rows, rep)
+    if parsed.benchmark == "workers":
+        from tools.bench.workers import measure_workers
+
+        return measure_workers(config, rep)
     if parsed.benchmark == "step":
         from tools.bench.step import measure_step
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,13 +25,14 @@ from core.models.weight_parts import WeightParts
 from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
 from ipc.version import NAME, VERSION
-from kernels.cpu.decoder import exceed_caches
+from kernels.cpu.decoder_parts import exceed_caches
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized import QuantizedMatrix
 from kernels.elements import BFLOAT16, ELEMENT_TYPES, Dtype, Numbers, element_name
-from kernels.torch.linear import plain_product, prepacked_product
+from kernels.torch.linear import best_product, plain_product, prepacked_product
 from kernels.torch.tensors import DTYPES, to_array
+from tools.bench.experts import measure_experts
 
 _HEAD_ROWS = 32  # at most: the head computes one row for each request that samples
 
@@ -43,6 +44,8 @@ _READ_SECONDS = 1.0
 
 Product = Callable[[Any], object]
 Weight = torch.Tensor | StoredMatrix
+#: How a kernel packs a weight, and the weights that it takes from a file instead, by product.
+Ways: TypeAlias = tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]
 
 
 class Shape(NamedTuple):
@@ -65,10 +68,7 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     threads = num_threads(config)
     library = start_cpu_kernels(config)
-    kernels: dict[str, tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]] = {
-        "onednn-prepacked": (prepacked_product, {}),
-        "linear": (plain_product, {}),
-    }
+    kernels = torch_kernels(dtype)
     if library is not None:
         kernels = _c_kernels(library, path, model_config, shapes, dtype) | kernels
     yield _measure_read(library, threads, rep)
@@ -87,18 +87,28 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
         for num_rows, seconds in totals.items():
             yield common | _record("all", shapes, num_rows, seconds, total_bytes)
     if library is not None:
+        if model_config.experts is not None:
+            common = {"engine": NAME, "version": VERSION, "workload": "gemm", "dtype": element_name(dtype)}
+            for record in measure_experts(library, model_config, model_config.experts, dtype, rows):
+                yield common | {"threads": threads, "rep": rep} | record
         library.stop_threads()
+
+
+def torch_kernels(dtype: Dtype) -> dict[str, Ways]:
+    """Return torch's ways to multiply by their names. oneDNN has none for bfloat16 on CPUs without AVX-512."""
+    weight = torch.zeros(16, 16, dtype=DTYPES[dtype])
+    is_prepacked = best_product(weight)[0] == "torch-prepacked"
+    prepacked: dict[str, Ways] = {"onednn-prepacked": (prepacked_product, {})} if is_prepacked else {}
+    return prepacked | {"linear": (plain_product, {})}
 
 
 def _c_kernels(
     library: CpuLibrary, path: Path, config: ModelConfig, shapes: Sequence[Shape], dtype: Dtype
-) -> dict[str, tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]]:
+) -> dict[str, Ways]:
     """Return the C kernel's ways to multiply by their names, with the matrices of those that take a file's."""
     streams = exceed_caches(sum(_num_weights(shape) for shape in shapes) * dtype.itemsize)
     name = f"c-{library.variant}"
-    kernels: dict[str, tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]] = {
-        name: (lambda weight: _packed(library, to_array(weight), streams), {})
-    }
+    kernels: dict[str, Ways] = {name: (lambda weight: _packed(library, to_array(weight), streams), {})}
     stored = _stored_matrices(path, config, library) if path.suffix == ".gguf" and dtype == BFLOAT16 else {}
     if stored and all(matrix.quantized(library) is not None for matrix in stored.values()):
         kernels[f"{name}-stored"] = (lambda matrix: _packed(library, matrix.quantized(library), streams), stored)
@@ -177,13 +187,15 @@ def _shapes(config: ModelConfig) -> list[Shape]:
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     hidden, intermediate, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    return [
+    dense = layers if config.experts is None else len(config.experts.dense_layers)
+    shapes = [
         Shape("qkv", heads + 2 * kv_heads, hidden, layers),
         Shape("o", hidden, heads, layers),
-        Shape("gate_up", 2 * intermediate, hidden, layers),
-        Shape("down", hidden, intermediate, layers),
+        Shape("gate_up", 2 * intermediate, hidden, dense),
+        Shape("down", hidden, intermediate, dense),
         Shape("head", config.vocab_size, hidden, 1),
     ]
+    return [shape for shape in shapes if shape.layers]
 
 
 @torch.inference_mode()

@@ -2,19 +2,25 @@
 
 Engine, witness and hostile client are processes of their own, so no gap is made by sharing an interpreter. Steps take
 fake_step_us each. On a machine with few cores the hostile client competes for them too: "busy" is a client that only
-computes and sends nothing, whose gap is the machine's and not the border's.
+computes and sends nothing, whose gap is the machine's and not the border's. Of the longest gap each result says for how
+long threads of engine and witness were ready to run and had no core meanwhile, all waits added, and what the hypervisor
+took: what is left of the gap is the border's.
 
-`python -m tools.bench.hostile ADDRESS` is the witness: it prints its longest gap and its number of messages for each
-line that it reads.
+`python -m tools.bench.hostile ADDRESS` is the witness: it prints its longest gap with these waits, and its number of
+messages, for each line that it reads.
 """
 
+import contextlib
+import os
+import random
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +28,8 @@ import zmq
 
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
+from ipc.errors import InvalidRequestError
+from ipc.files.model_files import resolve_model
 from ipc.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -29,18 +37,46 @@ from ipc.messages import (
     AddRequest,
     GetStatistics,
     Hello,
+    Outputs,
+    RequestFailed,
     Statistics,
+    Welcome,
     decode_server_message,
     encode,
 )
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import Explain, Explanation
+from ipc.structured_outputs import StructuredOutputsParams
 from ipc.version import NAME, VERSION
+from tools.bench.hostile_grammars import hostile_grammar
 
 _STEP_US = 2000
 _MANY = 20_000  # requests that wait
 _STORM_S = 3.0
 _LIMIT_S = 60.0
+_VOCAB_SIZE = 49_152  # of the demo model
+
+
+class Gap(NamedTuple):
+    """A time without a message. Seconds."""
+
+    seconds: float = 0.0
+    cpu_wait: float = 0.0  # of all threads of engine and witness, for a core
+    steal: float = 0.0  # of all cores, in steps of 10 ms
+
+
+class Waits:
+    """What threads of two processes have waited for a core so far, and the hypervisor's share of the machine."""
+
+    def __init__(self, *pids: int) -> None:
+        tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+        self._fds = [os.open(task / "schedstat", os.O_RDONLY) for task in tasks]
+        self._stat = os.open("/proc/stat", os.O_RDONLY)
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of both."""
+        wait_ns = sum(int(os.pread(fd, 100, 0).split()[1]) for fd in self._fds)
+        return wait_ns / 1e9, int(os.pread(self._stat, 200, 0).split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 class _Client:
@@ -52,6 +88,9 @@ class _Client:
         self.socket.sndhwm = self.socket.rcvhwm = 0
         self.socket.connect(address)
         self.send(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "hostile"))
+        welcome = decode_server_message(self.socket.recv())
+        assert isinstance(welcome, Welcome), welcome
+        self.pid = welcome.pid
 
     def send(self, *messages: Any) -> None:
         """Send messages, or frames as they are."""
@@ -74,7 +113,7 @@ class _Client:
 
 def _request(number: int, max_tokens: int, **params: Any) -> AddRequest:
     prompt = np.array([number % 997, 3], "<i4").tobytes()
-    options = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
+    options = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
     return AddRequest(number, prompt, options, 0)
 
 
@@ -132,12 +171,30 @@ def _tiny_calls(client: _Client) -> None:
         client.send(frame)
 
 
+def _grammars(client: _Client) -> None:
+    """Send grammars that are mostly wrong, _WINDOW at a time, until each was refused or its request has ended."""
+    rng, sent, ended, end = random.Random(0), 0, 0, time.monotonic() + _LIMIT_S
+    while ended < _NUM_GRAMMARS:
+        while sent < min(_NUM_GRAMMARS, ended + _WINDOW):
+            with contextlib.suppress(InvalidRequestError):
+                params = StructuredOutputsParams(**hostile_grammar(rng, _SCHEMAS))  # type: ignore[arg-type]
+                client.send(_request(sent, 20, structured_outputs=params, ignore_eos=False))
+                sent += 1
+        if not client.socket.poll(max(1, int((end - time.monotonic()) * 1000))):
+            raise TimeoutError(f"{ended} of {_NUM_GRAMMARS} requests have ended after {_LIMIT_S} s")
+        message = decode_server_message(client.socket.recv())
+        if isinstance(message, Outputs):
+            ended += int(np.count_nonzero(np.frombuffer(message.finish, np.uint8)))
+        ended += isinstance(message, RequestFailed)
+
+
 def _busy(client: _Client) -> None:
     end = time.monotonic() + _STORM_S
     while time.monotonic() < end:
         pass
 
 
+_GRAMMARS = "1,000 hostile grammars"
 CASES: dict[str, Callable[[_Client], None]] = {
     "nothing": lambda client: time.sleep(_STORM_S),
     "busy": _busy,
@@ -148,22 +205,40 @@ CASES: dict[str, Callable[[_Client], None]] = {
     "explanations of 20,000 requests": _explanations,
     "an Abort of 20,000 requests": _mass_abort,
     "a tight loop of tiny messages": _tiny_calls,
+    _GRAMMARS: _grammars,
 }
+_NUM_GRAMMARS, _WINDOW = 1000, 4
+_SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]},
+    {"type": "array", "items": {"anyOf": [{"type": "string", "format": "date"}, {"enum": [1, None, "x"]}]}},
+]
 
 
 def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each case: the witness's longest gap in ms, and its messages a second."""
     config = msgspec.structs.replace(
-        config, fake_step_us=_STEP_US, fake_max_model_len=1_000_000, max_num_queued_requests=4 * _MANY
+        config,
+        model=config.model or str(resolve_model(None)),  # grammars need a tokenizer
+        fake_vocab_size=_VOCAB_SIZE,
+        fake_step_us=_STEP_US,
+        fake_max_model_len=1_000_000,
+        max_num_queued_requests=4 * _MANY,
     )
     for name in CASES:
         with EngineProcess(config) as engine:
-            gap, rate = _measure(engine.address, name)
+            gap, p99, rate = _measure(engine.address, name)
         names = {"engine": NAME, "version": VERSION, "workload": "hostile", "rep": rep, "case": name}
-        yield {**names, "step_ms": _STEP_US / 1000, "longest_gap_ms": round(gap * 1000, 1), "messages_s": round(rate)}
+        longest, cpu_wait, steal = (round(seconds * 1000, 1) for seconds in gap)
+        gaps = {
+            "longest_gap_ms": longest,
+            "cpu_wait_ms": cpu_wait,
+            "steal_ms": steal,
+            "p99_gap_ms": round(p99 * 1e3, 2),
+        }
+        yield {**names, "step_ms": _STEP_US / 1000, **gaps, "messages_s": round(rate)}
 
 
-def _measure(address: str, name: str) -> tuple[float, float]:
+def _measure(address: str, name: str) -> tuple[Gap, float, float]:
     command = [sys.executable, "-m", __name__, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as witness:
         assert witness.stdin is not None
@@ -175,41 +250,46 @@ def _measure(address: str, name: str) -> tuple[float, float]:
         _ask(witness)
         begin = time.monotonic()
         CASES[name](client)
-        time.sleep(1.0)
-        gap, count = _ask(witness)
+        if name != _GRAMMARS:  # whose end it waits for
+            time.sleep(1.0)
+        gap, p99, count = _ask(witness)
         seconds = time.monotonic() - begin
         context.destroy(linger=0)
         witness.kill()
-    return gap, count / seconds
+    return gap, p99, count / seconds
 
 
-def _ask(witness: "subprocess.Popen[str]") -> tuple[float, int]:
+def _ask(witness: "subprocess.Popen[str]") -> tuple[Gap, float, int]:
     assert witness.stdin is not None
     assert witness.stdout is not None
     witness.stdin.write("\n")
     witness.stdin.flush()
-    gap, count = witness.stdout.readline().split()
-    return float(gap), int(count)
+    *gap, p99, count = witness.stdout.readline().split()
+    return Gap(*map(float, gap)), float(p99), int(count)
 
 
 def witness(address: str) -> None:
-    """Follow one long stream; for each line of standard input print the longest gap and the messages since the last."""
+    """Follow one long stream; for each line of standard input print the longest gap, the 99th percentile of all gaps
+    and the number of messages since the last line.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = _Client(context, address)
     client.send(_request(0, 900_000))
     asked = threading.Event()
     threading.Thread(target=_wait_for_lines, args=(asked,), daemon=True).start()
-    longest, count = 0.0, 0
+    waits, gaps = Waits(client.pid, os.getpid()), list[Gap]()
     print("ready", flush=True)
-    last = time.monotonic()
+    last, before = time.monotonic(), waits.read()
     while client.socket.poll(int(_LIMIT_S * 1000)):
         client.socket.recv()
-        now = time.monotonic()
-        longest, last, count = max(longest, now - last), now, count + 1
+        now, after = time.monotonic(), waits.read()
+        gaps.append(Gap(now - last, after[0] - before[0], after[1] - before[1]))
+        last, before = now, after
         if asked.is_set():
             asked.clear()
-            print(longest, count, flush=True)
-            longest, count = 0.0, 0
+            gaps.sort()
+            print(*gaps[-1], gaps[len(gaps) * 99 // 100].seconds, len(gaps), flush=True)
+            gaps.clear()
 
 
 def _wait_for_lines(asked: threading.Event) -> None:

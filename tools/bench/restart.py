@@ -1,7 +1,7 @@
 """The pause that a dead engine is: from SIGKILL until streams go on, with the parts of the way.
 
 Streams of a client that knows only the address; the pause of a stream ends with its next token. The engine is killed
-again and again, each time when all streams have gone on.
+again and again, each time when all streams have gone on: without a standby, and with one of each kind, prepared.
 """
 
 import os
@@ -9,7 +9,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
+from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.config import EngineConfig
 from ipc.sampling_params import SamplingParams
@@ -31,30 +32,38 @@ _RUN_S = 0.3  # between the end of a pause and the next kill
 _LIMIT_S = 60.0
 
 
-def measure_restart(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
-    """Return one record: pauses in ms, and how long after the kill the engine was ready."""
+def measure_restart(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
+    """Yield a record for each kind of standby: pauses in ms, and how long after the kill the engine was ready."""
+    for kind in StandbyKind:
+        yield measure_kind(config, kind, rep=rep)
+
+
+def measure_kind(config: EngineConfig, kind: StandbyKind, *, rep: int, num_kills: int = _NUM_KILLS) -> dict[str, Any]:
+    """Return the record of one kind of standby."""
     if config.executor == "fake" and not config.fake_step_us:
         config = msgspec.structs.replace(config, fake_step_us=1000, fake_max_model_len=1_000_000)
     with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
         process = EngineProcess(config, listen=f"ipc://{folder}/s", resume_s=_LIMIT_S)
         news: list[float] = []
-        rules = RestartRules(most=_NUM_KILLS + 1, delays_s=(0.0,))
-        engine = SupervisedEngine(process, rules, on_news=lambda _: news.append(time.monotonic()))
+        rules = RestartRules(most=num_kills + 1, delays_s=(0.0,))
+        engine = SupervisedEngine(process, rules, standby=kind, on_news=lambda _: news.append(time.monotonic()))
         try:
             engine.start()
             engine.wait_ready()
             client = EngineClient(ZmqTransport(engine.address))
             try:
-                rounds = [_kill_once(engine, client, news) for _ in range(_NUM_KILLS)]
+                rounds = [_kill_once(engine, client, news, kind) for _ in range(num_kills)]
             finally:
                 client.close()
         finally:
             engine.close()
     names = {"engine": NAME, "version": VERSION, "workload": "restart", "rep": rep, "executor": config.executor}
-    return [{**names, "kills": _NUM_KILLS, "streams": _NUM_STREAMS, **_summary(rounds)}]
+    return {**names, "standby": kind.value, "kills": num_kills, "streams": _NUM_STREAMS, **_summary(rounds)}
 
 
-def _kill_once(engine: SupervisedEngine, client: EngineClient, news: list[float]) -> dict[str, float]:
+def _kill_once(
+    engine: SupervisedEngine, client: EngineClient, news: list[float], kind: StandbyKind
+) -> dict[str, float]:
     """Kill the engine under streams; return seconds from then to: noticed, ready, first stream, last stream."""
     length = client.welcome.limits.max_model_len - _PROMPT
     params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
@@ -64,6 +73,8 @@ def _kill_once(engine: SupervisedEngine, client: EngineClient, news: list[float]
         return [len(client.read(number).token_ids) for number in numbers]
 
     _wait(lambda: min(lengths()) > 0)
+    if kind is not StandbyKind.NO:
+        _wait(lambda: engine.supervisor.standby.state is StandbyState.PREPARED)
     time.sleep(_RUN_S)
     news.clear()
     epoch = client.welcome.epoch

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -88,17 +88,20 @@ class _OneByOne(_Watched):
         return result
 
     def _timed_layer(self, layer: Layer) -> Layer:
-        names = ("input_norm", "qkv", "o", "attention_out", "mlp_norm", "gate_up", "activation", "down", "mlp_out")
-        parts = {name: getattr(layer, name) for name in names}
-        timed: dict[str, Any] = {
-            name: _Timed(part, name, self.seconds) for name, part in parts.items() if part is not unchanged
-        }
+        timed = self._timed(layer, "input_norm", "qkv", "o", "attention_out", "mlp_norm", "mlp_out")
+        mlp: Any = layer.mlp
+        mlp = replace(mlp, **self._timed(mlp, *(field.name for field in fields(mlp))))
         attention: Any = _Timed(layer.attention, "attention", self.seconds)
         if isinstance(layer.attention, CpuAttend):
             rope: Any = _Timed(layer.attention.rope, "rope", self.seconds)
             inner: Any = _Timed(layer.attention.attention, "attention", self.seconds)
             attention = replace(layer.attention, rope=rope, attention=inner)
-        return replace(layer, **timed, attention=attention)
+        return replace(layer, **timed, attention=attention, mlp=mlp)
+
+    def _timed(self, owner: Any, *names: str) -> dict[str, Any]:
+        """Return these parts of a layer or an MLP, timed under their names."""
+        parts = {name: getattr(owner, name) for name in names}
+        return {name: _Timed(part, name, self.seconds) for name, part in parts.items() if part is not unchanged}
 
 
 class _Timed:

@@ -6,7 +6,7 @@ two steps in flight. Each output is checked against its plan. At numerics level 
 
 from collections.abc import Sequence
 
-from ipc.config import config_from_options
+from ipc.given_options import config_from_options
 from tools.check_executor.checks import check_executor
 from tools.options import ArgumentParser, add_engine_options, engine_options
 

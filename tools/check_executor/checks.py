@@ -7,6 +7,7 @@ import msgspec
 
 from core.process.resolve import BlocksIn
 from ipc.config import EngineConfig
+from ipc.workers import has_workers
 from tools.check_executor.requests import Plan, make_requests
 from tools.check_executor.stand import Answer, Stand
 from tools.check_executor.watch import BrokenContractError
@@ -70,7 +71,7 @@ def _circumstances(config: EngineConfig) -> dict[str, dict[str, object]]:
         "swapped": {**few, "preemption_mode": "swap", "swap_space_bytes": 64 << 20},
         "cached": {"enable_prefix_caching": True},
     }
-    if config.executor != "local":
+    if config.executor != "local" or has_workers(config):
         found["two steps at once"] = {"async_scheduling": True}
     return found
 

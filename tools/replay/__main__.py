@@ -9,18 +9,25 @@ import msgspec
 
 from core.capture.file import CaptureFile
 from ipc.errors import CaptureFileError, ModelFileError
-from tools.options import ArgumentParser, print_error
-from tools.replay.differences import Difference
+from ipc.messages import Submission
+from tools.options import ArgumentParser, Modules, print_error
+from tools.replay.compare import run_compare
+from tools.replay.differences import Difference, name_request
+from tools.replay.html.page import write_html
 from tools.replay.live import LiveReport, print_live, run_live
 from tools.replay.perfetto import MAX_EVENTS, write_perfetto
 from tools.replay.redact import run_redact
 from tools.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
+from tools.replay.shrink.command import judge, run_shrink
 from tools.replay.what_if.command import run_what_if
 
 EXIT_SAME = 0
 EXIT_DIFFERS = 3
 EXIT_DAMAGED = 4  # damaged or incomplete
 EXIT_OTHER_MODEL = 5  # another model, or other options
+
+
+_COMMANDS = {"redact": run_redact, "shrink": run_shrink}
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -35,6 +42,8 @@ class Report(msgspec.Struct, frozen=True):
     num_steps: int  # complete steps in the file
     num_dropped_bytes: int  # of an incomplete last record
     has_close: bool  # the captured engine ended in order
+    num_last_inputs: int  # messages behind the last step, of a step that did not end
+    last_requests: str  # the requests among them
     run: Rerun
     seconds: float
 
@@ -42,7 +51,9 @@ class Report(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Replay the capture and return the exit status, one of EXIT_... or of argparse."""
     try:
-        return run_redact(arguments[1:]) if arguments[:1] == ["redact"] else _replay(arguments)
+        if arguments and arguments[0] in _COMMANDS:
+            return _COMMANDS[arguments[0]](arguments[1:])
+        return _replay(arguments)
     except CaptureFileError as error:
         print_error(str(error))
         return EXIT_DAMAGED
@@ -54,12 +65,19 @@ def main(arguments: Sequence[str]) -> int:
 def _replay(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     _check_options(parsed)
+    if parsed.fails_when is not None:
+        return judge(parsed.file, parsed.fails_when)
     file = CaptureFile(parsed.file)
     _check_complete(file)
-    if parsed.what_if or parsed.perfetto or parsed.mode != "resched":
+    if parsed.what_if or parsed.perfetto or parsed.html or parsed.mode != "resched":
         _check_whole(file, parsed.mode)
+    if parsed.compare is not None:
+        return run_compare(file, parsed.compare, as_json=parsed.json)
     if parsed.what_if:
         run_what_if(file, parsed.what_if, is_open=parsed.arrivals == "recorded", as_json=parsed.json)
+        return EXIT_SAME
+    if parsed.html:
+        print(f"{parsed.html}: {write_html(file, parsed.html):,} bytes; open it in a browser")
         return EXIT_SAME
     if parsed.perfetto:
         count = write_perfetto(file, parsed.perfetto)
@@ -73,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core replay",
         usage="engine-core replay FILE [--mode resched|full|live] [--what-if NAME=VALUE ...] [OPTION ...]\n"
-        "       engine-core replay redact FILE OUT",
+        "       engine-core replay FILE --fails-when EXPR | --compare OTHER\n"
+        "       engine-core replay redact FILE OUT\n"
+        "       engine-core replay shrink FILE OUT --fails-when EXPR",
         description="Run a capture (of an engine started with --capture) again and say where it first differs.",
         epilog="exit status: 0 same, 1 internal error, 2 usage, 3 differs, 4 damaged or incomplete, 5 other model",
     )
@@ -86,6 +106,14 @@ def _parser() -> argparse.ArgumentParser:
         "token compared; live: as a client of a running engine",
     )
     parser.add_argument("--model", metavar="PATH", help="full: where the capture's model is here")
+    parser.add_argument(
+        "--lora-modules",
+        action=Modules,
+        default={},
+        nargs="+",
+        metavar="NAME=PATH",
+        help="full: adapters that the engine loaded while it ran, or where those of its start are here",
+    )
     parser.add_argument("--connect", metavar="ADDR", help="live: address of the engine")
     timing = parser.add_mutually_exclusive_group()
     timing.add_argument("--asap", action="store_true", help="live: all requests at once, instead of at recorded times")
@@ -97,11 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         help="simulate the capture's requests with another option of the scheduler, its tokens and a step time fitted "
         "to its steps; several values with commas; may be given again",
     )
-    parser.add_argument(
-        "--perfetto",
-        metavar="OUT",
-        help="write the capture as a trace for Perfetto or Chrome: steps, requests, counters (OUT.json or OUT.json.gz)",
-    )
+    _add_views(parser)
     parser.add_argument(
         "--arrivals",
         choices=("waiting", "recorded"),
@@ -110,6 +134,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     return parser
+
+
+def _add_views(parser: argparse.ArgumentParser) -> None:
+    """Add the options that write or judge something instead of comparing."""
+    parser.add_argument(
+        "--perfetto",
+        metavar="OUT",
+        help="write the capture as a trace for Perfetto or Chrome: steps, requests, counters (OUT.json or OUT.json.gz)",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="OUT",
+        help="write the capture as one HTML page: timelines, latencies, and why the slowest requests waited",
+    )
+    parser.add_argument(
+        "--fails-when",
+        metavar="EXPR",
+        help="simulate the capture with this version and exit for git bisect: 1 where EXPR holds, 0 where not, 125 "
+        "where it cannot be said; see `replay shrink --help`",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="OTHER",
+        help="another version of engine-core, as a checkout or as the path of its command: where it first decides "
+        "otherwise than this one",
+    )
 
 
 def _check_options(parsed: argparse.Namespace) -> None:
@@ -124,10 +174,15 @@ def _check_options(parsed: argparse.Namespace) -> None:
         parser.error("--what-if simulates without a model: leave out --mode and --model")
     if parsed.perfetto and (parsed.mode != "resched" or parsed.model is not None or parsed.what_if):
         parser.error("--perfetto writes what was recorded: leave out --mode, --model and --what-if")
+    alone = [flag for flag in ("what_if", "perfetto", "html", "fails_when", "compare") if getattr(parsed, flag)]
+    if len(alone) > 1 or (alone and parsed.mode != "resched"):
+        parser.error(f"--{alone[0].replace('_', '-')} goes with no other mode")
     if parsed.arrivals != "waiting" and not parsed.what_if:
         parser.error("--arrivals belongs to --what-if")
     if parsed.model is not None and parsed.mode != "full":
         parser.error("--model belongs to --mode full")
+    if parsed.lora_modules and parsed.mode != "full":
+        parser.error("--lora-modules belongs to --mode full")
     if parsed.speed is not None and not 0 < parsed.speed < float("inf"):
         parser.error(f"--speed must be a number above 0, got {parsed.speed:g}")
 
@@ -154,7 +209,7 @@ def _check_whole(file: CaptureFile, mode: str) -> None:
 def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:
     begin = time.monotonic()
     if parsed.mode == "full":
-        config, executor = real_executor(file, parsed.model)
+        config, executor = real_executor(file, parsed.model, parsed.lora_modules)
     else:
         config, executor = replay_config(file.header), recorded_executor(file)
     try:
@@ -191,6 +246,10 @@ def make_report(file: CaptureFile, mode: str, run: Rerun, seconds: float) -> Rep
         num_steps=file.num_steps,
         num_dropped_bytes=file.num_dropped_bytes,
         has_close=file.close is not None,
+        num_last_inputs=len(last := file.last_inputs()),
+        last_requests=", ".join(
+            name_request((one.client, one.message.number), 0) for one in last if isinstance(one.message, Submission)
+        ),
         run=run,
         seconds=round(seconds, 3),
     )
@@ -209,6 +268,9 @@ def print_report(report: Report) -> None:
     )
     if not report.has_close:
         print(f"  the capture has no end: the engine was killed, or runs; {report.num_dropped_bytes} bytes dropped")
+    if report.num_last_inputs:
+        what = f"{report.num_last_inputs} messages came for a step that it did not finish: {report.last_requests}"
+        print(f"  {what}")
     if run.engine_error:
         print(f"  the captured engine failed in step {run.num_steps - 1}: {run.engine_error}")
     print(

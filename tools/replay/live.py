@@ -12,7 +12,7 @@ from core.capture.file import CaptureFile
 from frontend.client.client import EngineClient
 from frontend.client.progress import Progress
 from frontend.client.transport import ZmqTransport
-from ipc.errors import EngineCoreError
+from ipc.errors import CaptureFileError, EngineCoreError
 from ipc.messages import FinishReason
 from tools.replay.latency import Latencies, Summary, Times, latencies, print_latencies, summarize
 from tools.replay.rerun import OtherModelError
@@ -142,6 +142,8 @@ class _Player:
 
     def _send(self, trace: Trace, due: float) -> None:
         message = trace.message
+        if message.features:
+            raise CaptureFileError("the capture has requests with images or prompt_embeds, whose content is not in it")
         sent = time.monotonic()
         one = _Sent(trace, sent - due, _NOTHING, sent)
         self._sent.append(one)

@@ -1,8 +1,8 @@
 """A capture run again through the engine core, step by step, with recorded tokens or with the model."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
 
 import msgspec
 
@@ -21,8 +21,11 @@ from core.inputs import EngineReply
 from ipc.columns import unpack_numbers
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
-from ipc.messages import DECODE_ERRORS, Abort, Submission
+from ipc.feature_messages import without_ids
+from ipc.messages import DECODE_ERRORS, Abort, AddRequest, Submission
+from ipc.workers import in_one_process
 from tools.replay.differences import Batch, Difference, find_difference
+from tools.replay.lost_steps import LostSteps
 
 OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
 
@@ -63,15 +66,20 @@ def recorded_executor(file: CaptureFile) -> RecordedExecutor:
     return RecordedExecutor(file.header.model)
 
 
-def real_executor(file: CaptureFile, model: str | None) -> tuple[EngineConfig, Executor]:
+def real_executor(
+    file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None
+) -> tuple[EngineConfig, Executor]:
     """Load the captured engine's model; return (config, executor). model: its path here, None = as in the capture.
 
-    Errors: OtherModelError; ModelFileError, OutOfMemoryError.
+    modules: paths of its adapters by name, beside those that it loaded at its start. Errors: OtherModelError;
+    ModelFileError, OutOfMemoryError.
     """
     config = replay_config(file.header)
     if model is not None:
         config = msgspec.structs.replace(config, model=model)
-    executor = load_executor(config)
+    if modules:
+        config = msgspec.structs.replace(config, lora_modules={**config.lora_modules, **modules})
+    executor = load_executor(in_one_process(config))
     recorded, found = file.header.model, executor.info
     if found.fingerprint != recorded.fingerprint:
         executor.close()
@@ -80,7 +88,7 @@ def real_executor(file: CaptureFile, model: str | None) -> tuple[EngineConfig, E
             f"{recorded.numerics}, and this is {found.name} with {found.fingerprint:.16}, {found.numerics}: weights, "
             f"dtype, kernels or torch differ; give the capture's own model with --model"
         )
-    executor.initialize_cache(config)
+    executor.initialize_cache(in_one_process(config))
     return config, executor
 
 
@@ -115,11 +123,14 @@ class Replay:
         start: Place | None = None,
         watcher: TableWatcher | None = None,
     ) -> None:
-        self._file, self._executor, self._log = file, executor, _Comparison()
+        self._file, self._log = file, _Comparison()
+        self._executor = executor if isinstance(executor, RecordedExecutor) else LostSteps(executor)
         self._start = file.checkpoints[0] if start is None and file.begins_inside else start
         try:
             watchers = [watcher] if watcher else []
-            self._captured = CapturedEngine(config, executor, self._log, file.header.epoch, watchers)
+            self._captured = CapturedEngine(
+                config, cast(Executor, self._executor), self._log, file.header.epoch, watchers
+            )
         except Exception as error:  # any kind: the options come from the file
             raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
         self._batch = Batch()
@@ -140,11 +151,10 @@ class Replay:
         The last one differs, or ended the captured engine, or is the last of the file.
         """
         for turn in self._file.turns(self._start):
-            _check_inputs(self._file, turn)
-            if turn.follows_checkpoint:
+            _check_inputs(self._file, turn, has_features=isinstance(self._executor, RecordedExecutor))
+            if turn.has_columns:
                 self._captured.write_columns()
-            if isinstance(self._executor, RecordedExecutor):
-                self._executor.feed(turn.step)
+            self._executor.feed(turn.step)
             replies: Sequence[tuple[int, EngineReply]] = ()
             with contextlib.suppress(Exception):  # the engine has noted the exception in its record
                 replies = self._captured.step(turn.inbox, turn.step.now_ns)
@@ -193,12 +203,24 @@ def rerun(
     )
 
 
-def _check_inputs(file: CaptureFile, turn: Turn) -> None:
-    """Check the inbox. Errors: CaptureFileError for a message that the IO thread would have refused."""
+def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
+    """Check the inbox. has_features: the executor needs none, or has those of requests.
+
+    Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features.
+    """
     model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:
         if not isinstance(message, Submission):
             continue
+        where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
+        if isinstance(message, AddRequest) and message.features:
+            if not has_features:
+                raise OtherModelError(
+                    f"{where} has images or prompt_embeds, and a capture has their digests alone: the model cannot run "
+                    "it again; leave out --mode full"
+                )
+            plain = without_ids(message.prompt_token_ids, message.features)
+            message = msgspec.structs.replace(message, prompt_token_ids=plain)
         try:
             validate_request(
                 message,
@@ -208,5 +230,4 @@ def _check_inputs(file: CaptureFile, turn: Turn) -> None:
                 tasks=model.tasks,
             )
         except InvalidRequestError as error:
-            where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
             raise CaptureFileError(f"{where}: {error}") from None

@@ -12,10 +12,13 @@ from typing import Any, get_args
 
 from core.executors.fake import create
 from core.process.resolve import resolve, resolve_costs
-from ipc.config import EngineConfig, SchedulingPolicy, config_from_options
+from frontend.fleet.placement import POLICIES
+from ipc.config import EngineConfig, SchedulingPolicy
 from ipc.errors import ConfigError
+from ipc.given_options import config_from_options
 from tools.options import ArgumentParser, add_engine_options, engine_options
-from tools.traces.formats import read_trace
+from tools.traces.fleet_record import ONE_CACHE, run_fleet
+from tools.traces.formats import Making, read_trace
 from tools.traces.report import write_report
 from tools.traces.simulation import StepTime, simulate
 from tools.traces.summary import Seconds, run_record, ttft_seconds
@@ -38,11 +41,14 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     options = engine_options(parsed)
     _check(parsed, options)
+    if parsed.replicas is not None:
+        return _run_fleets(parsed, options)
     policies = [options["scheduling_policy"]] if "scheduling_policy" in options else get_args(SchedulingPolicy)
+    making = Making(parsed.rate, parsed.burstiness, parsed.seed, parsed.tokenizer)
     records: list[dict[str, Any]] = []
     ttfts: dict[str, dict[str, Seconds]] = {}
     for path, time_scale in zip(parsed.files, _time_scales(parsed), strict=True):
-        trace = read_trace(path, parsed.rows)
+        trace = read_trace(path, parsed.rows, making)
         for policy in policies:
             config = _config({**options, "scheduling_policy": policy}, parsed)
             workload = make_workload(
@@ -61,15 +67,41 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if all(record["finished"] == record["requests"] for record in records) else EXIT_UNFINISHED
 
 
-def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -> tuple[dict[str, Any], Seconds]:
-    """Run one workload, print its record as one line, and return (record, TTFT of each request in seconds)."""
+def _run_fleets(parsed: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Run each trace through a fleet under each routing policy, and through one engine that is as large as all replicas
+    together; print a line for each, and return the exit status.
+    """
+    is_whole = True
+    for path, time_scale in zip(parsed.files, _time_scales(parsed), strict=True):
+        config = _config(options, parsed)
+        workload = make_workload(
+            read_trace(path, parsed.rows),
+            max_tokens=parsed.max_tokens,
+            time_scale=time_scale,
+            num_clients=parsed.clients,
+            vocab_size=config.fake_vocab_size,
+        )
+        for route in parsed.route or (*POLICIES, ONE_CACHE):
+            record = run_fleet(workload, config, _step_time(config, parsed), parsed.replicas, route)
+            sys.stdout.write(json.dumps(record) + "\n")
+            sys.stdout.flush()
+            is_whole &= record["finished"] == record["requests"]
+    return 0 if is_whole else EXIT_UNFINISHED
+
+
+def _step_time(config: EngineConfig, parsed: argparse.Namespace) -> StepTime:
     assert config.swap_ns_per_block is not None, "the config is not resolved"
-    step_time = StepTime(
+    return StepTime(
         fixed_ns=round(parsed.step_ms * 1e6),
         token_ns=round(parsed.token_us * 1e3),
         context_ns=parsed.context_ns,
         copy_ns=config.swap_ns_per_block,
     )
+
+
+def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -> tuple[dict[str, Any], Seconds]:
+    """Run one workload, print its record as one line, and return (record, TTFT of each request in seconds)."""
+    step_time = _step_time(config, parsed)
     begin = time.perf_counter()
     observed = simulate(config, workload.requests, step_time)
     record = run_record(workload, config, observed, time.perf_counter() - begin)
@@ -103,10 +135,15 @@ def _check(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
             "traces run on the fake executor with max_model_len = --max-tokens: leave out --executor, --model and "
             "--max-model-len"
         )
-    for name in ("rows", "max_tokens", "clients"):
+    if parsed.route is not None and parsed.replicas is None:
+        raise ConfigError("--route is for a fleet: give --replicas N too")
+    for name in ("rows", "max_tokens", "clients", "replicas"):
         value = getattr(parsed, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    for name in ("rate", "burstiness"):
+        if (value := getattr(parsed, name)) is not None and not 0 < value < 1e9:
+            raise ConfigError(f"--{name} must be a number above 0; got {value}")
     for name in ("step_ms", "token_us", "context_ns"):
         _check_number(name, getattr(parsed, name))
     if parsed.step_ms < 0.001:
@@ -137,8 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core traces",
         usage="engine-core traces FILE ... [--report FILE.md] [OPTION ...]",
-        description="Run request traces (Mooncake, Azure 2023, LLMServingSim's of vLLM) through the scheduler under "
-        "each policy, or under --scheduling-policy, in virtual time; prints one JSON line for each.",
+        description="Run request traces (Mooncake, Qwen-Bailian, Azure 2023 and 2024, BurstGPT, ShareGPT, ServeGen, "
+        "LLMServingSim's of vLLM, captures) through the scheduler under each policy, or under --scheduling-policy, in "
+        "virtual time; prints one JSON line for each.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -153,9 +191,22 @@ def _parser() -> argparse.ArgumentParser:
         help="of arrivals, one for all files or one for each; 0.5: twice as fast; default: 1",
     )
     parser.add_argument("--clients", type=int, default=5, metavar="N", help="number of clients; default: 5")
+    parser.add_argument("--rate", type=float, metavar="X", help="of ShareGPT, which has no times: requests a second")
+    parser.add_argument("--burstiness", type=float, default=1.0, metavar="X", help="of them: 1 = Poisson; default: 1")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="of ShareGPT: what measures its texts")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of generated requests; default: 0")
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="X", help="of every step; default: 10")
     parser.add_argument("--token-us", type=float, default=50.0, metavar="X", help="of a token computed; default: 50")
     parser.add_argument("--context-ns", type=float, default=70.0, metavar="X", help="of a token read; default: 70")
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="a fleet of so many engines, under each --route (docs/scale_out.md)"
+    )
+    parser.add_argument(
+        "--route",
+        choices=(*POLICIES, ONE_CACHE),
+        action="append",
+        help=f"with --replicas; {ONE_CACHE} = one engine as large as all of them; may be given again; default: each",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="table and plot (FILE.svg), between its marks")
     add_engine_options(parser)
     return parser

@@ -1,24 +1,19 @@
 """Public request traces, read from their files: arrival, lengths and shared prompt parts of each request.
 
-A format is recognized by the first line: Mooncake (JSON lines with hash_ids), the Azure LLM inference trace of 2023
-(CSV), and runs of vLLM measured by LLMServingSim (JSON lines with queued_ts). ServeGen is refused: its files hold the
-parameters of a generator.
+A format is known by the file's first line, never by its name. Each has a file or a function of its own; what is known
+to be no trace of requests is refused with the reason.
 """
 
-import csv
-import datetime
-import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ipc.errors import ConfigError
-from ipc.rounding import ceil_div
 
 HASH_BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
 _MAX_LENGTH = 2**31
-_AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+_FIRST_BYTES = 4096
 
 
 class Row(NamedTuple):
@@ -27,98 +22,97 @@ class Row(NamedTuple):
     arrival_s: float  # since any moment before the first request
     num_input: int
     num_output: int
-    hash_ids: tuple[int, ...] | None = None  # one for HASH_BLOCK tokens of the prompt; the last may be partial
+    hash_ids: tuple[int, ...] | None = None  # one for hash_block tokens of the prompt; the last may be partial
     ttft_s: float | None = None  # as measured when the trace was recorded
 
 
 class Trace(NamedTuple):
-    """A trace: rows in order of arrival, the first at 0 s."""
+    """A trace: rows in order of arrival, the first at 0 s. num_skipped: requests that failed when it was recorded."""
 
     name: str
     rows: list[Row]
+    hash_block: int = HASH_BLOCK
+    num_skipped: int = 0
 
 
-def read_trace(path: Path, num_rows: int | None = None) -> Trace:
-    """Return the first num_rows rows of the file; None = all.
+#: Parses a line; None: a request that failed when the trace was recorded.
+Parse: TypeAlias = Callable[[str], Row | None]
+
+
+class Format(NamedTuple):
+    """How lines become rows. header: how many lines come before the first row."""
+
+    parse: Parse
+    header: int = 0
+    hash_block: int = HASH_BLOCK
+
+
+class Making(NamedTuple):
+    """How requests are made where a file has no times of its own: at a rate [1/s], with gamma-distributed gaps."""
+
+    rate: float | None = None
+    burstiness: float = 1.0  # 1 = Poisson; smaller = in bursts
+    seed: int = 0
+    tokenizer: str | None = None  # folder of the tokenizer that measures texts
+
+
+def read_trace(path: Path, num_rows: int | None = None, making: Making | None = None) -> Trace:
+    """Return the first num_rows rows of the file; None = all. Of a long file no more than that is read.
 
     Errors: ConfigError that names the file and the row, counted from 1.
     """
+    from tools.traces import captured, lines, servegen, sharegpt  # which import this file's Row
+
+    making = making or Making()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            beginning = file.read(_FIRST_BYTES)
+    except OSError as error:
         raise ConfigError(f"{path} is not a trace that can be read: {error}") from error
-    parse = _parser_for(path, lines)
-    if parse is _azure:
-        lines = lines[1:]
-    rows: list[Row] = []
-    for number, line in enumerate(lines[:num_rows], 1):
+    if is_capture(beginning):
+        return _sorted(path, captured.read_capture(path, num_rows), captured.BLOCK)
+    if sharegpt.is_sharegpt(beginning):
+        return _sorted(path, sharegpt.read_conversations(path, num_rows, making), HASH_BLOCK)
+    if servegen.is_windows(beginning):
+        return _sorted(path, servegen.generate(path, num_rows, making), HASH_BLOCK)
+    try:
+        with path.open(encoding="utf-8") as text:
+            first = text.readline()
+            known = lines.format_of(path, first.rstrip("\r\n"), text.readline())
+            text.seek(0)
+            found = list(islice(_rows(path, islice(text, known.header, None), known.parse), num_rows))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a trace that can be read: {error}") from error
+    rows = [row for row in found if row is not None]
+    return _sorted(path, rows, known.hash_block, len(found) - len(rows))
+
+
+def is_capture(beginning: bytes) -> bool:
+    """Return whether a file begins as a capture of this engine does."""
+    return b"engine-core capture" in beginning[:64]
+
+
+def _rows(path: Path, texts: Iterable[str], parse: Parse) -> Iterator[Row | None]:
+    for number, line in enumerate(texts, 1):
         try:
-            rows.append(_checked(parse(line)))
+            row = parse(line.rstrip("\r\n"))
+            yield None if row is None else _checked(row)
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, row {number}: {_reason(error)}: {line:.80}") from error
+            raise ConfigError(f"{path}, row {number}: {_reason(error)}: {line.strip():.80}") from error
+
+
+def _sorted(path: Path, rows: list[Row], hash_block: int, num_skipped: int = 0) -> Trace:
     if not rows:
         raise ConfigError(f"{path} holds no requests")
-    rows.sort(key=lambda row: row.arrival_s)  # stable: rows with equal times keep their order
-    return Trace(path.name, [row._replace(arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows])
-
-
-def _parser_for(path: Path, lines: Sequence[str]) -> Callable[[str], Row]:
-    first = lines[0] if lines else ""
-    if first.startswith(_AZURE_HEADER):
-        return _azure
-    if '"hash_ids"' in first:
-        return _mooncake
-    if '"queued_ts"' in first:
-        return _vllm_measured
-    if path.name.startswith("servegen") or ",Gamma," in first or '"input_tokens"' in "".join(lines[1:3]):
-        raise ConfigError(f"{path} holds ServeGen's parameters of a generator, not requests; take a recorded trace")
-    raise ConfigError(
-        f"{path} is no trace known here; known are Mooncake's JSON lines, the Azure CSV of 2023 (header "
-        f"{_AZURE_HEADER}) and LLMServingSim's requests.jsonl; its first line is {first:.80}"
-    )
-
-
-def _mooncake(line: str) -> Row:
-    record = json.loads(line)
-    num_input, hash_ids = _integer(record["input_length"]), tuple(_integer(one) for one in record["hash_ids"])
-    if len(hash_ids) != (expected := ceil_div(num_input, HASH_BLOCK)):
-        raise ValueError(f"{len(hash_ids)} hash_ids; {num_input} tokens have {expected} blocks of {HASH_BLOCK}")
-    return Row(_number(record["timestamp"]) / 1e3, num_input, _integer(record["output_length"]), hash_ids)
-
-
-def _azure(line: str) -> Row:
-    (values,) = csv.reader([line])
-    timestamp, num_input, num_output = values
-    moment, _, fraction = timestamp.partition(".")  # with 7 digits of a second
-    seconds = datetime.datetime.fromisoformat(moment).replace(tzinfo=datetime.UTC).timestamp()
-    return Row(seconds + int(fraction or 0) / 10 ** len(fraction), int(num_input), int(num_output))
-
-
-def _vllm_measured(line: str) -> Row:
-    """Parse a row. arrival_time is on another clock than the other three times."""
-    record = json.loads(line)
-    ttft_s = _number(record["first_token_ts"]) - _number(record["queued_ts"])
-    return Row(
-        _number(record["arrival_time"]), _integer(record["input_toks"]), _integer(record["output_toks"]), None, ttft_s
-    )
+    rows = sorted(rows, key=lambda row: row.arrival_s)  # stable: rows with equal times keep their order
+    first = rows[0].arrival_s
+    return Trace(path.name, [row._replace(arrival_s=row.arrival_s - first) for row in rows], hash_block, num_skipped)
 
 
 def _checked(row: Row) -> Row:
     if not 1 <= row.num_input < _MAX_LENGTH or not 0 <= row.num_output < _MAX_LENGTH:
         raise ValueError(f"{row.num_input} input and {row.num_output} output tokens; expected at least 1 and 0")
     return row
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise ValueError(f"expected a whole number from 0, got {value!r:.40}")
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"expected a number, got {value!r:.40}")
-    return float(value)
 
 
 def _reason(error: Exception) -> str:

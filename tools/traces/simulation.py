@@ -1,5 +1,6 @@
 """A workload through the real engine core and the fake executor, under a virtual clock."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,6 @@ from core.engine import EngineCore
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import create
-from core.inputs import EngineReply
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.stats import SchedulerStats
 from ipc.arrays import Ints
@@ -52,45 +52,53 @@ class Observed(NamedTuple):
     stats: SchedulerStats
 
 
-class _TimedExecutor:
+class TimedExecutor:
     """The fake executor, with the duration of the last step."""
 
     def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
         self._inner = create(config)
         self._inner.initialize_cache(config)
         self._step_time = step_time
-        self.info, self.grammars = self._inner.info, self._inner.grammars
+        self.info, self.grammars, self.adapters = self._inner.info, self._inner.grammars, self._inner.adapters
         self.scheduler: Scheduler | None = None
         self.duration_ns = 0
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        """Return the fake executor's number."""
         return self._inner.determine_num_available_blocks(memory_bytes, block_size)
 
     def cache_memory_bytes(self) -> int | None:
+        """Return the fake executor's answer: there is no device."""
         return self._inner.cache_memory_bytes()
 
     def initialize_cache(self, config: EngineConfig) -> None:
         """Do nothing: the constructor has done it."""
 
     def measure_steps(self) -> StepCosts:
+        """Return the fake executor's made-up durations."""
         return self._inner.measure_steps()
 
     def warm_up(self) -> int:
+        """Return the fake executor's made-up duration."""
         return self._inner.warm_up()
 
     def measure_costs(self) -> Costs:
+        """Return the fake executor's made-up costs."""
         return self._inner.measure_costs()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Run one step, and note its duration."""
         assert self.scheduler is not None, "no scheduler to ask for the rows' lengths"
         context = int(self.scheduler.table.num_computed_tokens[plan.rows].sum())
         self.duration_ns = self._step_time.of(plan, context)
         return self._inner.execute(plan)
 
     def prepare_ahead(self) -> bool:
+        """Do what the fake executor does."""
         return self._inner.prepare_ahead()
 
     def close(self) -> None:
+        """Close the fake executor."""
         self._inner.close()
 
 
@@ -99,10 +107,10 @@ def simulate(config: EngineConfig, requests: list[TimedRequest], step_time: Step
 
     config: resolved. requests: in order of arrival.
     """
-    executor = _TimedExecutor(config, step_time)
+    executor = TimedExecutor(config, step_time)
     engine = EngineCore(config, executor)
     executor.scheduler = engine.scheduler
-    observer = _Observer([request.arrival_ns for request in requests])
+    observer = Observer([request.arrival_ns for request in requests])
     now_ns = next_request = num_pauses = 0
     while (next_request < len(requests) or engine.has_work) and num_pauses < _MAX_PAUSES:
         if not engine.has_work:
@@ -120,7 +128,7 @@ def simulate(config: EngineConfig, requests: list[TimedRequest], step_time: Step
     return observer.observed(now_ns, engine.scheduler.stats)
 
 
-class _Observer:
+class Observer:
     """Fills the columns of Observed."""
 
     def __init__(self, arrivals_ns: list[int]) -> None:
@@ -129,7 +137,7 @@ class _Observer:
         self._scheduled, self._first, self._last = (np.full(count, _NEVER, np.int64) for _ in range(3))
         self._counts, self._finished = (np.zeros(count, np.int64) for _ in range(2))
 
-    def take(self, replies: list[tuple[int, EngineReply]], begin_ns: int, end_ns: int) -> None:
+    def take(self, replies: Sequence[tuple[int, object]], begin_ns: int, end_ns: int) -> None:
         """Enter the replies of a step that ran from begin_ns to end_ns.
 
         A request that is refused never finishes, and counts as unfinished.
@@ -149,5 +157,6 @@ class _Observer:
                 self._finished[numbers[np.frombuffer(reply.finish, "u1") > 0]] = 1
 
     def observed(self, end_ns: int, stats: SchedulerStats) -> Observed:
+        """Return the columns. end_ns: of the last step. stats: the engine's."""
         columns = (self._arrivals, self._scheduled, self._first, self._last, self._counts, self._finished)
         return Observed(*columns, end_ns, stats)

@@ -2,8 +2,8 @@
 
 Lengths: if the longest request (input + output) has more than max_tokens tokens, every length is multiplied by k / 512
 and rounded down, to at least 1; k is the largest whole number with which the longest fits. A hash id's block of 512
-tokens becomes k tokens, equal wherever the id is equal, so that prompts still share what they shared. Rows without hash
-ids share nothing.
+tokens becomes k tokens, equal wherever the id is equal, so that prompts still share what they shared; blocks of 16
+tokens (Qwen-Bailian, captures) shrink likewise. Rows without hash ids share nothing.
 Times: arrivals are multiplied by time_scale.
 Every fifth request (the first, the sixth, ...) is urgent: priority 0, the others 1.
 Client 0 sends every other request (the first, the third, ...); the remaining clients take turns with the rest.
@@ -52,20 +52,28 @@ def make_workload(trace: Trace, *, max_tokens: int, time_scale: float, num_clien
     requests = []
     for number, row in enumerate(trace.rows):
         params = SamplingParams(max_tokens=max(1, row.num_output * scale // HASH_BLOCK), ignore_eos=True, temperature=0)
-        prompt = _prompt(row, number, scale, vocab_size)
+        prompt = _prompt(row, number, scale, vocab_size, trace.hash_block)
         message = AddRequest(number, prompt.astype("<i4").tobytes(), params, 0, priority=int(number % 5 > 0))
         client = 0 if number % 2 == 0 or num_clients == 1 else 1 + number // 2 % (num_clients - 1)
         requests.append(TimedRequest(round(row.arrival_s * time_scale * 1e9), client, message))
     return Workload(trace, requests, scale / HASH_BLOCK)
 
 
-def _prompt(row: Row, number: int, scale: int, vocab_size: int) -> Int32s:
-    """Return the prompt of a row. Token o of block h is a function of h and o alone."""
+def _prompt(row: Row, number: int, scale: int, vocab_size: int, hash_block: int) -> Int32s:
+    """Return the prompt of a row. Token o of block h is a function of h and o alone.
+
+    hash_block: tokens that one of the row's hash ids stands for. What is behind the last of them is the row's own.
+    """
     positions = np.arange(max(1, row.num_input * scale // HASH_BLOCK), dtype=np.uint64)
     if row.hash_ids is None:  # one block, with an id that no hash id has
         blocks, offsets = np.full(len(positions), 2**53 + number, np.uint64), positions
-    else:
+    elif hash_block == HASH_BLOCK:
         blocks = np.array(row.hash_ids, np.uint64)[positions // np.uint64(scale)]
         offsets = positions % np.uint64(scale)
+    else:  # smaller blocks, which need not become a whole number of tokens: each takes its place in the original
+        places = positions * np.uint64(HASH_BLOCK) // np.uint64(scale)
+        ids = np.array([*row.hash_ids, 2**53 + number], np.uint64)
+        blocks = ids[np.minimum(places // np.uint64(hash_block), np.uint64(len(row.hash_ids)))]
+        offsets = places % np.uint64(hash_block)
     tokens = mix(mix(blocks) + offsets) % np.uint64(vocab_size - _FIRST_ID)
     return (tokens + np.uint64(_FIRST_ID)).astype(np.int32)

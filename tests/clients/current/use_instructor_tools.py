@@ -21,7 +21,8 @@ found = client.chat.completions.create(
     model=os.environ["MODEL"],
     messages=[{"role": "user", "content": "Describe the colour of the sky."}],
     response_model=Colour,
-    max_tokens=64,
+    max_tokens=200,
+    temperature=0,
     max_retries=0,
 )
 assert 0 <= found.warmth <= 9

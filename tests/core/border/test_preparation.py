@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.border import preparation
+from core.border.turns import Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
@@ -217,3 +218,17 @@ def test_a_stop_joins_the_thread(start: Start, gate: Gate) -> None:
     assert any(thread.name == "preparation" for thread in threading.enumerate())
     running.close()
     assert not any(thread.name == "preparation" for thread in threading.enumerate())
+
+
+def test_parts_of_a_request_come_before_its_clients_others_and_behind_other_clients() -> None:
+    turns: Turns[str] = Turns()
+    for client, item in ((1, "a"), (1, "b"), (2, "c")):
+        turns.put(client, item)
+    taken = []
+    for _ in range(5):
+        item = turns.take()
+        assert item is not None
+        taken.append(item)
+        if taken.count("a") < 3 and item == "a":
+            turns.give_back(1, item)
+    assert taken == ["a", "c", "a", "a", "b"]

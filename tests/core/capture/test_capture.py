@@ -1,5 +1,6 @@
 """The capture: what is written, what is read back, and that it never holds the engine up."""
 
+import errno
 import os
 import stat
 import threading
@@ -11,7 +12,7 @@ from core.capture import writer as capture_writer
 from core.capture.engine import CapturedEngine, capture_path, start_capture
 from core.capture.file import CaptureFile
 from core.capture.records import TAGS, Close, Gap, Header, Input, Step, decode_config, decode_record, encode_record
-from core.capture.writer import CaptureWriter
+from core.capture.writer import CaptureWriter, open_capture
 from core.execution.executor import ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import FakeExecutor
@@ -184,6 +185,21 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_the_start() -> None:
     header = Header("", 1, 0, "", encode_record(STEP), MODEL, 0, 0, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"capture='/dev/full': No space left on device"):
         CaptureWriter("/dev/full", os.open("/dev/full", os.O_WRONLY), header)
+    assert os.path.exists("/dev/full")
+
+
+def test_a_refused_capture_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = Header("", 1, 0, "", encode_record(STEP), MODEL, 0, 0, 0)  # type: ignore[arg-type]
+    fd = open_capture(str(tmp_path / "a.cap"))
+
+    def refuse(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        CaptureWriter(str(tmp_path / "a.cap"), fd, header)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
 
 
 def test_closing_twice_and_adding_afterwards_change_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from core.capture.records import decode_config
 from core.capture.redaction import redact
 from core.capture.token_names import TokenNames
 from ipc.errors import CaptureFileError, ConfigError
+from ipc.feature_messages import FeatureUse
 from ipc.messages import AddRequest
 from ipc.pooling_messages import AddPooling
 from ipc.sampling_params import SamplingParams
@@ -165,3 +166,39 @@ def test_what_cannot_be_redacted_is_refused_and_leaves_no_file(tmp_path: Path) -
     with pytest.raises(CaptureFileError, match="which tokens repeat"):
         redact(CaptureFile(path), str(out))
     assert not out.exists()
+
+
+def test_more_tokens_than_names_are_refused() -> None:
+    """Names are without reserved ids, which prompts may have."""
+    names = TokenNames(5, {0})
+    state = names.begin("")
+    assert len({names.name(state, token) for token in (1, 2, 3, 4)}) == 4
+    with pytest.raises(CaptureFileError, match="more than 4 different tokens follow"):
+        names.name(state, 0)
+
+
+@pytest.mark.usefixtures("slow_close")
+def test_features_are_decided_by_their_ids_and_leave_no_digest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded tokens need no feature; the model would, so a full replay is refused."""
+    path, out = tmp_path / "a.cap", tmp_path / "red.cap"
+
+    def make(number: int, rng: random.Random) -> AddRequest | AddPooling:
+        message = make_any(number, rng)
+        if isinstance(message, AddPooling) or len(message.prompt_token_ids) < 12 or number % 3:
+            return message
+        ids = np.frombuffer(message.prompt_token_ids, "<i4").copy()
+        ids[:2] = -1 - number % 2
+        uses = [FeatureUse(0, 2, b"digest-canary" + bytes([number % 2]))]
+        return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
+
+    capture(path, CONFIG, seed=3, num_steps=80, make=make)
+    assert b"digest-canary" in path.read_bytes()
+    assert main([str(path)]) == 0
+    redact(CaptureFile(path), str(out))
+    assert decisions(out) == decisions(path)
+    assert b"digest-canary" not in out.read_bytes()
+    assert main([str(out)]) == 0
+    assert main([str(path), "--mode", "full"]) != 0
+    assert "has images or prompt_embeds" in capsys.readouterr().err

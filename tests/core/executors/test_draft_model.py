@@ -10,8 +10,9 @@ from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.process.resolve import resolve_costs
 from core.scheduling.stats import SchedulerStats
-from ipc.config import EngineConfig, config_from_options
+from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.given_options import config_from_options
 from ipc.speculation import SpeculativeConfig
 from tests.core.driving import Inbox, add_message
 from tools.bench.tiny_model import write_tiny_model
@@ -113,5 +114,5 @@ def test_another_vocabulary_is_an_error(model: str, tmp_path: Path) -> None:
 
 
 def test_only_models_have_draft_models(model: str) -> None:
-    with pytest.raises(ConfigError, match="'fake' has no draft model"):
+    with pytest.raises(ConfigError, match="'fake' runs no model that drafts"):
         config_from_options(executor="fake", speculative_config={"method": "draft_model", "model": model})

@@ -40,7 +40,7 @@ def test_a_runner_has_the_sizes_of_the_config() -> None:
 
 
 def test_a_cache_that_does_not_fit_is_an_error_that_names_the_options() -> None:
-    message = r"^9 blocks; lower kv_cache_memory_bytes, max_model_len or swap_space_bytes$"
+    message = r"^9 blocks; lower kv_cache_memory_bytes, max_model_len, swap_space_bytes or kv_host_bytes$"
     with pytest.raises(OutOfMemoryError, match=message), caches_that_fit():
         raise MemoryError("9 blocks")
     with pytest.raises(torch.OutOfMemoryError), caches_that_fit():

@@ -81,7 +81,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(install: Install, 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (GOOD.replace("(1, 0)", "(2, 0)"), r"is written for EXECUTOR_API \(2, 0\), and this engine serves 1.0 to 1.0"),
+        (GOOD.replace("(1, 0)", "(2, 0)"), r"is written for EXECUTOR_API \(2, 0\), and this engine serves 1.0 to 1.1"),
         (GOOD.replace("(1, 0)", f"(1, {EXECUTOR_API[1] + 1})"), "is written for EXECUTOR_API"),
         (GOOD.replace("EXECUTOR_API", "OTHER"), "is written for EXECUTOR_API None"),
         ("EXECUTOR_API = (1, 0)", r"executor 'npu' \(ascend_module, of ascend 1.5\) has no create\(config\)"),

@@ -53,6 +53,15 @@ OLD: list[dict[str, Any]] = [
     {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 3, "rope_local_base_freq": 5000.0},
     {"model_type": "gemma3_text", "rope_theta": 2e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 8, "query_pre_attn_scalar": 168},
+    {"model_type": "gemma2", "sliding_window": 30},
+    {"model_type": "phi3", "sliding_window": 30},
+    {"model_type": "phi3", "num_key_value_heads": None},
+    {"model_type": "smollm3", "no_rope_layers": [1, 0] * 4},
+    {"model_type": "exaone4", "sliding_window": 9},
+    {"model_type": "ministral", "sliding_window": None},
+    {"model_type": "ministral", "layer_types": ["full_attention", "sliding_attention"] * 4},
+    {"model_type": "glm4", "head_dim": 8},
+    {"model_type": "mixtral", "sliding_window": 12},
 ]
 
 
@@ -65,8 +74,9 @@ def test_settings_are_understood_as_by_transformers(settings: dict[str, Any], tm
     for name in ("num_key_value_heads", "tie_word_embeddings"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
-    window = theirs.sliding_window
+    window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * 8
     sliding = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
     assert ours.sliding_layers == sliding
@@ -113,7 +123,67 @@ def test_rope_scalings(key: str, tmp_path: Path) -> None:
     assert scaling(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0).attention_factor == 1.0
 
 
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+FULL = ["full_attention"] * 8
+
+
+def test_features_of_the_other_architectures(tmp_path: Path) -> None:
+    granite = {
+        "embedding_multiplier": 12,
+        "logits_scaling": 8,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.5,
+    }
+    config = read(tmp_path, model_type="granite", **granite)
+    multipliers = config.embedding_multiplier, config.residual_multiplier, config.logits_multiplier, config.scores_scale
+    assert multipliers == (12.0, 0.22, 0.125, 0.5)
+    config = read(tmp_path, model_type="minicpm", scale_emb=12, scale_depth=1.4, dim_model_base=16)
+    assert (config.embedding_multiplier, config.logits_multiplier) == (12.0, 0.25)
+    assert config.residual_multiplier == 1.4 / 8**0.5
+    config = read(tmp_path, model_type="gemma2")
+    assert (config.scores_cap, config.logits_cap) == (50.0, 30.0)
+    config = read(tmp_path, model_type="smollm3", num_hidden_layers=9)
+    assert config.unrotated_layers == (3, 7)
+    assert read(tmp_path, model_type="exaone4").unrotated_layers == (3, 7)
+    assert read(tmp_path, model_type="exaone4", sliding_window=None, layer_types=FULL).unrotated_layers == ()
+    config = read(tmp_path, model_type="glm4", head_dim=24)
+    assert (config.rotary_dim, config.qkv_bias, config.output_bias) == (12, True, False)
+    config = read(tmp_path, model_type="seed_oss", attention_out_bias=True)
+    assert (config.qkv_bias, config.output_bias) == (True, True)
+    config = read(tmp_path, model_type="olmo3", rope_theta=7e4, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert (config.rope_theta, config.sliding_rope_theta, config.rope_scaling) == (7e4, 7e4, LinearScaling(2.0))
+
+
+def test_routed_mlps(tmp_path: Path) -> None:
+    def experts(**settings: Any) -> tuple[Any, ...]:
+        parts = read(tmp_path, **settings).experts
+        assert parts is not None
+        return parts.num_experts, parts.num_chosen, parts.intermediate_size, parts.normalises, parts.dense_layers
+
+    assert experts(model_type="qwen3_moe", **ROUTED, norm_topk_prob=True) == (8, 2, 16, True, ())
+    assert experts(model_type="qwen3_moe", **ROUTED, mlp_only_layers=[2]) == (8, 2, 16, False, (2,))
+    assert experts(model_type="qwen3_moe", **ROUTED, decoder_sparse_step=3) == (8, 2, 16, False, (0, 1, 3, 4, 6, 7))
+    assert experts(model_type="mixtral") == (8, 2, 96, True, ())
+    assert experts(model_type="olmoe") == (64, 8, 96, False, ())
+    assert experts(model_type="granitemoe", num_local_experts=3) == (3, 2, 96, True, ())
+    assert read(tmp_path, model_type="qwen3").experts is None
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5.*only 1 is"),
+    ({"model_type": "llama", "rope_scaling": {"type": "longrope"}}, "rope_scaling.type='longrope'.*'yarn' are"),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0.*only null is"),
+    ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=True.*only false is"),
+    ({"model_type": "granitemoehybrid", "num_local_experts": 4}, "num_local_experts=4.*only 0 is"),
+    (
+        {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba", "attention"] * 4},
+        "layer_types=.*all layers of a GraniteMoeHybridForCausalLM have full attention",
+    ),
+    ({"architectures": ["Qwen2MoeForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
+    ({"architectures": ["GptOssForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
+    ({"architectures": ["Lfm2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
     ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 8}, "layer_types=.*all layers of a Mistral"),
     ({"model_type": "gemma3_text", "layer_types": ["chunked_attention"] * 8}, "layer_types=.*'full_attention' and"),
@@ -140,6 +210,25 @@ def test_what_is_not_supported_is_refused_by_name(settings: dict[str, Any], mess
 
 SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be an integer from 1"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 8 zeros and ones"),
+    (
+        {"model_type": "qwen3_moe", **ROUTED, "num_experts_per_tok": 9},
+        "num_experts_per_tok must be at most num_experts=8",
+    ),
+    ({"model_type": "qwen3_moe", **ROUTED, "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
+    ({"model_type": "qwen3_moe"}, "num_local_experts is missing"),
+    (
+        {"model_type": "glm4", "partial_rotary_factor": 0.01},
+        "partial_rotary_factor must rotate an even number of the 128",
+    ),
+    (
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+        "rope_scaling.long_factor must be a list of 1 numbers",
+    ),
+    (
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [0], "long_factor": [1.0]}},
+        "rope_scaling.short_factor must hold numbers above 0",
+    ),
     ({"model_type": "qwen2", "use_sliding_window": 1}, "use_sliding_window must be true or false"),
     ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types must be a list of 8 names"),
     ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window is missing"),
@@ -232,6 +321,38 @@ def test_windows_of_gguf_files(tmp_path: Path) -> None:
     assert gguf_of(tmp_path, "gemma3", **settings, block_count=3).sliding_layers == (1, 2)
     with pytest.raises(ModelFileError, match="sliding_window_pattern must be a number or 4 booleans"):
         gguf_of(tmp_path, "gemma3", **settings, block_count=4)
+
+
+GGUF_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"embedding_scale": 12.0}, "llama.embedding_scale=12.0 is not supported; only 1.0 is"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping=50.0 is not supported"),
+    ("qwen2", {"attention.sliding_window": 9}, "only gemma3, gemma2, phi3, olmo2, exaone4, mistral3 have one"),
+    ("qwen2", {"rope.scaling.attn_factor": 1.2}, "attn_factor=1.2.* is not supported; only 1.0 is"),
+    ("qwen3", {"expert_count": 8}, "qwen3.expert_count=8 is not supported; only 0 is"),
+    ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2 is not supported; only 1 is"),
+    ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv=8.0 is not supported"),
+    ("granitemoe", {"expert_shared_count": 1}, "granitemoe.expert_shared_count=1 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "edit", "message"), GGUF_REFUSED, ids=[one for _, _, one in GGUF_REFUSED])
+def test_what_gguf_files_cannot_have_is_refused_by_name(
+    architecture: str, edit: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        gguf_of(tmp_path, architecture, **edit)
+
+
+def test_routed_mlps_of_gguf_files(tmp_path: Path) -> None:
+    settings = {"expert_count": 8, "expert_used_count": 2}
+    mixtral = gguf_of(tmp_path, "llama", **settings)
+    assert (mixtral.architecture, mixtral.experts and mixtral.experts.normalises) == ("MixtralForCausalLM", True)
+    assert gguf_of(tmp_path, "llama").architecture == "LlamaForCausalLM"
+    olmoe = gguf_of(tmp_path, "olmoe", **settings, expert_feed_forward_length=32).experts
+    assert olmoe is not None
+    assert (olmoe.normalises, olmoe.intermediate_size) == (False, 32)
+    with pytest.raises(ModelFileError, match=r"qwen3moe.expert_used_count must be at most qwen3moe.expert_count=8"):
+        gguf_of(tmp_path, "qwen3moe", **{**settings, "expert_used_count": 9})
 
 
 def test_the_large_gemma_scales_its_queries_by_another_number(tmp_path: Path) -> None:

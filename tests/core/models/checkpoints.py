@@ -44,9 +44,30 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+#: transformers takes the short factors for prompts of at most 4 tokens, and the long ones for all of PROMPT_LENGTHS.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0, 1.5, 2.0, 3.0, 1.0, 1.25],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 16.0],
+}
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+MINISTRAL_ROPE = {
+    **YARN,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+OLMO_ROPE = {
+    "full_attention": {**YARN, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 
 #: Name -> transformers' model_type and settings beside SIZES.
@@ -78,6 +99,92 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 100,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "phi3": ("phi3", {"max_position_embeddings": 512, "sliding_window": 131}),
+    "phi4-mini": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4, "logits_scaling": 3.0},
+    ),
+    "granite4-dense": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "residual_multiplier": 0.22,
+            "mamba_n_heads": 4,
+        },
+    ),
+    "minicpm": (  # transformers has no MiniCPM: the same arithmetic, with the usual scale of scores
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / 3**0.5,
+            "attention_multiplier": 12**-0.5,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 100, "num_hidden_layers": 4, "rope_parameters": OLMO_ROPE}),
+    "exaone4": ("exaone4", {"sliding_window": 100, "sliding_window_pattern": 2, "rope_parameters": LLAMA3}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral": (
+        "ministral",
+        {"head_dim": 16, "sliding_window": 100, "layer_types": ["full_attention", *["sliding_attention"] * 2]},
+    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}),
+    "seed-oss": ("seed_oss", {"head_dim": 16}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 16}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe with a dense layer": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "granite-moe": (
+        "granitemoe",
+        {"num_local_experts": 5, "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0},
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 20}),
 }
 
 
@@ -93,7 +200,9 @@ def build(case: str) -> Any:
 
     model_type, settings = CASES[case]
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}, attn_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # The other implementations of experts have no float64.
+    options = {"experts_implementation": "eager"} if hasattr(config, "num_local_experts") else {}
+    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

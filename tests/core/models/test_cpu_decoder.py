@@ -2,6 +2,7 @@
 asked for with the step or after it - and cache, for every kind of model, whatever the threads, as batches grow and
 shrink."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-import kernels.cpu.decoder
+import kernels.cpu.decoder_parts
 from core.model_files.values import Values
 from core.models.llama import Llama
 from core.models.step import ONCE, ModelInputs, StepResult
 from core.sampling.sampler import sample_greedily
 from ipc.arrays import Ints
 from ipc.errors import ModelFileError
+from kernels.cpu.decoder import DecoderResult
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import MAX_HEAD_DIM
@@ -87,6 +89,55 @@ def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
         library.stop_threads()
 
 
+class Tapped:
+    """A model whose taps are compared in each step with the output of so many layers, operation after operation."""
+
+    places = (2, 3, 1, 2)
+
+    def __init__(self, model: Llama) -> None:
+        self._model, self.num_compared = model, 0
+        model.tap(self.places)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        rows, expected = np.arange(len(inputs.token_ids))[::-1], []
+        for place in self.places:
+            first = copy.copy(self._model)
+            first.layers = self._model.layers[:place]
+            expected.append(first.hidden_states(inputs))
+        result = self._model.forward(inputs)
+        assert isinstance(result, DecoderResult)
+        for part in (inputs.logits_rows, rows[:1], rows[::3], rows):
+            states = result.states_of(part)
+            assert same_bits(states, np.stack([one[part] for one in expected], 1))
+            self.num_compared += len(part)
+        result.logits_of(rows[:1])
+        assert same_bits(
+            result.states_of(inputs.logits_rows), np.stack([one[inputs.logits_rows] for one in expected], 1)
+        )
+        return result
+
+
+@pytest.mark.parametrize("kind", ["plain", "local and global"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_taps_have_the_bits_of_the_residual_stream(dtype: str, kind: str) -> None:
+    model, library = random_model(KINDS[kind], DTYPES[dtype]), load_cpu_library()
+    watched = Tapped(model)
+    plain = Requests(tiny_model(DTYPES[dtype], kind=kind), prompts(111, 49, 603))
+    expected = [part.numpy() for step in STEPS for part in plain.step(step).values()]
+    try:
+        for num_threads in (1, 2):
+            library.start_threads(num_threads)
+            requests = Requests(watched, prompts(111, 49, 603))
+            got = [part.numpy() for step in STEPS for part in requests.step(step).values()]
+    finally:
+        library.stop_threads()
+    assert all(map(same_bits, got, expected))
+    assert watched.num_compared > 2000
+
+
 @pytest.mark.parametrize(("reported", "streams"), [("1K", True), ("1048576K", False), ("some", False), (None, False)])
 def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_give_the_same_bits(
     reported: str | None, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +146,7 @@ def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_gi
     if reported is not None:
         (tmp_path / "index3").mkdir()
         (tmp_path / "index3" / "size").write_text(f"{reported}\n")
-    monkeypatch.setattr(kernels.cpu.decoder, "_CACHES", tmp_path)
+    monkeypatch.setattr(kernels.cpu.decoder_parts, "_CACHES", tmp_path)
     model = random_model(KINDS["plain"], BFLOAT16)
     assert model._decoder is not None
     assert model._decoder._decoder.head.packing == (streams and "avx512" in model.variant)

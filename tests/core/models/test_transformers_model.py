@@ -92,6 +92,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 def config_for(folder: Path, **options: Any) -> EngineConfig:
     options = {"dtype": "float32", "threads": 1, "kv_cache_memory_bytes": 4 << 20} | options
+    options = {"model_impl": "transformers"} | options
     return EngineConfig(model=str(folder), **options)
 
 

@@ -6,7 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from core.executors.local import usual_dtype
 from core.model_files.loading import load_model
+from core.model_files.model_config import read_model_config
 from core.models.cpu_operations import CpuOperations
 from core.models.llama import Llama
 from core.models.weight_form import WeightForm, best_form
@@ -14,7 +16,7 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from kernels.cpu.gemm import QUANTIZED, PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
-from kernels.elements import BFLOAT16
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import KINDS, difference, run
 from tests.core.runner.invariance_scenarios import PROMPT
 from tests.core.runner.test_invariance_quantized import quantized_weights
@@ -42,13 +44,27 @@ def test_what_would_fill_the_memory_stays_as_stored(monkeypatch: pytest.MonkeyPa
     assert best_form(library, KINDS["plain"]) is WeightForm.STORED
 
 
+@pytest.mark.parametrize(
+    ("flags", "bytes_per_weight", "dtype"),
+    [("avx2 fma", 16, FLOAT32), ("avx2 fma", 15, BFLOAT16), ("avx512f avx512_bf16", 16, BFLOAT16)],
+)
+def test_a_model_that_float32_would_make_too_large_runs_in_bfloat16(
+    flags: str, bytes_per_weight: int, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_model(tmp_path)
+    weights = read_model_config(tmp_path).num_matrix_weights
+    monkeypatch.setattr("core.models.weight_form.usable_memory_bytes", lambda: weights * bytes_per_weight)
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: f"flags : fpu {flags}\n")
+    assert usual_dtype(tmp_path) == dtype
+
+
 def test_dequantized_at_load_the_bits_are_those_as_stored() -> None:
     library = load_cpu_library()
     forms = {
         form: Llama(KINDS["plain"], quantized_weights("plain").items(), BFLOAT16, library=library, form=form)
         for form in (WeightForm.STORED, WeightForm.DENSE)
     }
-    packings = [cast(PackedMatrix, model.layers[0].down).packing == QUANTIZED for model in forms.values()]
+    packings = [cast(PackedMatrix, model.layers[0].products["down"]).packing == QUANTIZED for model in forms.values()]
     assert packings == [True, False]
     assert difference(run(forms[WeightForm.DENSE], PROMPT), run(forms[WeightForm.STORED], PROMPT)) == ""
     assert forms[WeightForm.DENSE].variant == forms[WeightForm.STORED].variant

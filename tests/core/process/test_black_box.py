@@ -1,6 +1,7 @@
 """The black box: what the engine notes is what a reader finds, while it runs and after it died."""
 
 import os
+import random
 import time
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ from core.execution.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from core.process.black_box import BlackBox
 from frontend.engine.process import EngineProcess
 from ipc.arrays import NO_INT32S
-from ipc.black_box import NO_READING, BlackBoxFile, request_digest
+from ipc.black_box import NO_READING, BlackBoxFile, request_digest, size_of
 from ipc.config import EngineConfig
+from ipc.memory_files import make_memory_file
 from ipc.sampling_params import SamplingParams
 from tests.raw_client import PATIENCE_S, RawClient
 
@@ -76,6 +78,63 @@ def test_a_reader_finds_the_steps_in_flight() -> None:
     assert not page.reader.read().is_in_step
 
 
+def test_a_steady_step_stores_no_column() -> None:
+    page = BlackBoxFile(8)
+    steps = Steps(BlackBox(page.fd, 8, 0))
+    steps.computed[[5, 2]] = 3, 1
+    steps.begin([5, 2], [3, 1], new_row(5, [1, 2, 3], []), new_row(2, [4], []))
+    steps.computed[[5, 2]] += 1
+    steps.begin([5, 2], [1, 1])
+    columns = page.reader._page.ends.tobytes()
+    for age in range(1, 4):
+        steps.computed[[5, 2]] += 1
+        steps.begin([5, 2], [1, 1])
+        steps.box.end(DONE)
+        steps.box.turn(0)
+        assert page.reader.last_rows() == [(digest([1, 2, 3]), 3 + age, 4 + age), (digest([4]), 1 + age, 2 + age)]
+    assert page.reader._page.ends.tobytes() == columns
+    steps.computed[5] += 1
+    steps.begin([5], [1])
+    assert page.reader._page.ends.tobytes() != columns
+    assert page.reader.last_rows() == [(digest([1, 2, 3]), 7, 8)]
+
+
+def test_what_is_found_equals_what_was_planned() -> None:
+    """Random plans, of which many are steady; at most two of them are in flight."""
+    draw = random.Random(5)
+    page = BlackBoxFile(8)
+    steps, num_steady = Steps(BlackBox(page.fd, 8, 0)), 0
+    prompts = {row: [row] for row in range(8)}
+    steps.computed[:] = 1
+    steps.begin(list(range(8)), [1] * 8, *(new_row(row, [row], []) for row in range(8)))
+    rows, counts, flying = list(range(8)), [1] * 8, [{digest([row]): (0, 1) for row in range(8)}]
+    for step in range(2000):
+        if draw.random() < 0.3:
+            rows = draw.sample(range(8), draw.randint(1, 8))
+            counts = [draw.choice([1, 1, 1, 3]) for _ in rows]
+        added = []
+        if not flying and draw.random() < 0.2:  # another request takes a row
+            row = draw.choice(rows)
+            steps.computed[row], prompts[row] = draw.randrange(50), [row, step]
+            added = [new_row(row, prompts[row], [])]
+        num_steady += counts == [1] * len(rows) and not added
+        steps.computed[rows] += counts
+        steps.begin(rows, counts, *added)
+        ends = steps.computed[rows].tolist()
+        planned = zip(rows, counts, ends, strict=True)
+        flying.append({digest(prompts[row]): (end - count, end) for row, count, end in planned})
+        assert {one.digest: one[1:] for one in page.reader.last_rows()} == flying[-1]
+        while len(flying) > 2 or (flying and draw.random() < 0.5):
+            flying.pop(0)
+            steps.box.end(DONE)
+        steps.box.turn(0)
+        due = flying[0] if flying else {}
+        for found, (start, end) in (flying[1] if len(flying) > 1 else {}).items():
+            due[found] = (min(due.get(found, (start, 0))[0], start), max(due.get(found, (0, end))[1], end))
+        assert {one.digest: one[1:] for one in page.reader.suspects()} == due
+    assert num_steady > 500
+
+
 def test_a_digest_is_of_the_prompt_and_the_options() -> None:
     assert digest([1]) != digest([2])
     assert digest([1]) != digest([1], SamplingParams(temperature=0.5))
@@ -117,6 +176,23 @@ def test_what_a_step_may_take_survives_the_engine(monkeypatch: pytest.MonkeyPatc
         step(steps, 1, 7)
     assert step(steps, 1, 7) == 7, "slow steps are forgotten ..."
     assert step(steps, 12, 7) == 700, "... but not those of other sizes"
+
+
+def test_a_page_of_another_version_is_left_alone() -> None:
+    """The owner's program may be older than the engine's, and then its page has another size."""
+    file = make_memory_file("engine-core-test", size_of(4) - 16)
+    try:
+        box = BlackBox(file, 4, 0)
+        box.turn(0)
+        assert os.pread(file, 4096, 0) == bytes(size_of(4) - 16)
+    finally:
+        os.close(file)
+
+
+def test_a_step_may_wait_for_its_turn() -> None:
+    page = BlackBoxFile(8)
+    Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, wait_ns=500)).begin([0], [1])
+    assert page.reader.read().expected_ns == 1500
 
 
 def test_the_box_of_a_running_engine() -> None:

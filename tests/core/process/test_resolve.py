@@ -37,6 +37,7 @@ def test_nothing_is_left_open() -> None:
         "model",
         "classifier_from_token",
         "capture",
+        "flight_recorder_folder",
         "speculative_config",
     ]
     assert (config.max_model_len, config.threads) == (2048, 4)

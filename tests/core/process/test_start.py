@@ -16,7 +16,7 @@ from ipc.config import EngineConfig
 from ipc.start_messages import Start
 
 start = Start(EngineConfig(executor="fake"), "tcp://127.0.0.1:0")
-started = start_engine(start, *bind(start), lambda phase: print(phase, gc.isenabled(), gc.get_freeze_count() > 20_000))
+started = start_engine(start, bind(start), lambda phase: print(phase, gc.isenabled(), gc.get_freeze_count() > 20_000))
 print("started", gc.isenabled(), gc.get_freeze_count() > 20_000, len(gc.get_objects()) < 2_000, flush=True)
 import os
 os._exit(0)

@@ -17,6 +17,16 @@ def test_memory_the_system_refuses_is_one_line(error: Exception, capfd: pytest.C
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_files_the_system_does_not_open_are_one_line(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    failed = describe_failure(OSError(number, "Too many open files"))
+    assert failed.error == "EngineStartError"
+    assert "open no more files while it starts" in failed.message
+    assert "ulimit -n, here " in failed.message
+    assert "\n" not in failed.message
+    assert capfd.readouterr().err == ""
+
+
 def test_a_bug_in_the_start_is_one_line_and_a_traceback_elsewhere(capfd: pytest.CaptureFixture[str]) -> None:
     assert describe_failure(RuntimeError("first\nlast")) == StartFailed(
         "", "RuntimeError: first (see its standard error)"

@@ -33,7 +33,10 @@ def searched(tokens: list[int], low: int, high: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (2, 5), (1, 3), (3, 8)])
-def test_it_finds_what_a_search_finds(low: int, high: int) -> None:
+@pytest.mark.parametrize("few_rows", [0, 6])
+def test_it_finds_what_a_search_finds(few_rows: int, low: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With five rows: all as columns, or one after the other."""
+    monkeypatch.setattr("core.proposers.ngram.FEW_ROWS", few_rows)
     rng = np.random.default_rng(low)
     table, rows = table_with([rng.integers(3, size=rng.integers(high, 40)).tolist() for _ in range(5)])
     proposer, num_found = NgramProposer(table, tuple(range(high, low - 1, -1)), 100_000), 0

@@ -1,5 +1,7 @@
 """SuffixProposer and its memory against a search through the row's tokens and the outputs of earlier requests."""
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,6 +10,7 @@ import pytest
 
 from core.batch.request import request_from_message
 from core.batch.table import BatchTable, RequestStart
+from core.proposers.gram_hash import GramHash
 from core.proposers.output_memory import OutputMemory
 from core.proposers.suffix import SuffixProposer
 from ipc.arrays import NO_INT32S, Ints
@@ -78,6 +81,46 @@ def test_it_finds_what_a_search_finds() -> None:
         outputs.append(table.token_ids(int(row)).tolist()[30:])
         end(table, one, rows)
     assert num_remembered > 50
+
+
+def test_few_rows_one_by_one_find_what_many_find_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, table, num_found = np.random.default_rng(2), BatchTable(3), 0
+    few, many = proposer(table), proposer(table)
+    for _ in range(8):
+        rows = start(table, [rng.integers(3, size=size).tolist() for size in (1, 4, 40)])
+        for _ in range(20):
+            asked = rows[rng.random(3) < 0.8]
+            if len(asked):
+                one = few.propose(asked, MOST)
+                with monkeypatch.context() as columns:
+                    for module in ("ngram", "suffix"):
+                        columns.setattr(f"core.proposers.{module}.FEW_ROWS", 0)
+                    other = many.propose(asked, MOST)
+                found = one.counts > 0
+                num_found += int(found.sum())
+                assert one.counts.tolist() == other.counts.tolist()
+                assert one.kinds[found].tolist() == other.kinds[found].tolist()
+                shown = np.arange(MOST) < one.counts[:, None]
+                assert one.token_ids[shown].tolist() == other.token_ids[shown].tolist()
+            for row in rows.tolist():
+                append(table, row, rng.integers(3, size=rng.choice([1, 1, 3, 20])).tolist())
+        few.end(rows)
+        end(table, many, rows)
+    assert num_found > 300
+
+
+def test_an_index_takes_memory_as_it_is_used() -> None:
+    """Clearing all of it at the first entry, as huge pages do, would stop every stream for 0.1 s."""
+    hashed = GramHash(LENGTHS, 1 << 21)
+    before = resident_bytes()
+    table = hashed.make_table()
+    table[hashed.lanes, 12_345] = 1
+    assert table.nbytes == 80 << 20
+    assert resident_bytes() - before < 4 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ import numpy.typing as npt
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
-from core.inputs import EngineInput, EngineReply
+from core.features.store import Features
+from core.inputs import EngineInput
 from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes
+from core.models.config import ExpertParts
 from core.models.llama import Llama
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.models.step import StepResult
@@ -23,15 +25,19 @@ from core.runner.accepted import accepted
 from core.runner.model_runner import ModelRunner
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
-from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
+from frontend.client.received_logprobs import ReceivedLogprobs
 from ipc.arrays import Floats, Int32s, Ints
 from ipc.config import EngineConfig, SchedulingPolicy
-from ipc.messages import AddRequest, FinishReason, Outputs
+from ipc.feature_messages import FeatureUse
+from ipc.lora_messages import AdapterId
+from ipc.messages import AddRequest, FinishReason
 from ipc.sampling_params import SamplingParams
 from ipc.speculation import SpeculativeConfig
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded
+from tests.core.runner.given_features import with_features
+from tests.core.runner.heard import Heard
 from tests.numbers import nan
 
 TARGET = 1000  # number and seed of the request that is watched
@@ -55,13 +61,18 @@ TINY = ModelConfig(
     dtype="float32",
 )
 
+_MULTIPLIERS: dict[str, Any] = {"residual_multiplier": 0.4, "embedding_multiplier": 5.0, "logits_multiplier": 0.5}
+_MULTIPLIERS |= {"unrotated_layers": (1,), "rotary_dim": 12}
+_ROW_NORMS: dict[str, Any] = {"qk_norm": True, "qk_norm_of_rows": True, "sliding_window": 90, "sliding_layers": (1,)}
+_EXPERTS = ExpertParts(num_experts=9, num_chosen=3, intermediate_size=80, normalises=True, dense_layers=(1,))
+
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
 KINDS: dict[str, ModelConfig] = {
     "plain": TINY,
     "untied head": msgspec.structs.replace(TINY, tie_word_embeddings=False),
     "llama3 rope": msgspec.structs.replace(TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64.0)),
-    "yarn rope": msgspec.structs.replace(TINY, rope_scaling=YarnScaling(4.0, 64.0, 1.2)),
+    "yarn rope": msgspec.structs.replace(TINY, rope_scaling=YarnScaling(4.0, 64.0, 1.2), query_growth=0.2),
     "sliding window": msgspec.structs.replace(TINY, sliding_window=90, sliding_layers=(0, 1, 2), qkv_bias=True),
     "head norms": msgspec.structs.replace(TINY, qk_norm=True, head_dim=24, output_bias=True),
     "local and global": msgspec.structs.replace(
@@ -78,6 +89,9 @@ KINDS: dict[str, ModelConfig] = {
         norm_offset=1.0,
         scale_embeddings=True,
     ),
+    "soft caps": msgspec.structs.replace(TINY, scores_cap=2.0, logits_cap=3.0, **_MULTIPLIERS),
+    "norms after": msgspec.structs.replace(TINY, pre_norms=False, post_norms=True, **_ROW_NORMS),
+    "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
 }
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
@@ -120,7 +134,7 @@ class Recorder(ModelRunner):
 
     scheduler: Scheduler  # whose plans are run; recorded_engine() sets it
 
-    def __init__(self, model: Llama, config: EngineConfig) -> None:
+    def __init__(self, model: Llama, config: EngineConfig, adapters: Any = None, features: Any = None) -> None:
         assert config.num_blocks_override is not None
         super().__init__(
             model,
@@ -129,6 +143,8 @@ class Recorder(ModelRunner):
             block_size=config.block_size,
             eos_token_ids=(0,),
             logprobs_mode=config.logprobs_mode,
+            adapters=adapters,
+            features=features,
         )
         self.logits: dict[tuple[int, int, int], Floats] = {}
         self.edited: dict[tuple[int, int, int], Floats] = {}
@@ -212,41 +228,17 @@ class RecordingExecutor:
 
 
 def recorded_engine(
-    model: Llama, config: EngineConfig, recorder_type: type[Recorder] = Recorder
+    model: Llama,
+    config: EngineConfig,
+    recorder_type: type[Recorder] = Recorder,
+    adapters: Any = None,
+    features: Features | None = None,
 ) -> tuple[EngineCore, Recorder]:
-    recorder = recorder_type(model, config)
+    more = {} if features is None else {"features": features}
+    recorder = recorder_type(model, config, adapters, **more)
     engine = EngineCore(config, RecordingExecutor(recorder))
     recorder.scheduler = engine.scheduler
     return engine, recorder
-
-
-class Heard:
-    """What an engine's clients are told, by (request number, choice)."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: of the target."""
-        self.tokens: dict[tuple[int, int], list[int]] = {}
-        self.finish: dict[tuple[int, int], FinishReason] = {}
-        self.logprobs: dict[int, ReceivedLogprobs] = {}  # of the target, by choice
-        self._num_prompt_tokens = num_prompt_tokens
-
-    def take(self, replies: Sequence[tuple[int, EngineReply]]) -> None:
-        for _, reply in replies:
-            assert isinstance(reply, Outputs), reply
-            numbers = np.frombuffer(reply.numbers, "<u4").tolist()
-            choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * len(numbers)
-            tokens, counts = iter(np.frombuffer(reply.tokens, "<i4").tolist()), np.frombuffer(reply.counts, "<u2")
-            for key, count, code in zip(
-                zip(numbers, choices, strict=True), counts.tolist(), reply.finish or bytes(len(numbers)), strict=True
-            ):
-                self.tokens.setdefault(key, []).extend(next(tokens) for _ in range(count))
-                if code:
-                    self.finish[key] = FinishReason(code)
-            if reply.logprobs is not None:
-                for number, choice, position, logprobs in logprob_columns_of(reply.logprobs).split():
-                    if number == TARGET:
-                        received = self.logprobs.setdefault(choice, ReceivedLogprobs(self._num_prompt_tokens))
-                        received.add(position, logprobs)
 
 
 #: Called before each step but the first; what it returns is the step's inbox.
@@ -259,7 +251,7 @@ def drive(
     """Run to the end of the target if it is in the inbox, else to the end of all requests."""
     targets = [message for _, message in inbox if isinstance(message, AddRequest) and message.number == TARGET]
     ends = {(TARGET, choice) for message in targets for choice in range(message.params.n)}
-    heard = Heard(len(targets[0].prompt_token_ids) // 4 if targets else 0)
+    heard = Heard(TARGET, len(targets[0].prompt_token_ids) // 4 if targets else 0)
     while inbox or (ends - heard.finish.keys() if ends else engine.has_unfinished):
         heard.take(engine.step(inbox, 0))
         engine.scheduler.check_integrity()
@@ -298,6 +290,12 @@ def request(
     return TARGET_CLIENT if number == TARGET else 0, message
 
 
+def with_adapter(sent: tuple[int, AddRequest], digest: str) -> tuple[int, AddRequest]:
+    """The request with the adapter of this digest; "" = none."""
+    client, message = sent
+    return client, msgspec.structs.replace(message, adapter=AdapterId(digest) if digest else None)
+
+
 def run(
     model: Llama,
     prompt: Sequence[int],
@@ -309,15 +307,22 @@ def run(
     max_tokens: int = 16,
     temperature: float = 0.8,
     params: Mapping[str, Any] | None = None,
+    adapters: Any = None,
+    adapter: str = "",
+    features: Features | None = None,
+    uses: Sequence[FeatureUse] = (),
     **settings: Any,
 ) -> Run:
     """Run `first` to its end, then the target among its neighbours, which were submitted before it. begin: is called
-    with the engine before its first step."""
-    engine, recorder = recorded_engine(model, small_config(**settings))
+    with the engine before its first step. adapters: as the Recorder has them; adapter: digest of the target's.
+    features: what has been put; uses: of the target."""
+    engine, recorder = recorded_engine(model, small_config(**settings), adapters=adapters, features=features)
     begin(engine)
     drive(engine, recorder, list(first))
     cached = engine.scheduler.stats.prefix_cache_hits
-    inbox = [*neighbours, request(TARGET, prompt, max_tokens, temperature, **(params or {}))]
+    target = request(TARGET, prompt, max_tokens, temperature, **(params or {}))
+    target = with_features(with_adapter(target, adapter), features, uses)
+    inbox = [*neighbours, target]
     heard = drive(engine, recorder, list(inbox), between)
     tokens = {choice: ids for (number, choice), ids in heard.tokens.items() if number == TARGET and ids}
 
@@ -343,8 +348,11 @@ def small_config(
     depth: int = 1,
     policy: SchedulingPolicy = "fcfs",
     speculative: SpeculativeConfig | None = None,
+    max_loras: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
+        enable_lora=max_loras > 0,
+        max_loras=max_loras or 1,
         executor="fake",  # 'local' knows no depth 2
         max_num_seqs=rows,
         max_num_batched_tokens=budget,

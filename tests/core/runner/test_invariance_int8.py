@@ -35,7 +35,7 @@ def model_in_8_bits(kind: str, variant: str | None, dtype: Dtype = BFLOAT16, *, 
 def test_a_request_in_any_company_has_the_logits_that_it_has_alone(variant: str) -> None:
     model = model_in_8_bits("plain", variant)
     library = load_cpu_library(variant)
-    products = [*model.layers[1].products.values(), model._head]
+    products = [*model.layers[1].products.values(), model.head]
     assert [product.packing for product in products if isinstance(product, PackedMatrix)] == [INT8] * 5
     alone = run(model, PROMPT)
     library.start_threads(2)
@@ -46,7 +46,7 @@ def test_a_request_in_any_company_has_the_logits_that_it_has_alone(variant: str)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 def test_a_checkpoint_that_is_not_quantized_is_quantized_at_load(dtype: Dtype) -> None:
     model = model_in_8_bits("untied head", None, dtype, is_plain=True)
-    products = [*model.layers[0].products.values(), model._head]
+    products = [*model.layers[0].products.values(), model.head]
     assert [product.packing for product in products if isinstance(product, PackedMatrix)] == [INT8] * 5
     exact = Llama(
         KINDS["untied head"], random_weights(KINDS["untied head"], dtype).items(), dtype, library=load_cpu_library()

@@ -53,8 +53,8 @@ def test_a_request_in_any_company_has_the_logits_of_the_dequantized_model_alone(
     model, whole = (Llama(KINDS[kind], w.items(), BFLOAT16, library=library) for w in (weights, dense))
     products = {name: product.packing for name, product in model.layers[1].products.items()}
     assert products == dict.fromkeys(("qkv", "o", "gate_up", "down"), QUANTIZED)
-    assert isinstance(model._head, PackedMatrix)
-    assert model._head.packing == QUANTIZED
+    assert isinstance(model.head, PackedMatrix)
+    assert model.head.packing == QUANTIZED
     assert model.variant == whole.variant
     alone = run(whole, PROMPT)
     for name in SCENARIOS:

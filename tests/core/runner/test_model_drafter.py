@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from core.models.llama import Llama
-from core.runner.model_drafter import ModelDrafter, merged
+from core.runner.drafter import merged
+from core.runner.model_drafter import ModelDrafter
 from core.scheduling.stats import SchedulerStats
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
@@ -46,8 +47,8 @@ def drafting(draft: Llama) -> type[Recorder]:
     class Drafting(Recorder):
         drafter: Counted
 
-        def __init__(self, model: Llama, config: EngineConfig) -> None:
-            super().__init__(model, config)
+        def __init__(self, model: Llama, config: EngineConfig, adapters: None = None) -> None:
+            super().__init__(model, config, adapters)
             assert config.num_blocks_override is not None
             self.drafter = Counted(
                 draft,

@@ -39,7 +39,7 @@ class Executor:
             num_blocks=config.num_blocks_override or 0,
             block_size=config.block_size,
             eos_token_ids=(0,),
-            num_swap_blocks=config.num_swap_blocks or 0,
+            num_swap_blocks=config.num_host_slots,
         )
         for cache in (self.runner.cache, self.runner.swap_cache):
             if cache is not None:
@@ -65,6 +65,7 @@ class Run(NamedTuple):
     num_dropped: int  # preemptions whose tokens were computed again
     num_swapped_in_blocks: int
     num_skipped: int
+    num_host_hits: int  # blocks that the KV cache had evicted
 
 
 @lru_cache(2)
@@ -114,8 +115,18 @@ def run(dtype: Dtype, **options: Any) -> Run:
         step += 1
     assert len(tokens) == len(requests())
     num_swapped = sum(count > 0 for count in causes)
-    stats = engine.scheduler.stats
-    return Run(tokens, num_swapped, len(causes) - num_swapped, stats.num_swapped_in_blocks, num_skipped)
+    stats, num_host_hits = engine.scheduler.stats, engine.scheduler.batch.host_cache.num_hits
+    return Run(tokens, num_swapped, len(causes) - num_swapped, stats.num_swapped_in_blocks, num_skipped, num_host_hits)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_what_the_host_keeps_has_the_bits_that_were_computed(mode: str, dtype: Dtype) -> None:
+    slots = 0 if mode == "recompute" else 12
+    options = {"preemption_mode": mode, "num_swap_blocks": slots, "num_host_blocks": 30}
+    kept = run(dtype, max_num_seqs=6, num_blocks_override=14, **options)
+    assert kept.tokens == unhurried(dtype).tokens
+    assert kept.num_host_hits > 0
 
 
 @lru_cache(2)

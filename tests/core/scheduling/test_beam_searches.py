@@ -214,3 +214,17 @@ def test_a_failing_beam_fails_its_search_alone() -> None:
     assert failed.code is ErrorCode.NUMERIC
     assert core.inbox.received[0, 9].finish is not None
     assert not core.scheduler.beams
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_that_is_held_again_and_again_names_its_blocks_by_its_own_tokens(seed: int) -> None:
+    """Its rows have other beams' tokens each time; the driver checks the names after each step."""
+    rng = random.Random(seed)
+    message = search(1, [rng.randrange(3, 40) for _ in range(6)], 40, 2, 3, early_stopping="never")
+    core = driver(block_size=2)
+    core.step([(0, message)])
+    for step in range(60):
+        hold: list[EngineInput] = [HoldClient(), ReleaseClient()]
+        core.step([(0, one) for one in hold] if step % 5 == 4 else [])
+    core.drain()
+    check(core, message)

@@ -65,3 +65,18 @@ def test_durations_never_fall_and_go_on_rising() -> None:
     flat = DraftRule((MS,) * 8)
     assert flat.choose(1, np.array([0.9]), np.array([32]), 100).tolist() == [32]
     assert DraftRule(BEND).choose(200, np.array([0.999]), np.array([32]), 100).tolist() == [0]
+
+
+def test_a_disturbed_step_of_one_token_does_not_make_drafts_look_cheap() -> None:
+    """A step of 1 token, measured three times as long as it takes, counts as long as that of 2."""
+    rule, right = DraftRule((30 * MS, *BEND[1:])), DraftRule(BEND)
+    for chance in (0.02, 0.05, 0.2, 0.8):
+        chosen = [one.choose(1, np.array([chance]), np.array([7]), 100).tolist() for one in (rule, right)]
+        assert chosen[0] == chosen[1]
+
+
+def test_drafts_that_take_as_long_as_the_steps_they_save_never_pay() -> None:
+    assert DraftRule(BEND).can_pay(4)
+    assert DraftRule(BEND, 15 * MS).can_pay(4)  # five tokens in 26 ms
+    assert not DraftRule(BEND, 60 * MS).can_pay(4)
+    assert not DraftRule(tuple(MS * 2**n for n in range(8))).can_pay(4)

@@ -37,6 +37,7 @@ configs = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["swap", "recompute", "auto"]),
         "num_swap_blocks": st.sampled_from([20, 3]),
         "swap_ns_per_block": st.sampled_from([1, 3]),
+        "num_host_blocks": st.sampled_from([0, 12, 3, 1]),
         "fair_quantum": st.sampled_from([4, 40]),
     }
 )
@@ -88,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, config: dict[str, Any]) -> None:
         if config["preemption_mode"] == "recompute":
             config["num_swap_blocks"] = 0
+        if not config["prefix_caching"]:
+            config["num_host_blocks"] = 0
         self.config = small_config(**config)
         self.max_model_len = self.config.max_model_len or 0
         self.driver = Driver(self.config, POISON)

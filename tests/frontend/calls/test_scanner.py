@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from frontend.calls.delta import Delta, Kind, Message, fold
+from frontend.calls.delta import Delta, Kind, Message, Thought, fold
 from frontend.calls.formats import AnswerForm
 from frontend.calls.scanner import Scanner
 from tests.frontend.calls import recorded
@@ -16,12 +16,21 @@ from tests.frontend.calls.recorded import HERMES, LLAMA, PYTHON, QWEN3, RECORDED
 FORMS = sorted({one.form for one in RECORDED}, key=str)
 
 
-def scan(form: AnswerForm, pieces: list[str], *, in_reasoning: bool = False, is_parallel: bool = True) -> list[Delta]:
+def scan(
+    form: AnswerForm,
+    pieces: list[str],
+    *,
+    in_reasoning: bool = False,
+    is_parallel: bool = True,
+    thoughts: list[Thought] | None = None,
+) -> list[Delta]:
     scanner = Scanner(form, TOOLS, in_reasoning=in_reasoning, is_parallel=is_parallel)
     deltas = [delta for piece in pieces for delta in scanner.feed(piece)]
     deltas += scanner.finish()
     assert scanner.finish() == []
     assert all(delta.text for delta in deltas)
+    if thoughts is not None:
+        thoughts += scanner.thoughts
     return deltas
 
 
@@ -32,8 +41,10 @@ def cut(text: str, places: list[int]) -> list[str]:
 @pytest.mark.parametrize("one", RECORDED, ids=[f"{one.form.calls and one.form.calls.name}" for one in RECORDED])
 def test_recorded_answers_whole_and_character_by_character(one: Recorded) -> None:
     for pieces in ([one.text], list(one.text), cut(one.text, [len(one.text) // 2])):
-        message = fold(scan(one.form, pieces, in_reasoning=one.in_reasoning))
+        thoughts = list[Thought]()
+        message = fold(scan(one.form, pieces, in_reasoning=one.in_reasoning, thoughts=thoughts))
         assert message.reasoning == one.reasoning
+        assert one.reasoning in "".join(one.text[thought.begin : thought.end] for thought in thoughts)
         assert message.content == one.content
         assert [(call.name, json.loads(call.arguments)) for call in message.calls] == one.calls
 
@@ -54,10 +65,13 @@ def test_any_text_in_any_pieces_is_the_fold_of_the_whole(form: AnswerForm, seed:
             text = draw.choice([text[:a], text[:a] + text[b:], text[:b] + text[a:], text[:a] + other + text[b:]])
             text = text[:a] + draw.choice(spices) + text[a:]
         in_reasoning = draw.random() < 0.2
-        whole = scan(form, [text], in_reasoning=in_reasoning)
+        thoughts = list[Thought]()
+        whole = scan(form, [text], in_reasoning=in_reasoning, thoughts=thoughts)
         for pieces in (list(text), cut(text, draw.choices(range(len(text) + 1), k=draw.randrange(1, 6)))):
-            parts = scan(form, pieces, in_reasoning=in_reasoning)
+            found = list[Thought]()
+            parts = scan(form, pieces, in_reasoning=in_reasoning, thoughts=found)
             assert merged(parts) == merged(whole), text
+            assert found == thoughts, text
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

@@ -368,7 +368,7 @@ def test_garbage_from_the_engine_ends_the_session_with_its_reason(router, played
 
 
 def test_the_queue_is_bounded(router, played_engine, monkeypatch):
-    monkeypatch.setattr(f"{PREFIX}frontend.client.transport.MAX_QUEUED_BYTES", 1000)
+    monkeypatch.setattr(f"{PREFIX}frontend.client.send_queue.MAX_QUEUED_BYTES", 1000)
     client, _ = connected(router, played_engine)
     with pytest.raises(RequestFailedError, match=r"wait to be sent, the limit is 1000"):
         submit(client, prompt=range(1000))

@@ -8,6 +8,7 @@ import pytest
 
 from frontend.client.journal import Journal
 from ipc.errors import MalformedMessageError, RequestFailedError
+from ipc.feature_messages import FeatureUse, PutFeature
 from ipc.messages import AddRequest, FinishReason, Outputs
 from ipc.sampling_params import SamplingParams
 
@@ -277,3 +278,15 @@ def test_failed_choices():
     assert journal.take_ready().tolist() == [0]
     assert not journal.fail(0, RequestFailedError("again"), 4.0)
     assert not journal.remove(0)
+
+
+def test_a_requests_features_are_sent_again_before_it():
+    journal, puts = Journal(), [PutFeature("embeds", [1, 2], bytes(8)), PutFeature("embeds", [1, 2], b"8 bytes!")]
+    message = AddRequest(0, b"\0\0\0\0", SamplingParams(), 0, features=[FeatureUse(0, 1, b"digest")])
+    journal.add(message, streaming=True, now=1.0, puts=puts)
+    add(journal, 1)
+    assert journal.resubmission(0, 2.0)[:2] == puts
+    assert journal.resubmission(0, 2.0)[2].features == message.features
+    assert len(journal.resubmission(1, 2.0)) == 1
+    journal.remove(0)
+    assert not journal._puts

@@ -118,3 +118,44 @@ def test_an_error_in_the_loop_ends_the_transport(peer: Peer) -> None:
 
     asyncio.run(run())
     assert peer.reasons == ["the client's IO thread failed: ValueError: a broken frame"]
+
+
+def test_frames_of_a_turn_leave_together_behind_the_first(peer: Peer) -> None:
+    """The first is sent at once; the others at the end of the turn, or when there are many; all in order."""
+    count = 30
+
+    async def run() -> None:
+        receiver = await lent(peer)
+        peer.transport.send(b"0")
+        assert peer.socket.recv_multipart()[1] == b"0"  # within the turn
+        peer.transport.send(b"1")
+        assert len(peer.transport._queue) == 1
+        for number in range(2, count):
+            peer.transport.send(b"%d" % number)
+            assert len(peer.transport._queue) < 8
+        await asyncio.sleep(0)
+        assert len(peer.transport._queue) == 0
+        peer.transport.send(b"%d" % count)
+        assert len(peer.transport._queue) == 0
+        other = threading.Thread(target=peer.transport.send, args=(b"of another thread",))
+        other.start()
+        other.join()
+        receiver.close()
+
+    asyncio.run(run())
+    wanted = [b"%d" % number for number in range(1, count + 1)]
+    assert [peer.socket.recv_multipart()[1] for _ in range(count)] == wanted
+    assert peer.socket.recv_multipart()[1] == b"of another thread"
+
+
+def test_what_a_loop_leaves_unsent_is_sent_by_the_thread(peer: Peer) -> None:
+    async def run() -> None:
+        receiver = await lent(peer)
+        receiver._is_collecting = True  # the end of this turn never comes
+        for number in range(3):
+            peer.transport.send(b"%d" % number)
+        assert len(peer.transport._queue) == 3
+        receiver.close()
+
+    asyncio.run(run())
+    assert [peer.socket.recv_multipart()[1] for _ in range(3)] == [b"0", b"1", b"2"]

@@ -1,9 +1,11 @@
 """Keys over a network, with a real engine at all addresses of this machine: who is let in, who is not, and rotation."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from frontend.client.client import EngineClient
@@ -11,6 +13,7 @@ from frontend.client.transport import ZmqTransport
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.curve import add_client, make_engine_keys, remove_client
 from ipc.errors import CallFailedError, EngineDeadError
+from ipc.quota import Quota
 from ipc.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import FAKE, PATIENCE_S, finish, kill, supervised
 
@@ -81,6 +84,42 @@ def test_the_list_is_read_again_and_no_stream_is_cut(engine: SupervisedEngine, t
     assert ask(again) == ask(bob), "a wrong list changes nothing"
     for one in (alice, bob, again):
         one.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_key_is_a_tenant_with_a_quota(tmp_path: Path) -> None:
+    """Over all its connections, whatever its clients say; and the engine's own keys have none."""
+    folder = str(tmp_path / "keys")
+    make_engine_keys(folder)
+    add_client(folder, "alice", str(tmp_path / "alice"), Quota(concurrent=2))
+    paced = msgspec.structs.replace(FAKE, fake_step_us=1000)  # the streams outlast the test
+    long = SamplingParams(max_tokens=50_000, ignore_eos=True)
+    with supervised(paced, listen=f"tcp://0.0.0.0:0?keys={folder}") as engine:
+        clients = [connected(engine, tmp_path / "alice") for _ in range(2)]
+        numbers = [client.submit([1], long, seed=0, tenant="bob") for client in clients]
+        reads = [partial(client.read, number) for client, number in zip(clients, numbers, strict=True)]
+        wait_until(lambda: all(len(read().token_ids) for read in reads))
+        refused = clients[0].submit([1], long, seed=0, tenant="carol")
+        wait_until(lambda: clients[0].read(refused).error is not None)
+        assert "the key alice has 2 unfinished requests" in str(clients[0].read(refused).error)
+        as_engine = connected(engine, tmp_path / "keys")
+        ask(as_engine)
+        kill(engine.process)
+        wait_until(lambda: all(client.welcome.epoch == 1 for client in clients))
+        lengths = [len(read().token_ids) for read in reads]
+        wait_until(lambda: all(len(read().token_ids) > before for read, before in zip(reads, lengths, strict=True)))
+        for client, number in zip(clients, numbers, strict=True):  # what was accepted is not refused
+            client.abort([number])
+            finish(client, [number])
+        ask(clients[1])
+        for one in (*clients, as_engine):
+            one.close()
 
 
 def test_streams_with_keys_outlive_their_engine(engine: SupervisedEngine, tmp_path: Path) -> None:

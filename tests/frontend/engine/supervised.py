@@ -13,6 +13,7 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
+from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.arrays import Ints
 from ipc.config import EngineConfig
@@ -30,8 +31,15 @@ def kill(engine: EngineProcess, number: int = signal.SIGKILL) -> None:
 
 
 @contextlib.contextmanager
-def supervised(config: EngineConfig, rules: RestartRules = EAGER, **options: object) -> Iterator[SupervisedEngine]:
-    engine = SupervisedEngine(EngineProcess(config, resume_s=PATIENCE_S, **options), rules)  # type: ignore[arg-type]
+def supervised(
+    config: EngineConfig,
+    rules: RestartRules = EAGER,
+    *,
+    standby: StandbyKind = StandbyKind.NO,
+    **options: object,
+) -> Iterator[SupervisedEngine]:
+    process = EngineProcess(config, resume_s=PATIENCE_S, **options)  # type: ignore[arg-type]
+    engine = SupervisedEngine(process, rules, standby=standby)
     try:
         engine.start()
         engine.wait_ready()

@@ -241,7 +241,7 @@ def test_engine_dies_with_its_owner(moment: str, tmp_path: Path) -> None:
     owner = run_owner(moment, cwd=tmp_path)
     pidfd = os.pidfd_open(int(read_line(owner)))
     end(owner)
-    assert is_gone(pidfd, 2.0)
+    assert is_gone(pidfd, PATIENCE_S)
     assert private_files() == before
 
 
@@ -262,7 +262,7 @@ if not os.fork():
     fork_pid = int(read_line(owner))
     owner.kill()
     try:
-        assert is_gone(pidfd, 2.0)
+        assert is_gone(pidfd, PATIENCE_S)
     finally:
         os.kill(fork_pid, signal.SIGKILL)
         end(owner)

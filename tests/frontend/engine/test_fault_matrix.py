@@ -17,6 +17,7 @@ CHOICE = (
     Cell("TERM", "engine", "finishing"),
     Cell("KILL", "supervisor", "decode"),
     Cell("MemoryError", "client", "draining"),
+    Cell("KILL", "standby", "decode"),
 )
 
 
@@ -33,7 +34,7 @@ def test_every_other_cell(cell: Cell, tmp_path: Path) -> None:
 
 def test_the_matrix_is_whole() -> None:
     cells = all_cells()
-    assert len(cells) == len(set(cells)) == 80 - 3 + 70 + 80 - 24
+    assert len(cells) == len(set(cells)) == 80 - 3 + 70 + 80 - 24 + 56
     assert {cell.fault for cell in cells} == set(FAULTS)
     assert {cell.moment for cell in cells} == set(MOMENTS)
     assert {cell.victim for cell in cells} == set(VICTIMS)

@@ -43,13 +43,14 @@ def test_a_hang_in_the_very_first_step_is_found(tmp_path: Path) -> None:
 
 
 SOAK = (pytest.mark.soak, pytest.mark.timeout(300))
+KINDS = ("raise", "abort", "segv", "memory", "hang")
 
 
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
         ("segv", 8),
-        *(pytest.param(kind, count, marks=SOAK) for kind in ("raise", "abort", "memory", "hang") for count in (6, 64)),
+        *(pytest.param(kind, count, marks=SOAK) for kind in KINDS for count in (6, 17, 33, 64)),
     ],
 )
 def test_a_poison_fails_alone(kind: str, count: int, tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_a_poison_fails_alone(kind: str, count: int, tmp_path: Path) -> None:
         check(client, numbers[:5] + numbers[6:], 200)
         assert engine.supervisor.num_deaths <= math.ceil(math.log2(count)) + 2
         assert "(QUARANTINED)" in str(failure(client, [5, 7])), "and it does not come again"
+        print(f"\n{kind} among {count}: {engine.supervisor.num_deaths} deaths")
         client.close()
 
 

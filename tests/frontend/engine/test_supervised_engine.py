@@ -205,6 +205,21 @@ def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
         client.close()
 
 
+def test_a_drain_during_a_restart_waits_for_the_engine_that_starts(tmp_path: Path) -> None:
+    """It has accepted nothing, but clients wait for it with requests that were accepted."""
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        numbers = submit(client)
+        kill(engine.process)
+        while engine.supervisor.state is not State.STARTING:
+            time.sleep(0.001)
+        engine.drain()
+        check(client, numbers)
+        assert wait_for_end(engine)
+        assert engine.supervisor.num_deaths == 1
+        client.close()
+
+
 def kill_in_start(engine: SupervisedEngine, epoch: int) -> None:
     while True:
         with contextlib.suppress(EngineStartError):  # there is no process yet
@@ -235,6 +250,27 @@ def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_starting", [False, True], ids=["waiting", "starting"])
+def test_who_waits_for_an_engine_that_is_told_to_stop_knows_at_once(is_starting: bool, tmp_path: Path) -> None:
+    """Told twice between two processes, of which neither can say it. Else clients wait for their resume_s, 60 s."""
+    rules = RestartRules(delays_s=(0.0 if is_starting else 1.0,))
+    with supervised(FAKE, rules, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        number = client.submit([1], SamplingParams(max_tokens=50_000, ignore_eos=True), seed=0)
+        kill(engine.process)
+        while engine.supervisor.state is not (State.STARTING if is_starting else State.WAITING):
+            time.sleep(0.001)
+        begin = time.monotonic()
+        engine.drain()
+        engine.drain()
+        with pytest.raises(EngineDeadError, match="was told to stop"):  # by the process, where it was far enough
+            client.wait(np.array([number]), PATIENCE_S)
+        assert time.monotonic() - begin < PATIENCE_S / 2
+        assert wait_for_end(engine)
+        client.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sigterm_to_the_engine_itself_drains_it(tmp_path: Path) -> None:
     with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
@@ -249,34 +285,60 @@ def test_sigterm_to_the_engine_itself_drains_it(tmp_path: Path) -> None:
 
 OWNER = """
 import json, time
+from frontend.engine import standby_plan
 from frontend.engine.process import EngineProcess
+from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.arrays import Ints
 from ipc.config import EngineConfig
-engine = SupervisedEngine(EngineProcess(EngineConfig(executor="fake"), resume_s=60.0))
+standby_plan._AFTER_S = 0.0
+process = EngineProcess(EngineConfig(executor="fake"), resume_s=60.0)
+engine = SupervisedEngine(process, standby=StandbyKind.MODEL)
 engine.start()
 engine.wait_ready()
-print(json.dumps([engine.process.pid, engine.address]), flush=True)
+while engine.supervisor.standby.state is not StandbyState.PREPARED:
+    time.sleep(0.01)
+print(json.dumps([engine.process.pid, engine._standby.pid, engine.address]), flush=True)
 time.sleep(60)
 """
 
 
-def test_a_killed_supervisor_leaves_nothing_after_100_ms() -> None:
+@pytest.mark.parametrize(
+    "num_kills", [1, pytest.param(50, marks=(pytest.mark.soak, pytest.mark.timeout(900)))], ids=lambda count: f"{count}"
+)
+def test_a_killed_supervisor_leaves_nothing_after_100_ms(num_kills: int) -> None:
+    """Of engine, standby and the folder of their socket. It prints the times (pytest -s)."""
+    took_ms, is_busy = [], False
+    for _ in range(num_kills):
+        took_ms.append(round(1000 * seconds_to_nothing(), 1))
+        is_busy |= os.getloadavg()[0] > 2.0
+    took_ms.sort()
+    print(f"\n{num_kills}: {took_ms[num_kills // 2]} ms at p50, {took_ms[-1]} ms at most, busy: {is_busy}")
+    assert took_ms[-1] < 100 or is_busy, took_ms
+
+
+def seconds_to_nothing() -> float:
+    """Kill a supervisor and return how long anything of it is left. It ends on any machine."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen([sys.executable, "-c", placed(OWNER)], stdout=subprocess.PIPE, text=True, env=environment)
     assert owner.stdout is not None
-    pid, address = json.loads(owner.stdout.readline())
-    folder = Path(address.removeprefix("ipc://")).parent
-    assert folder.exists()
-    owner.kill()
-    begin = time.monotonic()
-    while Path(f"/proc/{pid}").exists() or folder.exists():
-        assert time.monotonic() - begin < 2.0
-        time.sleep(0.001)
-    took_s = time.monotonic() - begin
-    owner.wait()
-    owner.stdout.close()
-    assert took_s < 0.1 or os.getloadavg()[0] > 2.0, took_s
+    with owner:
+        *pids, address = json.loads(owner.stdout.readline())
+        folder = Path(address.removeprefix("ipc://")).parent
+        assert folder.exists()
+        owner.kill()
+        begin = time.monotonic()
+        while any(is_alive(pid) for pid in pids) or folder.exists():
+            assert time.monotonic() - begin < PATIENCE_S
+            time.sleep(0.001)
+        return time.monotonic() - begin
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: of one that has ended nothing is left but its number, until the system's init asks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,24 @@ def test_an_end_on_purpose() -> None:
     assert not supervisor.take_drain(100.0)
 
 
+def test_an_engine_that_was_told_twice_is_not_started_again() -> None:
+    """Not after a death by another cause, and not while a start is due."""
+    supervisor = ready()
+    supervisor.on_drain()
+    assert not supervisor.is_stopped
+    supervisor.on_drain()
+    supervisor.on_death(KILLED, 1.0)
+    assert (supervisor.state, supervisor.restarts) == (State.ENDED, {})
+    assert supervisor.text == "(1) was killed by SIGKILL; it was told to stop, so it is not started again"
+    supervisor = ready()
+    supervisor.on_death(KILLED, 1.0)
+    supervisor.on_drain()
+    supervisor.on_drain()
+    assert supervisor.is_stopped
+    supervisor.give_up()
+    assert supervisor.state is State.ENDED
+
+
 def test_an_engine_that_dies_while_it_drains_comes_back_and_drains() -> None:
     """Its requests were accepted: they finish first."""
     supervisor = ready()

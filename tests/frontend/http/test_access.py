@@ -16,9 +16,10 @@ from frontend.http.access_log import AccessLog
 from frontend.http.errors import HttpError
 from frontend.http.keys import Key, KeyRing, digest_of, read_keys
 from frontend.http.meter import HttpMeter
-from frontend.http.quotas import Bucket, Quotas
+from frontend.http.quotas import Quotas
 from frontend.http.request import Request
 from frontend.http.routes import ROUTES, Access
+from ipc.bucket import Bucket
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import Caller, serving, wait_for
 

@@ -151,12 +151,15 @@ def test_the_table_of_the_engines_errors() -> None:
     failed.code, failed.retry_after_ms = "RESOURCE_EXHAUSTED", 1500
     internal = RequestFailedError("bug")
     internal.code = "INTERNAL"
+    poison = RequestFailedError("the engine died")
+    poison.code = "QUARANTINED"
     table = [
         (InvalidRequestError("n must be 1"), 400),
         (PromptTooLongError("long"), 400),
         (DeadlineExceededError("late"), 504),
         (failed, 503),
         (internal, 500),
+        (poison, 422),
         (EngineDeadError("gone"), 503),
         (CallFailedError("busy"), 503),
         (HttpError(418 - 14, "x"), 404),
@@ -164,6 +167,7 @@ def test_the_table_of_the_engines_errors() -> None:
     ]
     for error, status in table:
         assert http_error(error, max_model_len=10).status == status
+    assert http_error(poison, max_model_len=10).code == "quarantined"
     found = http_error(failed, max_model_len=10)
     assert (b"retry-after-ms", b"1500") in found.headers
     assert (b"retry-after", b"2") in found.headers

@@ -139,7 +139,10 @@ def test_no_body_is_an_error_of_the_server(engine: EngineHandle, path: str, seed
         service = Service(engine, HttpOptions(checks_host=False, reasoning_parser=draw.choice(["none", "qwen3"])))
         caller, statuses = LocalCaller(App(service)), []
         for _ in range(count):
-            body = json.dumps(mutate(draw, BODIES[path])).encode()
+            try:
+                body = json.dumps(mutate(draw, BODIES[path])).encode()
+            except RecursionError:  # deep values within one another: Python neither copies nor writes them
+                continue
             answer = await asyncio.wait_for(caller.post(path, body), 30)
             assert answer.status in (200, 400, 404), (answer.status, answer.body, body)
             assert answer.status == 200 or len(answer.body) <= 2048

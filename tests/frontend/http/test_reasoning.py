@@ -76,6 +76,60 @@ def test_chats_have_both_names_of_reasoning(engine: EngineHandle) -> None:
     assert ask(engine, "/v1/chat/completions", {"messages": earlier, "max_tokens": 1}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "mark"),
+    [
+        ("qwen3", THOUGHT, "</think>"),
+        ("qwen3", "Hello", None),
+        ("qwen3", "<think>\nIt goes on", ""),
+        (
+            "openai",
+            "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+            "<|end|>",
+        ),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(engine: EngineHandle, parser: str, text: str, mark: str | None) -> None:
+    """Up to the token that completes the mark; in a stream they are as many. None = there is no reasoning."""
+    body = {"messages": MESSAGES, "return_token_ids": True, **exactly(text)}
+    whole = json.loads(ask(engine, "/v1/chat/completions", body, reasoning_parser=parser).body)
+    ids = whole["choices"][0]["token_ids"]
+    assert engine.tokenizer is not None
+    texts = [engine.tokenizer.decode(ids[:count], skip_special_tokens=False) for count in range(len(ids) + 1)]
+    expected = 0 if mark is None else len(ids)
+    if mark:
+        expected = next(count for count, one in enumerate(texts) if mark in one)
+    if parser == "openai":
+        expected -= next(count for count, one in enumerate(texts) if "<|message|>" in one)
+    assert (expected > 0) == (mark is not None)
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": expected}
+    for usage in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+        asked = {**body, "stream": True, "stream_options": usage}
+        events = events_of(ask(engine, "/v1/chat/completions", asked, reasoning_parser=parser))
+        counts = [one["usage"]["completion_tokens_details"]["reasoning_tokens"] for one in events if one.get("usage")]
+        assert counts[-1] == expected
+        assert counts == sorted(counts)
+
+
+def test_tokens_of_reasoning_of_a_response(engine: EngineHandle) -> None:
+    counts = set()
+    for number in range(8):
+        asked = {"input": f"Hi {number}", "max_output_tokens": 40, "temperature": 0}
+        asked |= {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": [1]}}}}
+        whole = json.loads(ask(engine, "/v1/responses", asked).body)
+        details = whole["usage"]["output_tokens_details"]
+        assert (details["reasoning_tokens"] > 0) == any(item["type"] == "reasoning" for item in whole["output"])
+        assert details["reasoning_tokens"] <= whole["usage"]["output_tokens"]
+        (last,) = [
+            one["response"]
+            for one in events_of(ask(engine, "/v1/responses", {**asked, "stream": True}))
+            if one["type"] in ("response.completed", "response.incomplete")
+        ]
+        assert last["usage"] == whole["usage"] | {"input_tokens_details": last["usage"]["input_tokens_details"]}
+        counts.add(details["reasoning_tokens"])
+    assert len(counts) > 1
+
+
 def test_a_schema_holds_behind_the_reasoning(engine: EngineHandle) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
     seen = set()

@@ -1,9 +1,15 @@
 """The routing table, its OpenAPI document, the page and the figures that the page shows."""
 
 import re
+from pathlib import Path
 
-from frontend.http.routes import ROUTES
+import pytest
+
+from frontend.http import errors
+from frontend.http.routes import OTHER_PATHS, ROUTES
 from tests.frontend.http.caller import Caller
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
 
 
 def test_the_description_is_the_table(served: Caller) -> None:
@@ -38,7 +44,15 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
         answer = served.post(path, {})
         assert (answer.status, answer.json["error"]["message"].split("; ")[1]) == (404, "there is /v1/chat/completions")
     assert served.post("/v1/api/chat", {}).json["error"]["message"].endswith("; there is /api/chat")
+    for path, there in (("/completion", "/v1/completions"), ("/v2/rerank", "/v1/rerank"), ("/load", "/v1/load")):
+        assert served.post(path, {}).json["error"]["message"].endswith(f"; there is {there}")
     assert "there is" not in served.post("/v1/images/generations", {}).json["error"]["message"]
+
+
+def test_other_paths_are_of_other_servers() -> None:
+    ours = {route.path for route in ROUTES}
+    assert set(OTHER_PATHS.values()) <= ours
+    assert not ours & {f"{prefix}/{path}" for path in OTHER_PATHS for prefix in ("", "/v1")}
 
 
 def test_the_load(served: Caller) -> None:
@@ -49,3 +63,26 @@ def test_the_load(served: Caller) -> None:
     assert load["generated_tokens"] >= 3
     assert 0 <= load["kv_used"] <= 1
     assert load["events"] >= 1
+
+
+def table_of(heading: str) -> str:
+    """Return the rows of the first table below a heading of docs/http.md."""
+    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return "\n".join(line for line in section.splitlines() if line.startswith("| "))
+
+
+@pytest.mark.checkout  # docs/
+def test_the_page_has_every_route_and_no_other() -> None:
+    rows = table_of("Routes").splitlines()
+    listed = {path.replace("{name}", "") for row in rows for path in re.findall(r"`(/[^`]*)`", row.split("|")[1])}
+    assert listed == {route.path for route in ROUTES}
+    for route in ROUTES:
+        row = next(row for row in rows if f"`{route.path}`" in row or f"`{route.path}{{name}}`" in row)
+        assert re.search(rf"\b{route.method}\b", row.split("|")[1]), route
+
+
+@pytest.mark.checkout  # docs/
+def test_the_page_has_every_status() -> None:
+    rows = table_of("Errors").splitlines()
+    found = [int(one) for row in rows for one in re.findall(r"\d{3}", row.split("|")[1])]
+    assert sorted(found) == sorted({*errors._TYPES} - {499})

@@ -10,7 +10,8 @@ from frontend.http.responses import ResponsesFormat
 from frontend.http.responses_bodies import ResponsesBody
 
 ERROR = HttpError(503, "the engine is gone", code="unavailable")
-PREPARED: Any = SimpleNamespace(scanners=None, requests=[SimpleNamespace(prompt=SimpleNamespace(token_ids=[1]))])
+REQUEST = SimpleNamespace(prompt=SimpleNamespace(token_ids=[1]))
+PREPARED: Any = SimpleNamespace(scanners=None, thoughts=(), requests=[REQUEST])
 
 
 def test_responses_end_in_an_error_event() -> None:

@@ -44,6 +44,7 @@ class OneReply:
     """A reply of one request, which notes when it is written."""
 
     is_streamed = False
+    unsent: bytes | None = None
 
     def __init__(self, number: int, notes: list[str]) -> None:
         self.ids = list[int]()
@@ -206,3 +207,34 @@ def test_texts_of_a_peer_that_leaves_are_given_up(monkeypatch: pytest.MonkeyPatc
     assert discarded == [[COUNT, COUNT + 1]]
     asyncio.run(run(leaves_before=True))
     assert discarded == [[COUNT, COUNT + 1]]
+
+
+def test_parts_of_streams_leave_one_right_after_the_other() -> None:
+    """Nothing is made between two sends of a turn; the head of a stream without text goes out too."""
+    notes = list[str]()
+
+    class Streamed(OneReply):
+        is_streamed = True
+
+        def flush(self, now: float) -> None:
+            super().flush(now)
+            self.unsent = b""
+
+        def send(self, now: float) -> None:
+            self.unsent = None
+            self._notes.append("send")
+
+    async def run() -> None:
+        client: Any = Client()
+        pump = Pump(client)
+        for number in range(COUNT):
+            pump.add(Streamed(number, notes), [])  # type: ignore[arg-type]
+        client.listener()
+        while notes.count("send") < COUNT:
+            await asyncio.sleep(0)
+        pump.close()
+
+    asyncio.run(run())
+    turns = "".join(note[0] for note in notes).replace("ws", "w s").replace("sw", "s w").split()
+    assert sum(map(len, turns)) == 2 * COUNT
+    assert len(turns) < COUNT / 10

@@ -114,8 +114,8 @@ def test_an_empty_text_without_special_tokens_is_empty(tokenizer):
 
 
 def test_what_vllm_takes_and_this_does_not():
-    with pytest.raises(UnsupportedParameterError, match="'prompt_embeds' is not supported"):
-        read({"prompt_embeds": object()})
+    with pytest.raises(UnsupportedParameterError, match="'encoder_prompt' is not supported"):
+        read({"prompt": "a", "encoder_prompt": object()})
 
 
 def test_truncation_keeps_the_end(tokenizer):

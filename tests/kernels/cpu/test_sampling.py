@@ -100,3 +100,34 @@ def test_logits_that_the_temperature_makes_equal_are_ties(top_k, library):
     logits[:, 7] = float(low[index])
     drawn = CpuSampler(library)(logits, columns(temperature=3.0, top_k=top_k))
     assert set(drawn.tolist()) == {7, *range(130, 130 + top_k)}
+
+
+@pytest.mark.parametrize("size", [200, 5003, 49_152])
+def test_of_equal_logits_all_remain(size, library):
+    """top_k keeps the ties of the last token that it keeps, as transformers' TopKLogitsWarper and vLLM do. So equal
+    logits are drawn as without it, and top_p keeps the lower ids; -0 equals 0."""
+    logits = torch.zeros(ROWS, size)
+    logits[:, 1::3] = -0.0
+    sampler, given = CpuSampler(library), columns()
+    usual = sampler(logits, given)
+    assert len(set(usual.tolist())) > 100
+    assert np.array_equal(sampler(logits, columns(top_k=50)), usual)
+    kept = sampler(logits, columns(top_p=0.5))
+    assert kept.max() < np.ceil(size / 2)
+    assert np.array_equal(kept[usual < size // 2], usual[usual < size // 2])
+    logits[:, 2::5] = 1.0
+    assert set((sampler(logits, columns(top_k=20)) % 5).tolist()) == {2}
+    assert np.array_equal(sampler(logits, columns(top_k=size // 5 + 20)), sampler(logits, given))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0])
+def test_many_candidates_are_in_order(scale, library):
+    """top_p keeps the most likely tokens, whatever way the candidates are sorted."""
+    logits = torch.randn(ROWS, 5003, generator=torch.Generator().manual_seed(2)) * scale
+    logits[:, ::7] = logits[:, 1::7][:, : logits[:, ::7].shape[1]]  # pairs of equals
+    drawn = CpuSampler(library)(logits, columns(top_p=0.9))
+    chances = torch.softmax(logits.double(), -1)
+    for row, token in enumerate(drawn.tolist()):
+        own = logits[row, token]
+        before = chances[row][(logits[row] > own) | ((logits[row] == own) & (torch.arange(5003) < token))].sum()
+        assert before < 0.9 + 1e-6

@@ -5,17 +5,20 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from core.batch.table import BatchTable
 from core.capture.file import CaptureFile, Turn
 from core.capture.recorded_executor import RecordedExecutor
 from core.engine import EngineCore
-from core.inputs import EngineReply
-from ipc.arrays import Ints
+from core.execution.executor import ModelInfo
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.inputs import EngineInput, EngineReply
+from ipc.arrays import Floats, Int32s, Ints
 from ipc.columns import unpack_numbers
 from ipc.errors import CaptureFileError
-from ipc.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
-from ipc.pooling_messages import AddPooling
+from ipc.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs, RequestFailed, Submission
 from tools.replay.output_rows import OutputRow, output_rows
 from tools.replay.rerun import replay_config
+from tools.replay.what_if.oracle_executor import beam_key
 from tools.replay.what_if.step_time import FeatureWatcher
 
 #: (client, request number)
@@ -26,13 +29,18 @@ class Recorded(msgspec.Struct):
     """One request. Times: ns on the capture's clock; 0 = not in the capture."""
 
     client: int
-    message: AddRequest
+    message: Submission
     received_ns: int  # by the border; by the step that took it in, in captures from before format 1.3
     tokens: list[list[int]]  # of each choice, those in AddRequest.delivered first
     token_times: list[int]  # of the steps that yielded a token of choice 0
     ended_ns: int = 0  # 0: it is open where the capture ends
     aborted_ns: int = 0  # 0: its client did not abort it
     num_open: int = 1  # choices
+
+    @property
+    def num_choices(self) -> int:
+        """Return how many answers the request gets; a pooling request gets one vector."""
+        return self.message.params.n if isinstance(self.message, AddRequest) else 1
 
     @property
     def key(self) -> RequestKey:
@@ -53,6 +61,27 @@ class Recording(msgspec.Struct):
     num_preemptions: int
     begin_ns: int  # the first request's arrival
     end_ns: int  # of the last step
+    candidates: dict[bytes, tuple[Int32s, Floats]] = {}  # of beam searches, by oracle_executor.beam_key()
+
+
+class _Executor(RecordedExecutor):
+    """Recorded results; the candidates of beams are noted by the beams' tokens. table: set before the first step."""
+
+    table: BatchTable
+
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__(info)
+        self.candidates: dict[bytes, tuple[Int32s, Floats]] = {}
+
+    def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        output, table = super().tokens_of(plan), self.table
+        if (found := output.candidates) is not None:
+            ends = found.counts.cumsum().tolist()
+            for index, end, count in zip(found.rows.tolist(), ends, found.counts.tolist(), strict=True):
+                row = int(plan.rows[index])
+                key = beam_key(int(table.client[row]), int(table.number[row]), table.token_ids(row))
+                self.candidates[key] = found.token_ids[end - count : end], found.values[end - count : end]
+        return output
 
 
 def read_recording(file: CaptureFile) -> Recording:
@@ -60,10 +89,10 @@ def read_recording(file: CaptureFile) -> Recording:
 
     Errors: CaptureFileError, also where this version of the engine decides otherwise than the captured one.
     """
-    executor, watcher = RecordedExecutor(file.header.model), FeatureWatcher()
+    executor, watcher = _Executor(file.header.model), FeatureWatcher()
     engine = EngineCore(replay_config(file.header), executor, file.header.epoch, [watcher])
-    watcher.table = engine.scheduler.table
-    reader, features, durations = _Reader(), list[Ints](), list[int]()
+    watcher.table = executor.table = engine.scheduler.table
+    reader, features, durations = Requests(), list[Ints](), list[int]()
     gaps, empty, last_end_ns, end_ns = list[int](), list[int](), 0, 0
     for turn in file.turns():
         step = turn.step
@@ -102,37 +131,42 @@ def read_recording(file: CaptureFile) -> Recording:
         stats.num_preemptions,
         reader.requests[0].received_ns if reader.requests else 0,
         end_ns,
+        executor.candidates,
     )
 
 
-class _Reader:
+class Requests:
     """Follows the requests from their arrival to their end."""
 
     def __init__(self) -> None:
         self.requests: list[Recorded] = []
         self._live: dict[RequestKey, Recorded] = {}
 
+    def live(self, key: RequestKey) -> Recorded | None:
+        """Return a request that has not ended; None where there is none."""
+        return self._live.get(key)
+
     def receive(self, turn: Turn) -> None:
-        now_ns = turn.step.now_ns
+        """Note the messages of a step."""
         for (client, message), received_ns in zip(turn.inbox, turn.received_ns, strict=True):
-            if isinstance(message, AddPooling) or (isinstance(message, AddRequest) and message.params.use_beam_search):
-                what = "a pooling request" if isinstance(message, AddPooling) else "a beam search"
-                raise CaptureFileError(
-                    f"step {turn.step_index}: {what} of client {client}, which --what-if does not simulate: "
-                    "use a capture of requests that sample tokens"
-                )
-            if isinstance(message, AddRequest) and (client, message.number) not in self._live:
-                tokens = [np.frombuffer(part, "<i4").tolist() for part in message.delivered]
-                tokens += [[] for _ in range(message.params.n - len(tokens))]
-                one = Recorded(client, message, received_ns or now_ns, tokens, [], num_open=message.params.n)
-                self._live[client, message.number] = one
-                self.requests.append(one)
-            elif isinstance(message, Abort):
-                self._abort(client, message, now_ns)
-            elif isinstance(message, Goodbye):
-                for key in [key for key in self._live if key[0] == client]:
-                    one = self._live.pop(key)
-                    one.aborted_ns = one.ended_ns = now_ns
+            self.take_in(client, message, received_ns, turn.step.now_ns)
+
+    def take_in(self, client: int, message: EngineInput, received_ns: int, now_ns: int) -> None:
+        """Note a message that the engine had at now_ns."""
+        if isinstance(message, Submission) and (client, message.number) not in self._live:
+            delivered = message.delivered if isinstance(message, AddRequest) else []
+            tokens = [np.frombuffer(part, "<i4").tolist() for part in delivered]
+            one = Recorded(client, message, received_ns or now_ns, tokens, [])
+            tokens += [[] for _ in range(one.num_choices - len(tokens))]
+            one.num_open = one.num_choices
+            self._live[client, message.number] = one
+            self.requests.append(one)
+        elif isinstance(message, Abort):
+            self._abort(client, message, now_ns)
+        elif isinstance(message, Goodbye):
+            for key in [key for key in self._live if key[0] == client]:
+                one = self._live.pop(key)
+                one.aborted_ns = one.ended_ns = now_ns
 
     def _abort(self, client: int, message: Abort, now_ns: int) -> None:
         for number in unpack_numbers(message.numbers):
@@ -141,6 +175,7 @@ class _Reader:
                 one.aborted_ns = now_ns
 
     def note(self, replies: Sequence[tuple[int, EngineReply]], end_ns: int) -> None:
+        """Note what a step that ended then has yielded."""
         for client, reply in replies:
             if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
                 self._live.pop((client, reply.number)).ended_ns = end_ns

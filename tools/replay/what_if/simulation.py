@@ -1,7 +1,7 @@
 """Simulation: a recording's requests through the real scheduler, under a virtual clock and maybe with other options."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +22,10 @@ from tools.replay.what_if.step_time import FeatureWatcher, StepTime
 
 _MAX_EMPTY_STEPS = 100_000  # one after the other, with requests alive, after which the engine counts as stuck
 _POLL_NS = 1_000_000  # from a step that could run nothing to the next: deadlines and pauses pass meanwhile
+
+
+class StuckError(CaptureFileError):
+    """With these options the engine makes no progress any more."""
 
 
 class Moments(msgspec.Struct):
@@ -57,13 +61,17 @@ def simulate(
     *,
     is_open: bool = False,
     ratios: Doubles | None = None,
+    executor: type[OracleExecutor] = OracleExecutor,
+    look: "Callable[[Run], None]" = lambda _: None,
+    most_empty_steps: int = _MAX_EMPTY_STEPS,
 ) -> Simulated:
     """Simulate until all requests have ended.
 
     config: resolved. is_open: all clients keep their recorded times. ratios: factors of the steps' durations, one after
-    the other. Errors: CaptureFileError where the engine gets stuck with these options.
+    the other. executor: what makes the tokens. look: called after each step. most_empty_steps: one after the other,
+    after which the engine counts as stuck. Errors: StuckError.
     """
-    run = _Run(config, info, recording, Arrivals(recording.requests, is_open=is_open))
+    run = Run(config, info, recording, Arrivals(recording.requests, is_open=is_open), executor)
     now_ns, num_steps, num_uncovered, num_empty = recording.begin_ns, 0, 0, 0
     while run.goes_on:
         if not run.engine.has_unfinished and run.arrivals.next_ns is not None:
@@ -72,8 +80,8 @@ def simulate(
         features = run.watcher.take()
         if features is None:
             num_empty += 1
-            if num_empty > _MAX_EMPTY_STEPS:
-                raise CaptureFileError(f"with these options no request makes progress after {num_steps} steps")
+            if num_empty > most_empty_steps:
+                raise StuckError(f"with these options no request makes progress after {num_steps} steps")
             end_ns = now_ns + (recording.empty_ns if run.engine.has_work else _POLL_NS)
         else:
             factor = 1.0 if ratios is None else float(ratios[num_steps % len(ratios)])
@@ -81,6 +89,7 @@ def simulate(
             num_steps, num_empty = num_steps + 1, 0
             num_uncovered += not time.is_covered(features)
         run.note(replies, end_ns)
+        look(run)
         now_ns = end_ns + recording.gap_ns
     stats = run.engine.scheduler.stats
     return Simulated(
@@ -96,12 +105,19 @@ def simulate(
     )
 
 
-class _Run:
+class Run:
     """The state of a simulation: the engine, what arrives, and what has come out."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, recording: Recording, arrivals: Arrivals) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        recording: Recording,
+        arrivals: Arrivals,
+        executor: type[OracleExecutor],
+    ) -> None:
         self.arrivals = arrivals
-        self.executor = OracleExecutor(config, info, tokens_of(recording.requests))
+        self.executor = executor(config, info, tokens_of(recording.requests), recording.candidates)
         self.executor.initialize_cache(config)
         self.watcher = FeatureWatcher()
         self.engine = EngineCore(config, self.executor, watchers=[self.watcher])
@@ -115,6 +131,7 @@ class _Run:
 
     @property
     def goes_on(self) -> bool:
+        """Return whether a request lives or is on its way."""
         return self.arrivals.next_ns is not None or self.engine.has_unfinished
 
     def take_inbox(self, now_ns: int) -> list[tuple[int, EngineInput]]:
@@ -122,7 +139,7 @@ class _Run:
         inbox = list[tuple[int, EngineInput]]()
         for arrived_ns, index in self.arrivals.take(now_ns):
             one, key = self._requests[index], self._requests[index].key
-            self._live[key], self._num_open[index] = index, one.message.params.n
+            self._live[key], self._num_open[index] = index, one.num_choices
             self.moments[index].arrived = arrived_ns
             inbox.append((one.client, one.message))
             if one.aborted_ns and not one.token_times:

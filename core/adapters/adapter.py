@@ -1,0 +1,66 @@
+"""AdapterWeights: the matrices of one adapter as its files have them, and the digest that identifies them."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ipc.errors import ModelFileError
+from kernels.elements import to_floats
+from kernels.low_rank import LORA_ARITHMETIC, LowRank
+
+
+class AdapterWeights(NamedTuple):
+    """The matrices of one adapter, by the name of the matrix that each changes (model.layers.0.self_attn.q_proj)."""
+
+    matrices: dict[str, LowRank]
+    digest: str  # 32 hexadecimal digits, of all that decides which tokens a request with this adapter gets
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its matrices."""
+        return max(len(matrix.a) for matrix in self.matrices.values())
+
+
+def checked_weights(
+    source: Path, matrices: Mapping[str, LowRank], shapes: Mapping[str, tuple[int, int]], max_rank: int
+) -> AdapterWeights:
+    """Return the weights, compared with a model's matrices.
+
+    shapes: [out, in] of each matrix that an adapter may change. Errors: ModelFileError that names the matrix, and what
+    is wrong with it.
+    """
+    if not matrices:
+        raise ModelFileError(f"{source}: the adapter changes nothing: it has no lora_A and lora_B")
+    for name, matrix in matrices.items():
+        if name not in shapes:
+            raise ModelFileError(
+                f"{source}: it changes {name!r:.120}, and the model has no such matrix that adapters may change"
+            )
+        columns, depth = shapes[name]
+        rank = len(matrix.a)
+        if matrix.a.shape != (rank, depth) or matrix.b.shape != (columns, rank) or not rank:
+            raise ModelFileError(
+                f"{source}: {name}: lora_A is {list(matrix.a.shape)} and lora_B {list(matrix.b.shape)}; the model's "
+                f"matrix is [{columns}, {depth}], so they must be [r, {depth}] and [{columns}, r]"
+            )
+        if rank > max_rank:
+            raise ModelFileError(f"{source}: {name} has rank {rank}, and max_lora_rank is {max_rank}")
+        for part, numbers in (("lora_A", matrix.a), ("lora_B", matrix.b)):
+            if not np.isfinite(to_floats(numbers)).all():
+                raise ModelFileError(f"{source}: {part} of {name} has numbers that are not finite")
+    return AdapterWeights(dict(matrices), digest_of(matrices))
+
+
+def digest_of(matrices: Mapping[str, LowRank]) -> str:
+    """Return the digest of an adapter's content, whatever its files are called and how they lie."""
+    digest = hashlib.blake2b(digest_size=16, person=b"engine-core lora")
+    digest.update(b"%d" % LORA_ARITHMETIC)
+    for name in sorted(matrices):
+        a, b, scale = matrices[name]
+        digest.update(f"\n{name} {a.dtype.name} {a.shape} {b.dtype.name} {b.shape} {float(scale).hex()}\n".encode())
+        digest.update(np.ascontiguousarray(a).data)
+        digest.update(np.ascontiguousarray(b).data)
+    return digest.hexdigest()

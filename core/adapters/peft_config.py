@@ -1,0 +1,120 @@
+"""PeftConfig: adapter_config.json of a PEFT folder, checked: what this engine does not do is refused by its name."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files.model_files import read_small_file
+
+CONFIG_FILE = "adapter_config.json"
+#: Settings that say nothing of what is computed from the tensors.
+_SILENT = {
+    *("alpha_pattern", "arrow_config", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
+    *("lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+    *("revision", "runtime_config", "target_modules", "task_type", "use_rslora", "monteclora_config"),
+}
+#: Settings that must be empty, false or "none", and why.
+_REFUSED = {
+    "use_dora": "DoRA scales the sum of both products by the size of the merged weight",
+    "lora_bias": "adapters here have no biases",
+    "bias": "the base model's biases are shared by all requests",
+    "modules_to_save": "whole modules of the base model are shared by all requests",
+    "trainable_token_indices": "the base model's embeddings are shared by all requests",
+    "layer_replication": "the adapter would need another number of layers",
+    "alora_invocation_tokens": "an activated LoRA begins in the middle of a prompt",
+    "use_qalora": "QALoRA pools the input before the product",
+    "fan_in_fan_out": "matrices are [out, in] here",
+    "megatron_config": "Megatron's parallel layers are not PEFT's linear ones",
+    "target_parameters": "parameters that are no linear layers are not adapted",
+    "loftq_config": "LoftQ changes the base model",
+    "corda_config": "CorDA changes the base model",
+    "lora_ga_config": "LoRA-GA changes the base model",
+}
+#: Beginnings of init_lora_weights that change the base model.
+_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+_Value = TypeVar("_Value", int, float)
+_Patterns = Mapping[re.Pattern[str], _Value]
+
+
+class PeftConfig:
+    """The settings of a PEFT adapter that its arithmetic needs.
+
+    Errors: ModelFileError for a bad setting, UnsupportedModelError for one that this engine does not do.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._source = folder / CONFIG_FILE
+        try:
+            settings = json.loads(read_small_file(self._source))
+        except (ValueError, RecursionError) as error:
+            raise ModelFileError(f"{self._source}: not JSON: {error}") from None
+        if not isinstance(settings, dict):
+            raise ModelFileError(f"{self._source}: expected an object, got {type(settings).__name__}")
+        self._check(settings)
+        self._rank, self._alpha = self._whole("r", settings.get("r")), self._number(settings, "lora_alpha")
+        self._ranks: _Patterns[int] = self._pattern(settings, "rank_pattern", self._whole)
+        self._alphas: _Patterns[float] = self._pattern(
+            settings, "alpha_pattern", lambda name, value: self._number({name: value}, name)
+        )
+        self._is_rank_stabilized = settings.get("use_rslora") is True
+        targets = settings.get("target_modules")
+        #: Names of which each must have matrices; empty where the setting is "all-linear" or a regular expression.
+        self.targets = sorted(targets) if isinstance(targets, list) and all(isinstance(t, str) for t in targets) else []
+
+    def rank(self, name: str) -> int:
+        """Return the rank of the matrix of this name."""
+        return _first_match(self._ranks, name, self._rank)
+
+    def scale(self, name: str) -> float:
+        """Return the factor of b @ a of the matrix of this name (rsLoRA: Kalajdzievski 2023, arXiv 2312.03732)."""
+        alpha, rank = _first_match(self._alphas, name, self._alpha), self.rank(name)
+        return alpha / math.sqrt(rank) if self._is_rank_stabilized else alpha / rank
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        if (kind := settings.get("peft_type")) != "LORA":
+            raise UnsupportedModelError(f"{self._source}: peft_type is {kind!r:.80}; only LORA is supported")
+        init = settings.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(_CHANGING_INITS):
+            raise UnsupportedModelError(
+                f"{self._source}: init_lora_weights is {init!r:.80}, which changes the base model: convert the adapter "
+                "to LoRA with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+        for name, value in settings.items():
+            if name in _SILENT or not value or value == "none":
+                continue
+            if name in _REFUSED:
+                raise UnsupportedModelError(f"{self._source}: {name} is {value!r:.80}: {_REFUSED[name]}")
+            raise UnsupportedModelError(f"{self._source}: {name} is {value!r:.80}, which this version does not know")
+
+    def _whole(self, name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**16:
+            raise ModelFileError(f"{self._source}: {name} must be a whole number above 0; got {value!r:.80}")
+        return value
+
+    def _number(self, settings: Mapping[str, Any], name: str) -> float:
+        value = settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ModelFileError(f"{self._source}: {name} must be a number; got {value!r:.80}")
+        return float(value)
+
+    def _pattern(
+        self, settings: Mapping[str, Any], name: str, read: Callable[[str, object], _Value]
+    ) -> dict[re.Pattern[str], _Value]:
+        """Return a setting by name or regular expression, of which the first that fits a matrix counts, as in PEFT."""
+        given = settings.get(name) or {}
+        if not isinstance(given, dict):
+            raise ModelFileError(f"{self._source}: {name} must be an object; got {given!r:.80}")
+        try:
+            return {re.compile(rf"(.*\.)?({key})"): read(name, value) for key, value in given.items()}
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ModelFileError(f"{self._source}: {name}: a bad regular expression: {error}") from None
+
+
+def _first_match(patterns: "_Patterns[_Value]", name: str, otherwise: _Value) -> _Value:
+    return next((value for pattern, value in patterns.items() if pattern.fullmatch(name)), otherwise)

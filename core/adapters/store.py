@@ -1,0 +1,170 @@
+"""Adapters: the adapters of one engine, by content and by name.
+
+They are read and packed by the border's thread for calls, before a request names them, so no step waits for a file. An
+adapter stays as long as it has a name or a request that lives. Its name is the border's matter: the scheduler and the
+executor know digests only.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from core import log
+from core.adapters.adapter import AdapterWeights
+from core.adapters.gguf_adapter import GgufMatrix, read_gguf_adapter
+from core.adapters.peft_folder import read_peft_folder
+from core.adapters.remembered import RememberedModules
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, InvalidRequestError, ModelFileError
+from ipc.lora_messages import AdapterId, LoraAdapter
+
+MAX_NAME_CHARS = 256
+
+
+class PackedAdapter(Protocol):
+    """An adapter in the form that a model computes with."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in memory."""
+
+
+class AdapterHost(Protocol):
+    """A model that takes adapters."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """[out, in] of the matrices that adapters may change, by name."""
+
+    @property
+    def gguf_names(self) -> Mapping[str, GgufMatrix]:
+        """The matrices that adapters may change, by their names in GGUF files."""
+
+    def pack(self, weights: AdapterWeights) -> PackedAdapter:
+        """Return an adapter of some of these matrices in the model's form."""
+
+
+class Adapters:
+    """The adapters of one engine. All methods are for any thread.
+
+    host: what the model takes. Errors of the constructor: those of load(), for the config's lora_modules.
+    """
+
+    def __init__(self, config: EngineConfig, host: AdapterHost) -> None:
+        self._host, self._max_rank = host, config.max_lora_rank
+        self._lock = threading.Lock()  # of all below
+        self._loading = threading.Lock()  # one adapter at a time
+        self._memory = RememberedModules(-1)
+        self._names: dict[str, LoraAdapter] = {}
+        self._packed: dict[str, PackedAdapter] = {}  # by digest
+        self._num_held: dict[str, int] = {}  # by digest: AdapterIds that live, and those in _gone
+        self._gone: deque[str] = deque()  # digests of AdapterIds that have ended; appended to without the lock
+        for name, path in config.lora_modules.items():
+            self.load(name, path)
+
+    def remember(self, memory: RememberedModules) -> None:
+        """Go on with the names that the engine before had, and keep those of this one for the next.
+
+        What cannot be read any more is left out, and the log says so.
+        """
+        self._memory = memory
+        before = memory.read()
+        if before is not None:
+            for name in [listed.name for listed in self.list() if listed.name not in before]:
+                self.unload(name)
+            for name, path in before.items():
+                try:
+                    self.load(name, path)
+                except EngineCoreError as error:
+                    log.say(f"engine-core: the adapter {name!r:.80} is not loaded again: {error}")
+        self._note()
+
+    def load(self, name: str, path: str) -> LoraAdapter:
+        """Read an adapter's files and give it a name. Errors: ModelFileError, UnsupportedModelError."""
+        if not name or len(name) > MAX_NAME_CHARS:
+            raise ModelFileError(f"an adapter's name has 1 to {MAX_NAME_CHARS} characters; got {name!r:.80}")
+        with self._loading:
+            weights = self._read(Path(path))
+            with self._lock:
+                packed = self._packed.get(weights.digest)
+            packed = packed or self._host.pack(weights)
+            listed = LoraAdapter(name, weights.digest, weights.rank, packed.num_bytes, str(path))
+            with self._lock:
+                before, self._names[name] = self._names.get(name), listed
+                self._packed[weights.digest] = packed
+                if before is not None:
+                    self._drop_if_unused(before.digest)
+        self._note()
+        return listed
+
+    def unload(self, name: str) -> bool:
+        """Forget a name; return whether there was one."""
+        with self._lock:
+            self._settle()
+            listed = self._names.pop(name, None)
+            if listed is not None:
+                self._drop_if_unused(listed.digest)
+        self._note()
+        return listed is not None
+
+    def _note(self) -> None:
+        self._memory.write({listed.name: listed.path for listed in self.list()})
+
+    def list(self) -> list[LoraAdapter]:
+        """Return the adapters that have names, in the order of their names."""
+        with self._lock:
+            return sorted(self._names.values(), key=lambda listed: listed.name)
+
+    def hold(self, adapter: AdapterId) -> None:
+        """Keep an adapter as long as this object lives. Errors: InvalidRequestError where it is not loaded."""
+        digest = adapter.digest
+        with self._lock:
+            if digest not in self._packed:
+                raise InvalidRequestError(
+                    f"no adapter with the digest {digest!r:.40} is loaded: its owner has unloaded it, or its files "
+                    "have changed; load it again"
+                )
+            self._num_held[digest] = self._num_held.get(digest, 0) + 1
+        weakref.finalize(adapter, self._let_go, digest).atexit = False
+
+    def find(self, digest: str) -> Any:
+        """Return an adapter that a request has, packed for the model.
+
+        Errors: ModelFileError where it is not loaded. Of an engine that runs hold() has said so before; a replay has no
+        hold().
+        """
+        with self._lock:
+            packed = self._packed.get(digest)
+        if packed is None:
+            raise ModelFileError(f"the adapter with the digest {digest} is not loaded: name its files in lora_modules")
+        return packed
+
+    def _read(self, path: Path) -> AdapterWeights:
+        if path.suffix == ".gguf":
+            return read_gguf_adapter(path, self._host.gguf_names, self._host.shapes, self._max_rank)
+        return read_peft_folder(path, self._host.shapes, self._max_rank)
+
+    def _let_go(self, digest: str) -> None:
+        """Note the end of an AdapterId. The collector may run this in a thread that has the lock already."""
+        self._gone.append(digest)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Count the ends that were noted, under the lock."""
+        while self._gone:
+            digest = self._gone.popleft()
+            self._num_held[digest] -= 1
+            if not self._num_held[digest]:
+                del self._num_held[digest]
+                self._drop_if_unused(digest)
+
+    def _drop_if_unused(self, digest: str) -> None:
+        if digest not in self._num_held and all(listed.digest != digest for listed in self._names.values()):
+            self._packed.pop(digest, None)

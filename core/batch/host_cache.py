@@ -1,0 +1,163 @@
+"""HostCache: copies on the host of blocks that the KV cache has evicted, found by the names that these had.
+
+A plan copies from the cache to the host first, and from the host into the cache last. So a block is copied out in the
+plan that gives it away. Slots that a plan copies to or from are pinned until it is made. What is copied back stays
+here, too, and is not copied out again.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core.batch.request import Request
+from core.kv.block_names import UNNAMED, BlockNames
+from core.kv.block_ring import BlockRing
+from ipc.arrays import BlockIds, Int32s, Ints
+
+if TYPE_CHECKING:
+    from core.batch.batch import Batch
+
+
+class HostCache:
+    """The slots from `first` on of the host pool, whose slots before are those of preempted requests.
+
+    num_slots: 0 = nothing is kept. Slots are numbered from 0 here, and from `first` on in plans.
+    """
+
+    def __init__(self, batch: "Batch", num_slots: int, first: int) -> None:
+        self.num_slots = num_slots
+        self.num_hits = 0  # blocks copied back, since the engine started
+        self._batch = batch
+        self._first = first
+        self.names = BlockNames(num_slots, batch.block_size)
+        self._blank = np.arange(num_slots - 1, -1, -1)  # a stack: the top is the end
+        self._num_blank = num_slots
+        self._ring = BlockRing(num_slots)  # of slots with a name that are not pinned
+        self._pinned: list[Ints] = []
+        if num_slots:
+            batch.pool.tiers.append(self)
+
+    @property
+    def num_kept(self) -> int:
+        """Return the number of blocks that are kept."""
+        return len(self.names)
+
+    # --- what the KV cache evicts ---------------------------------------------------------------------------------
+
+    def keep(self, blocks: BlockIds) -> None:
+        """Copy blocks [n] to the host that are being evicted and still have their names, as far as there is room."""
+        names = self.names
+        keys, parents, token_ids = self._batch.pool.names.described(blocks)
+        slots = np.array([names.block_of_key.get(key, UNKNOWN) for key in keys.tolist()], np.int64)
+        known = slots[slots != UNKNOWN]
+        kept = known[self._ring.holds(known)]
+        self._touch(kept)  # these are the last that make room
+        room = min(len(self._ring) - len(kept) + self._num_blank, int(np.count_nonzero(slots == UNKNOWN)))
+        if not room:
+            return
+        new = np.flatnonzero(slots == UNKNOWN)[-room:]
+        slots, contents = self._take(room), self._batch.pool.names.content[blocks[new]]
+        names.adopt(slots, contents, keys[new], parents[new], token_ids[new])
+        self._pinned.append(slots)  # a plan copies to a slot once
+        out = self._batch.carried.out
+        out.sources.append(blocks[new].astype(np.int32))
+        out.targets.append((slots + self._first).astype(np.int32))
+
+    def forget(self) -> None:
+        """Forget all blocks: the cache is emptied, or the pool is lost."""
+        self.names.forget_all()
+        self._push_blank(self._ring.clear())
+
+    def forget_contents(self, contents: Ints) -> None:
+        """Forget the blocks with these content numbers."""
+        slots = np.flatnonzero(np.isin(self.names.content, contents[contents != UNNAMED]))
+        self.names.forget(slots)
+        unread = slots[self._ring.holds(slots)]
+        self._ring.discard(unread)
+        self._push_blank(unread)
+
+    # --- what requests start with ---------------------------------------------------------------------------------
+
+    def find(self, request: Request, num_hits: int, content: int) -> tuple[Int32s | None, int]:
+        """Return the slots of the blocks that follow a waiting request's hits, and the content number of the last one.
+
+        None: there are none. num_hits: blocks that the KV cache has, the last of which has this content number.
+        """
+        size = self._batch.block_size
+        count = (len(request.token_ids) - 1) // size
+        if count <= num_hits or not request.first_key or request.needs_whole_prompt:
+            return None, content
+        token_ids = request.token_ids[num_hits * size : count * size].reshape(-1, size)
+        slots, content = self.names.find(content, token_ids, request.block_hashes[num_hits:count])
+        return (slots, content) if len(slots) else (None, content)
+
+    def pin(self, slots: Int32s) -> None:
+        """Let no other block take these slots until the plan is made: it reads them."""
+        self._ring.discard(slots)
+        self._pinned.append(slots.astype(np.int64))
+
+    def copy_back(self, slots: Int32s, blocks: Int32s) -> None:
+        """Copy pinned slots [n] into blocks [n], which get their names."""
+        names = self.names
+        keys, parents, token_ids = names.described(slots)
+        self._batch.pool.names.adopt(blocks, names.content[slots], keys, parents, token_ids)
+        self.num_hits += len(slots)
+        back = self._batch.carried.back
+        back.sources.append(slots + np.int32(self._first))
+        back.targets.append(blocks)
+
+    def end_plan(self) -> None:
+        """Release the slots that the finished plan reads and writes: they are the most recent ones."""
+        if self._pinned:
+            slots = self._all_pinned()
+            named = self.names.content[slots] != UNNAMED
+            self._ring.push(slots[named])
+            self._push_blank(slots[~named])  # forgotten meanwhile
+            self._pinned.clear()
+
+    # --- slots ----------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> Ints:
+        """Take slots, blank ones first, then those that were used least recently, which lose their names."""
+        from_blank = min(count, self._num_blank)
+        slots = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
+        self._num_blank -= from_blank
+        if from_blank == count:
+            return slots
+        evicted = self._ring.pop(count - from_blank)
+        self.names.forget(evicted)
+        return np.concatenate([slots, evicted])
+
+    def _touch(self, slots: Ints) -> None:
+        self._ring.discard(slots)
+        self._ring.push(slots)
+
+    def _all_pinned(self) -> Ints:
+        """Return each pinned slot once, in the order in which they were pinned."""
+        slots = np.concatenate([np.zeros(0, np.int64), *self._pinned])
+        _, first = np.unique(slots, return_index=True)
+        return slots[np.sort(first)]
+
+    def _push_blank(self, slots: Ints) -> None:
+        self._blank[self._num_blank : self._num_blank + len(slots)] = slots
+        self._num_blank += len(slots)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError with the numbers when slots are lost or doubled, or a name is wrong."""
+        self.names.check_integrity()
+        self._ring.check_integrity()
+        slots = np.arange(self.num_slots)
+        states = np.zeros((self.num_slots, 3), np.bool_)
+        states[self._blank[: self._num_blank], 0] = True
+        states[:, 1] = self._ring.holds(slots)
+        states[self._all_pinned(), 2] = True
+        odd = np.flatnonzero(states.sum(1) != 1)
+        assert not len(odd), f"slots {odd[:8]} are (blank, kept, pinned) = {states[odd[:8]].tolist()}"
+        assert self._num_blank == states[:, 0].sum(), "a slot is blank twice"
+        named = self.names.content != UNNAMED
+        assert named[states[:, 1]].all(), "a kept slot has no name"
+        assert not named[states[:, 0]].any(), "a blank slot has a name"
+
+
+#: In place of a slot: the block is not kept.
+UNKNOWN = -1

@@ -1,0 +1,169 @@
+"""FlightRecorder: the engine's last records in shared memory (ipc/flight_ring.py), where its owner finds them.
+
+The engine thread writes each record at once, so the ring has all but what a dying step was about to say. A half that is
+three quarters full, or old enough, makes a checkpoint due. While a thread of its own encodes that into the other
+half, records go on into the first one and are kept; then the other half gets them, too, and takes over.
+"""
+
+import mmap
+import queue
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from core import log
+from core.capture.records import TAGS, Checkpoint, Header, Input, Step, encode_record
+from core.capture.snapshot import Snapshot
+from ipc.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
+from ipc.log_frames import MAX_PAYLOAD_BYTES, pack_frame
+
+PAUSE_S = 0.0005  # in which the engine thread gets Python's lock while a checkpoint is encoded
+_COPY_BYTES = 1 << 18  # that are copied without a pause
+_NS = 1_000_000_000
+_LEAST_NS = _NS // 4  # between two checkpoints
+
+
+class FlightRecorder:
+    """The writer of one ring; a CaptureLog (core/capture/engine.py).
+
+    fd: of the ring. header: of the capture. seconds: after which a half is old. All but the thread's work is done by
+    the engine thread.
+    """
+
+    def __init__(self, fd: int, header: Header, seconds: int) -> None:
+        memory = mmap.mmap(fd, 0)
+        self._half_bytes = ring_half_bytes(memory)
+        self._memory: Any = memory  # takes frames, which its type does not say
+        self._header = header
+        self._period_ns = seconds * _NS
+        self._now_ns = self._due_ns = self._least_ns = 0  # of steps; 0: before the first one
+        self._half = self._at = self._numbers_at = 0  # that is written: which, where it begins, where its numbers are
+        self._used = self._due_bytes = 0  # of it: bytes; and from how many on a checkpoint is due
+        self._generation = 1
+        self._sequence = 0  # of the last record
+        self._is_full = False  # a record did not fit
+        self._is_due = False
+        self._kept: list[bytes] | None = None  # frames since the checkpoint that is being encoded; None: none is
+        self._num_kept_bytes = 0
+        self._ready = -1  # bytes of the other half once its checkpoint is there; 0: it did not fit. Set by the thread
+        self._has_said = False  # that a checkpoint did not fit
+        self._begin(0, self._write_head(0, 0, b""))
+        self._queue: queue.SimpleQueue[tuple[Snapshot, int, int, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="flight recorder", daemon=True)
+        self._thread.start()
+
+    def add(self, record: Input | Step) -> None:
+        """Write the next record. Only the engine thread calls this."""
+        self._sequence = sequence = self._sequence + 1
+        frame = pack_frame(sequence, TAGS[type(record)], encode_record(record))
+        if self._kept is not None:
+            self._keep(frame)
+        self._write(frame)
+        if type(record) is Step:
+            self._now_ns = now_ns = record.now_ns
+            self._due_ns = self._due_ns or now_ns + self._period_ns
+            self._is_due = self._used > self._due_bytes or now_ns > self._due_ns
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Return whether the other half is to be begun."""
+        return self._is_due and self._kept is None and self._now_ns >= self._least_ns
+
+    def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
+        """Begin the other half with this state; see Checkpoint. Only the engine thread calls this."""
+        self._kept, self._num_kept_bytes = [], 0
+        self._least_ns = self._now_ns + _LEAST_NS
+        self._queue.put((snapshot, num_steps, num_inputs, self._sequence))
+
+    def close(self) -> None:
+        """End the thread. Any thread may call this, repeatedly."""
+        self._queue.put(None)
+
+    # --- the engine thread ---
+
+    def _write(self, frame: bytes) -> None:
+        begin, used = self._at + self._used, self._used + len(frame)
+        if self._is_full or used > self._half_bytes:
+            self._is_full = True  # what follows a missing record is of no use
+            return
+        self._memory[begin : begin + len(frame)] = frame
+        self._used = used
+        HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
+
+    def _keep(self, frame: bytes) -> None:
+        """Keep a frame for the other half, which takes over as soon as it has its checkpoint."""
+        kept = self._kept
+        assert kept is not None, "no checkpoint is being encoded"
+        if (size := self._ready) < 0:
+            self._num_kept_bytes += len(frame)
+            if self._num_kept_bytes <= self._half_bytes:
+                kept.append(frame)
+            return
+        self._ready, self._kept = -1, None
+        if not size or size + self._num_kept_bytes > self._half_bytes:
+            self._miss()
+            return
+        data = b"".join(kept)
+        other = self._half ^ 1
+        begin = HALVES_AT + other * self._half_bytes + size
+        self._memory[begin : begin + len(data)] = data
+        self._generation += 1
+        self._begin(other, size + len(data))
+
+    def _miss(self) -> None:
+        """Go on without the other half: its checkpoint, or what came meanwhile, does not fit."""
+        self._due_ns = self._least_ns = self._now_ns + self._period_ns
+        if not self._has_said:
+            self._has_said = True
+            log.say(
+                "engine-core: the engine's state does not fit into the flight recorder, whose file may end before the "
+                f"engine does: raise flight_recorder_bytes={2 * self._half_bytes}"
+            )
+
+    def _begin(self, half: int, used: int) -> None:
+        """Go on in a half that has so many bytes."""
+        self._half, self._used, self._is_full, self._is_due = half, used, False, False
+        self._at, self._numbers_at = HALVES_AT + half * self._half_bytes, half_at(half)
+        self._due_ns = self._now_ns and self._now_ns + self._period_ns
+        self._least_ns = self._now_ns + _LEAST_NS
+        self._due_bytes = max(self._half_bytes * 3 // 4, (self._half_bytes + used) // 2)
+        HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            snapshot, num_steps, num_inputs, sequence = item
+            state = snapshot.encode(_pause)
+            checkpoint = encode_record(Checkpoint(num_steps, num_inputs, state))
+            item = None
+            del snapshot, state
+            self._ready = self._write_head(self._half ^ 1, sequence, checkpoint)
+
+    def _write_head(self, half: int, sequence: int, checkpoint: bytes) -> int:
+        """Write the header and a checkpoint; return the bytes of both, 0 if they take over three quarters of it.
+
+        sequence: of the last record before the checkpoint, which gets it, too.
+        """
+        HALF.pack_into(self._memory, half_at(half), 0, 0)
+        clocks = {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
+        header = msgspec.structs.replace(self._header, **clocks)
+        data = pack_frame(0, TAGS[Header], encode_record(header))
+        size = len(data) + len(checkpoint)
+        if size > min(self._half_bytes * 3 // 4, MAX_PAYLOAD_BYTES):
+            return 0
+        if checkpoint:
+            data += pack_frame(sequence, TAGS[Checkpoint], checkpoint)
+        begin = HALVES_AT + half * self._half_bytes
+        for at in range(0, len(data), _COPY_BYTES):
+            part = data[at : at + _COPY_BYTES]
+            self._memory[begin + at : begin + at + len(part)] = part
+            if checkpoint:
+                _pause()
+        return len(data)
+
+
+def _pause() -> None:
+    time.sleep(PAUSE_S)

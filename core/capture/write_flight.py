@@ -1,0 +1,72 @@
+"""The process that writes a dead engine's flight recorder to a file: `python -m core.capture.write_flight FD PID FORM`.
+
+frontend/engine/flight_writers.py starts it. FD: of the ring; PID: the dead engine's; FORM: of log lines. It has the
+lowest priority, because meanwhile the next engine starts.
+"""
+
+import os
+import resource
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+from core import log
+from core.capture.flight_file import FlightWritten, write_flight
+from ipc.errors import EngineCoreError
+from ipc.flight_ring import read_ring
+
+_NICE = 19
+_CPU_S = 60  # of CPU time that the work may take
+_LOG_S = 0.5  # for the last lines on standard error
+
+
+class _TooLongError(Exception):
+    """The work has taken its CPU time."""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the file and say so on standard error; return the exit code."""
+    fd, pid = map(int, arguments[:2])
+    log.use_format("json" if arguments[2] == "json" else "text")
+    try:
+        written = write_flight(read_ring(fd), pid)
+    except (EngineCoreError, OSError) as error:
+        log.say(f"engine-core: there is no file of what engine process {pid} did at last: {error}")
+        return 1
+    except _TooLongError:
+        log.say(f"engine-core: what engine process {pid} did at last was not written: it takes more than {_CPU_S} s")
+        return 1
+    except Exception:  # a process entry
+        log.say(f"engine-core: what engine process {pid} did at last was not written:\n{traceback.format_exc()}")
+        return 1
+    if written is not None:
+        log.say(f"engine-core: {describe(written, pid)}")
+    return 0
+
+
+def limit_process() -> None:
+    """Give this process the lowest priority and _CPU_S seconds of CPU time, for good: for a process of its own."""
+    os.nice(_NICE)
+    signal.signal(signal.SIGXCPU, _give_up)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _give_up(*_: object) -> NoReturn:
+    raise _TooLongError
+
+
+def describe(written: FlightWritten, pid: int) -> str:
+    """Return a line on a file that was written."""
+    what = "without their content" if written.is_redacted else "with all prompts and answers"
+    return (
+        f"the last {written.num_steps} steps ({written.seconds:.1f} s) of engine process {pid} are in {written.path}, "
+        f"{what}: engine-core replay {written.path}"
+    )
+
+
+if __name__ == "__main__":
+    limit_process()
+    code = main(sys.argv[1:])
+    log.flush(_LOG_S)
+    sys.exit(code)

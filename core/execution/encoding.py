@@ -1,0 +1,54 @@
+"""Plans and outputs as bytes, for executors in other processes. Columns are little-endian int32 or float32 in `bin`
+fields. core/execution/plan.py has encode_plan(), which captures use too.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from ipc.arrays import Floats, Int32s
+from ipc.errors import MalformedMessageError
+from ipc.messages import DECODE_ERRORS
+
+_DTYPES = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("<f4")}
+_DTYPE_OF: dict[Any, "np.dtype[Any]"] = {Int32s: np.dtype("<i4"), Floats: np.dtype("<f4")}
+
+
+def encode_output(output: ModelRunnerOutput) -> bytes:
+    """Return the output of a step as msgpack."""
+    return _encoder.encode(output)
+
+
+def decode_output(data: bytes) -> ModelRunnerOutput:
+    """Return the output that encode_output() has encoded. Its columns are read-only. Errors: MalformedMessageError."""
+    try:
+        return _output_decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not the output of a step: {error}") from error
+
+
+def decode_plan(data: bytes) -> SchedulerOutput:
+    """Return the plan that encode_plan() has encoded. Its columns are read-only. Errors: MalformedMessageError."""
+    try:
+        return _plan_decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a plan: {error}") from error
+
+
+def _encode_column(value: Any) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype in _DTYPES and value.ndim == 1:
+        return value.astype(_DTYPES[value.dtype], copy=False).tobytes()
+    kind = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(f"an output holds columns of int32 and float32, and not {kind}")
+
+
+def _decode_column(kind: Any, value: Any) -> Any:
+    """Return a column from its bytes. kind: Int32s or Floats."""
+    return np.frombuffer(value, _DTYPE_OF[kind])
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_column)
+_output_decoder = msgspec.msgpack.Decoder(ModelRunnerOutput, dec_hook=_decode_column)
+_plan_decoder = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_decode_column)

@@ -1,0 +1,317 @@
+"""Features: the features of one engine, by content: what clients have put, and the rows that stand in for tokens.
+
+A feature is put before the request that names it. The preparation thread makes its rows, so that the scheduler sees
+only requests whose rows are there, and no step waits for an encoder. Rows are kept as long as a request that has
+them lives, and after that as long as they fit: a second question on an image runs no encoder.
+
+A feature has a number. The tokens that it stands for have the negative id -1 - number, so blocks of equal tokens have
+equal content, and the prefix cache needs no further key. No number is given twice in an engine's life.
+"""
+
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from ipc.arrays import Floats, UInt8s
+from ipc.errors import InvalidRequestError
+from ipc.feature_messages import (
+    EMBEDS,
+    ITEM_BYTES,
+    MAX_FEATURES,
+    PIXELS,
+    FeatureLimits,
+    FeatureUse,
+    PutFeature,
+    feature_digest,
+    num_bytes,
+)
+from ipc.messages import AddRequest, Submission
+
+#: Bytes of rows that are kept though no request has them: 1,000 tiles of 64 rows of 576 numbers.
+MAX_CACHED_BYTES = 256 << 20
+#: Bytes of features that one session has put, and that all sessions have; the oldest give way.
+MAX_SESSION_BYTES, MAX_PUT_BYTES = 128 << 20, 512 << 20
+_MAX_DIMENSIONS = 3  # of a feature's shape
+_MAX_SHAPE = 8  # numbers of a shape that errors still show
+_MAX_NUMBERED = 2**31  # a token's id is an int32
+#: Numbers that are remembered; a feature that is forgotten gets a new one.
+MAX_NUMBERS = 65_536
+
+
+class ImageEncoder(Protocol):
+    """The part of a model that makes rows from pixels."""
+
+    image_size: int  # height and width of its images, pixels
+    num_rows: int  # of each image
+
+    def encode(self, pixels: UInt8s) -> Floats:
+        """Return the rows [num_rows, width] float32 of an image [image_size, image_size, 3]."""
+
+
+class Features:
+    """The features of one engine; a Preparer (core/border/preparation.py). All methods are for any thread.
+
+    width: numbers of a row. encoder: None = there are no images. refusal: why requests have no features; "" = they may.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        encoder: ImageEncoder | None = None,
+        refusal: str = "",
+        max_cached_bytes: int = MAX_CACHED_BYTES,
+    ) -> None:
+        self._width, self.encoder, self._refusal = width, encoder, refusal
+        self._max_cached_bytes = max_cached_bytes
+        self._lock = threading.Lock()  # of all below
+        #: What each client has put, by digest, oldest first. A text: why it is none that this engine takes.
+        self._put: dict[int, OrderedDict[bytes, PutFeature | str]] = {}
+        self._put_bytes: dict[int, int] = {}  # by client
+        self._wanted: dict[bytes, PutFeature] = {}  # by digest: of living requests, until their rows are made
+        self._rows: dict[bytes, Floats] = {}  # by digest
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # digests of _rows that no request has, oldest first
+        self._cached_bytes = 0  # of _rows
+        self._num_held: dict[bytes, int] = {}  # by digest: FeatureUses that live, and those in _gone
+        self._gone: deque[bytes] = deque()  # digests of FeatureUses that have ended; appended to without the lock
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._num_numbered = 0
+        self.num_encoded = 0  # images that the encoder has run for
+
+    @property
+    def limits(self) -> FeatureLimits | None:
+        """What clients are told; None: requests have no features."""
+        if self._refusal:
+            return None
+        sizes = (0, 0) if self.encoder is None else (self.encoder.image_size, self.encoder.num_rows)
+        return FeatureLimits(self._width, MAX_SESSION_BYTES, *sizes)
+
+    # --- at the border ---
+
+    def num_bytes(self, message: AddRequest) -> int:
+        """Return the most bytes that a request's features take: their rows, and images whose rows are not there yet."""
+        encoder, total = self.encoder, 0
+        for use in message.features[:MAX_FEATURES]:
+            total += max(0, use.num_rows) * self._width * 4
+            if encoder is not None and use.num_rows == encoder.num_rows and use.digest not in self._rows:
+                total += 3 * encoder.image_size**2
+        return total
+
+    def put(self, client: int, feature: PutFeature) -> None:
+        """Keep what a client has put, within the bounds: the client's oldest features, or the largest client's, go.
+
+        One whose shape is endless is dropped at once; a request that names it is told that it is not here.
+        """
+        if self._refusal or len(feature.shape) > _MAX_SHAPE:
+            return
+        digest, kept = feature_digest(feature.kind, feature.shape, feature.data), self._judged(feature)
+        with self._lock:
+            put = self._put.setdefault(client, OrderedDict())
+            if digest in put:
+                put.move_to_end(digest)
+                return
+            put[digest] = kept
+            self._put_bytes[client] = self._put_bytes.get(client, 0) + _bytes_of(kept)
+            while self._put_bytes[client] > MAX_SESSION_BYTES or len(put) > MAX_FEATURES:
+                self._drop_oldest(client)
+            while sum(self._put_bytes.values()) > MAX_PUT_BYTES:
+                self._drop_oldest(max(self._put_bytes, key=lambda one: self._put_bytes[one]))
+
+    def _judged(self, feature: PutFeature) -> PutFeature | str:
+        """Return the feature, or what is wrong with it."""
+        try:
+            self._num_rows(feature)
+        except InvalidRequestError as error:
+            return str(error)
+        return feature
+
+    def forget(self, client: int) -> None:
+        """Drop what a client has put, whose session has ended."""
+        with self._lock:
+            self._put.pop(client, None)
+            self._put_bytes.pop(client, None)
+
+    def admit(self, client: int, message: AddRequest) -> AddRequest:
+        """Return a request with its features' ids in the prompt, and keep the features while it lives.
+
+        Errors: InvalidRequestError where the engine takes no features, or not these, or has not got them.
+        """
+        if self._refusal:
+            raise InvalidRequestError(self._refusal)
+        uses = message.features
+        ids = np.frombuffer(message.prompt_token_ids, "<i4").copy()
+        if len(uses) > MAX_FEATURES:
+            raise InvalidRequestError(f"the request has {len(uses)} features; at most {MAX_FEATURES} are allowed")
+        if self._num_numbered + len(uses) > _MAX_NUMBERED:
+            raise InvalidRequestError("this engine has given all ids of features: start it anew")
+        end = 0
+        with self._lock:
+            self._settle()
+            for use in uses:
+                if not end <= use.position < use.position + use.num_rows <= len(ids):
+                    raise InvalidRequestError(
+                        f"a feature stands for {use.num_rows} tokens from {use.position} on: features come in order, "
+                        f"do not overlap, and lie in the prompt, which has {len(ids)} tokens"
+                    )
+                end = use.position + use.num_rows
+                self._check(client, use)
+            for use in uses:
+                kept = self._put[client][use.digest]
+                if use.digest not in self._rows and isinstance(kept, PutFeature):
+                    self._wanted[use.digest] = kept
+                ids[use.position : use.position + use.num_rows] = -1 - self._number(use.digest)
+                self._hold(use)
+        return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes())
+
+    def _check(self, client: int, use: FeatureUse) -> None:
+        """Check that this client has put a feature, and that it has as many rows as its request says."""
+        put = self._put.get(client)
+        kept = None if put is None else put.get(use.digest)
+        if kept is None:
+            raise InvalidRequestError(
+                f"the feature {use.digest.hex()[:16]} is not here: put it before its request; a session keeps the last "
+                f"{MAX_SESSION_BYTES} bytes, or {MAX_FEATURES} features, that it has put"
+            )
+        if isinstance(kept, str):
+            raise InvalidRequestError(kept)
+        if (num_rows := self._num_rows(kept)) != use.num_rows:
+            raise InvalidRequestError(f"a feature has {num_rows} rows and stands for {use.num_rows} tokens")
+
+    def _num_rows(self, feature: PutFeature) -> int:
+        kind, shape = feature.kind, feature.shape
+        if kind not in ITEM_BYTES:
+            raise InvalidRequestError(f"a feature's kind is one of {', '.join(ITEM_BYTES)}; got {kind!r:.80}")
+        if min(shape, default=0) < 1 or len(shape) > _MAX_DIMENSIONS or num_bytes(kind, shape) != len(feature.data):
+            raise InvalidRequestError(f"a feature of shape {shape} of {kind} has {len(feature.data)} bytes")
+        if kind == EMBEDS:
+            if len(shape) != 2 or shape[1] != self._width:
+                raise InvalidRequestError(f"prompt_embeds have the shape [tokens, {self._width}]; got {shape}")
+            return shape[0]
+        if self.encoder is None:
+            raise InvalidRequestError("this model takes no images: it has no vision encoder")
+        if shape != [self.encoder.image_size, self.encoder.image_size, 3]:
+            side = self.encoder.image_size
+            raise InvalidRequestError(f"this model's images have the shape [{side}, {side}, 3]; got {shape}")
+        return self.encoder.num_rows
+
+    def _number(self, digest: bytes) -> int:
+        number = self._numbers.get(digest)
+        if number is None:
+            number = self._num_numbered
+            self._num_numbered += 1
+            self._numbers[digest] = number
+            if len(self._numbers) > MAX_NUMBERS:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(digest)
+        return number
+
+    # --- preparation ---
+
+    def needs(self, message: Submission) -> bool:
+        """Return whether rows of the request are not made yet."""
+        if not isinstance(message, AddRequest) or not message.features:
+            return False
+        with self._lock:
+            return any(use.digest not in self._rows for use in message.features)
+
+    def prepare(self, message: Submission) -> bool:
+        """Make the rows of one more of the request's features; return whether more are left.
+
+        Errors: InvalidRequestError.
+        """
+        if not isinstance(message, AddRequest):
+            return False
+        with self._lock:
+            missing = [use.digest for use in message.features if use.digest not in self._rows]
+            feature = self._wanted[missing[0]] if missing else None
+        if feature is None:
+            return False
+        rows, digest = self._rows_of(feature), missing[0]
+        if not np.isfinite(rows).all():
+            raise InvalidRequestError("a feature of the request has numbers that are not finite")
+        with self._lock:
+            self._rows[digest] = rows
+            if digest not in self._num_held:
+                self._idle[digest] = None
+            self._wanted.pop(digest, None)
+            self._cached_bytes += rows.nbytes
+            self._drop_unheld()
+        return any(one != digest for one in missing)
+
+    def _rows_of(self, feature: PutFeature) -> Floats:
+        if feature.kind == EMBEDS:
+            rows: Floats = np.frombuffer(feature.data, "<f4").reshape(feature.shape).astype(np.float32)
+            return rows
+        assert feature.kind == PIXELS, feature.kind
+        assert self.encoder is not None, "a feature of pixels was admitted without an encoder"
+        self.num_encoded += 1
+        return self.encoder.encode(np.frombuffer(feature.data, np.uint8).reshape(feature.shape))
+
+    # --- in steps ---
+
+    def find(self, digest: bytes) -> Floats:
+        """Return the rows of a feature that a living request has."""
+        with self._lock:
+            rows = self._rows.get(digest)
+        assert rows is not None, f"the feature {digest.hex()[:16]} of a running request is gone"
+        return rows
+
+    # --- lives ---
+
+    def _hold(self, use: FeatureUse) -> None:
+        self._num_held[use.digest] = self._num_held.get(use.digest, 0) + 1
+        self._idle.pop(use.digest, None)
+        weakref.finalize(use, self._let_go, use.digest).atexit = False
+
+    def _let_go(self, digest: bytes) -> None:
+        """Note the end of a FeatureUse. The collector may run this in a thread that has the lock already."""
+        self._gone.append(digest)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Count the ends that were noted, under the lock."""
+        while self._gone:
+            digest = self._gone.popleft()
+            self._num_held[digest] -= 1
+            if not self._num_held[digest]:
+                del self._num_held[digest]
+                self._wanted.pop(digest, None)
+                if digest in self._rows:
+                    self._idle[digest] = None
+        self._drop_unheld()
+
+    def _drop_unheld(self) -> None:
+        """Drop rows that no request has, the ones used longest ago first, while there are too many."""
+        while self._cached_bytes > self._max_cached_bytes and self._idle:
+            digest, _ = self._idle.popitem(last=False)
+            self._cached_bytes -= self._rows.pop(digest).nbytes
+
+    def _drop_oldest(self, client: int) -> None:
+        put = self._put[client]
+        _, kept = put.popitem(last=False)
+        self._put_bytes[client] -= _bytes_of(kept)
+        if not put:
+            del self._put[client], self._put_bytes[client]
+
+
+def _bytes_of(kept: PutFeature | str) -> int:
+    return len(kept) if isinstance(kept, str) else len(kept.data)
+
+
+def encoder_ns(features: Features | None) -> int:
+    """Return how long the encoder takes for an image, measured now: a step may wait so long; 0 = there is none."""
+    encoder = None if features is None else features.encoder
+    if encoder is None:
+        return 0
+    begin = time.perf_counter_ns()
+    encoder.encode(np.zeros((encoder.image_size, encoder.image_size, 3), np.uint8))
+    return time.perf_counter_ns() - begin

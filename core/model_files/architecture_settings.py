@@ -1,0 +1,128 @@
+"""Settings of config.json that only some architectures have: multipliers, soft caps, layers without rotary embedding.
+
+Each function returns fields of ModelConfig. Errors of all: ModelFileError naming the key; UnsupportedModelError.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from core.model_files.values import Values
+from core.models.architectures import Architecture
+from core.models.config import ExpertParts
+
+_MOST = 1e6  # of a multiplier
+
+
+def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the factors of embeddings, residuals, scores and logits. sizes: of model_sizes()."""
+    if architecture.multipliers == "none":
+        return {}
+
+    def number(name: str, default: float = 1.0) -> float:
+        return values.number(name, 1 / _MOST, _MOST, default)
+
+    if architecture.multipliers == "granite":
+        return {
+            "embedding_multiplier": number("embedding_multiplier"),
+            "residual_multiplier": number("residual_multiplier"),
+            "query_pre_attn_scalar": number("attention_multiplier") ** -2,
+            "logits_multiplier": 1 / number("logits_scaling"),
+        }
+    return {
+        "embedding_multiplier": number("scale_emb"),
+        "residual_multiplier": number("scale_depth") / math.sqrt(sizes["num_hidden_layers"]),
+        "logits_multiplier": number("dim_model_base", sizes["hidden_size"]) / sizes["hidden_size"],
+    }
+
+
+def experts(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> ExpertParts | None:
+    """Return the properties of the routed MLPs; None for an architecture without them."""
+    row = architecture.experts
+    if row is None:
+        return None
+    for name in ("clip_qkv", "shared_expert_intermediate_size", "shared_intermediate_size"):
+        if values.get(name) not in (None, 0):
+            values.refuse(name, "only null is")
+    count = "num_experts" if values.get("num_experts") is not None else "num_local_experts"
+    normalises = values.boolean("norm_topk_prob") if row.normalises is None else row.normalises
+    parts = expert_parts(values, count, row.size_key, normalises=normalises)
+    return msgspec.structs.replace(parts, dense_layers=_dense_layers(values, sizes["num_hidden_layers"]))
+
+
+def expert_parts(values: Values, count: str, size: str, *, normalises: bool) -> ExpertParts:
+    """Return the properties of routed MLPs from the settings with these names, in all layers."""
+    number, chosen = values.integer(count), values.integer("num_experts_per_tok")
+    if chosen > number:
+        values.fail("num_experts_per_tok", f"must be at most {values.key(count)}={number}, got {chosen}")
+    return ExpertParts(
+        num_experts=number, num_chosen=chosen, intermediate_size=values.integer(size), normalises=normalises
+    )
+
+
+def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
+    """Return the layers without a router: those of mlp_only_layers, and all but every decoder_sparse_step-th one."""
+    named = values.get("mlp_only_layers") or []
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        values.fail("mlp_only_layers", f"must be a list of layers, got {named!r:.80}")
+    step = values.integer("decoder_sparse_step", 1)
+    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+
+
+def caps(values: Values, architecture: Architecture) -> dict[str, Any]:
+    """Return the soft caps of scores and logits, which are refused where the architecture has none."""
+    fields = {"attn_logit_softcapping": "scores_cap", "final_logit_softcapping": "logits_cap"}
+    for name in fields:
+        if values.get(name) is not None and not architecture.soft_caps:
+            values.refuse(name, "only null is")
+    return {field: values.number(name, 1e-3, _MOST) for name, field in fields.items() if values.get(name) is not None}
+
+
+def rotary_dim(values: Values, group: Values, architecture: Architecture, head_dim: int) -> int:
+    """Return how many numbers of a head are rotated. group: of rotary settings, in the settings `values`."""
+    place = next((one for one in (group, values) if one.get("partial_rotary_factor") is not None), None)
+    if place is None:
+        return head_dim
+    if not architecture.partial_rotary:
+        if place.get("partial_rotary_factor") != 1:
+            place.refuse("partial_rotary_factor", "only 1 is")
+        return head_dim
+    width = int(head_dim * place.number("partial_rotary_factor", 1e-3, 1.0))
+    if width < 2 or width % 2:
+        place.fail("partial_rotary_factor", f"must rotate an even number of the {head_dim} numbers of a head")
+    return width
+
+
+def unrotated_layers(
+    values: Values, architecture: Architecture, sizes: dict[str, Any], sliding: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the layers without rotary embedding. sliding: the layers with a window."""
+    num_layers = sizes["num_hidden_layers"]
+    match architecture.unrotated:
+        case "none":
+            return ()
+        case "full beside sliding":
+            return unrotated_beside(sliding, num_layers) if values.get("sliding_window") is not None else ()
+        case "by position_embedding_type":
+            kind = values.get("position_embedding_type")
+            if kind not in (None, "rope", "nope"):
+                values.refuse("position_embedding_type", "'rope' and 'nope' are")
+            return () if kind == "rope" else tuple(range(num_layers))
+        case "no_rope_layers":
+            flags = values.get("no_rope_layers")
+            if flags is None:
+                return every(values.integer("no_rope_layer_interval"), num_layers)
+            if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+                values.fail("no_rope_layers", f"must be a list of {num_layers} zeros and ones, got {flags!r:.80}")
+            return tuple(layer for layer, is_rotated in enumerate(flags) if not is_rotated)
+
+
+def every(interval: int, num_layers: int) -> tuple[int, ...]:
+    """Return every interval-th layer."""
+    return tuple(range(interval - 1, num_layers, interval))
+
+
+def unrotated_beside(sliding: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Return the layers that have no window."""
+    return tuple(layer for layer in range(num_layers) if layer not in sliding)

@@ -1,0 +1,175 @@
+"""load_eagle3, load_mtp: the draft head that speculative_config names, from a folder or from the model's own files."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from core.model_files.config_json import decoder_config, read_json_object
+from core.model_files.load_format import made_up
+from core.model_files.values import Values
+from core.model_files.weights import layer_shapes, load_tensors, read_integers
+from core.models.architectures import ARCHITECTURES
+from core.models.config import ModelConfig
+from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
+from core.models.llama import Llama
+from ipc.arrays import Ints
+from ipc.errors import ConfigError, ModelFileError
+from ipc.files.safetensors import read_safetensors_folder
+
+#: Names in config.json's architectures: EAGLE's own folders have the first, others one of the rest.
+_EAGLE3_NAMES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+#: Settings of EAGLE-3 heads that are not implemented -> their value without effect.
+_WITHOUT_EFFECT: dict[str, Any] = {"parallel_drafting": False, "norm_output": False, "logit_scale": 1}
+#: Tensors of an EAGLE-3 folder that are read elsewhere or not at all: t2d says the same as d2t.
+_EAGLE3_REST = re.compile(r"(.*\.)?(d2t|t2d|rotary_emb\.inv_freq)|embed_tokens\.weight")
+_LAYER = "model.layers.0."
+
+
+def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
+    """Load an EAGLE-3 head from its folder. is_made_up: with made-up weights; only its config.json is read.
+
+    Errors: ModelFileError, UnsupportedModelError; ConfigError if it is not a head for this model.
+    """
+    _check_target(target, "eagle3")
+    config = _eagle3_config(folder, target.config, is_made_up)
+    shapes = head_shapes(config, layer_shapes(config.layer))
+    if is_made_up:
+        return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), _made_up_ids(config)), target)
+    names = _eagle3_names(shapes, folder)
+    tensors = load_tensors(folder, names, shapes, _EAGLE3_REST, target.dtype)
+    return DraftHead(config, HeadWeights(tensors, _token_ids(folder, config)), target)
+
+
+def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
+    """Load a model's own layer for multi-token prediction, the first if it has several.
+
+    Errors: those of load_eagle3(); ConfigError if the model has no such layer.
+    """
+    _check_target(target, "mtp")
+    model, prefix = target.config, ARCHITECTURES[target.config.architecture].mtp
+    settings = {} if folder.suffix == ".gguf" else read_json_object(folder / "config.json")
+    if not prefix or not settings.get("num_nextn_predict_layers"):
+        raise ConfigError(
+            f"speculative_config: method 'mtp' does not fit {folder}: it has no layers for multi-token prediction "
+            f"(num_nextn_predict_layers); architectures with such layers are {', '.join(_with_mtp())}"
+        )
+    layer = msgspec.structs.replace(model, num_hidden_layers=1, sliding_layers=(0,) if model.sliding_layers else ())
+    config = HeadConfig(layer=layer, taps=(model.num_hidden_layers,), tap_width=model.hidden_size, eagle3=None)
+    shapes = head_shapes(config, layer_shapes(layer))
+    if is_made_up:
+        return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), None), target)
+    names = {name: f"{prefix}0.{name.removeprefix(_LAYER)}" for name in shapes}
+    names["model.norm.weight"] = f"{prefix}0.final_layernorm.weight"
+    tensors = load_tensors(folder, names, shapes, re.compile(".*"), target.dtype)
+    return DraftHead(config, HeadWeights(tensors, None), target)
+
+
+def _with_mtp() -> list[str]:
+    return [name for name, row in ARCHITECTURES.items() if row.mtp]
+
+
+def _check_target(target: Llama, method: str) -> None:
+    if target.library is None:
+        raise ConfigError(
+            f"speculative_config: method {method!r} needs the C kernels: install a C compiler or a wheel, and leave "
+            "numerics and cpu_kernels out"
+        )
+
+
+# --- EAGLE-3 --------------------------------------------------------------------------------------------------------
+
+
+def _eagle3_config(folder: Path, model: ModelConfig, is_made_up: bool) -> HeadConfig:
+    source = folder / "config.json"
+    values = Values(read_json_object(source), str(source))
+    names = values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _EAGLE3_NAMES:
+        values.refuse("architectures", f"of EAGLE-3 heads {', '.join(_EAGLE3_NAMES)} are")
+    for name, plain in _WITHOUT_EFFECT.items():
+        if values.get(name) not in (None, plain):
+            values.refuse(name, f"only {plain} is")
+    layer = decoder_config(folder, values, ARCHITECTURES["LlamaForCausalLM"], "causal")
+    if layer.num_hidden_layers != 1:
+        values.refuse("num_hidden_layers", "heads of 1 layer are")
+    if layer.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the head {folder} is of a model with {layer.vocab_size} tokens and the model has "
+            f"{model.vocab_size}: use a head for this model"
+        )
+    has_embeddings = not is_made_up and _tensor_names(folder) >= {"embed_tokens.weight"}
+    width = values.get("target_hidden_size") or layer.hidden_size
+    if width != model.hidden_size or (not has_embeddings and layer.hidden_size != model.hidden_size):
+        raise ConfigError(
+            f"speculative_config: the head {folder} reads hidden states of {width} numbers and the model's have "
+            f"{model.hidden_size}: use a head for this model"
+        )
+    draft_vocab_size = values.get("draft_vocab_size") or layer.vocab_size
+    if isinstance(draft_vocab_size, bool) or not isinstance(draft_vocab_size, int) or draft_vocab_size < 1:
+        values.fail("draft_vocab_size", f"must be an integer of at least 1; got {draft_vocab_size!r:.80}")
+    return HeadConfig(
+        layer=layer,
+        taps=_taps(values, model.num_hidden_layers),
+        tap_width=model.hidden_size,
+        eagle3=Eagle3Parts(
+            draft_vocab_size=draft_vocab_size,
+            has_embeddings=has_embeddings,
+            norms_taps=values.boolean("norm_before_fc"),
+            norm_is_residual=values.boolean("norm_before_residual"),
+        ),
+    )
+
+
+def _taps(values: Values, num_layers: int) -> tuple[int, ...]:
+    """Return after how many of the model's layers the head reads the hidden state.
+
+    Files count in two ways. Where the first number is 1, they name the layers whose output is read, from 0; else the
+    layers that read it, which is the number of layers before (SGLang's rule, sgl-project/sglang#25454). Without numbers
+    it is EAGLE's own choice: 2, the middle, and 3 before the last.
+    """
+    group = values.get("eagle_config")
+    own = group.get("eagle_aux_hidden_state_layer_ids") if isinstance(group, Mapping) else None
+    ids = values.get("eagle_aux_hidden_state_layer_ids") or own or [2, num_layers // 2, num_layers - 3]
+    if not isinstance(ids, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+        values.fail("eagle_aux_hidden_state_layer_ids", f"must be a list of integers; got {ids!r:.80}")
+    taps = tuple(one + 1 if ids[0] == 1 else one for one in ids)
+    if not all(0 < one <= num_layers for one in taps):
+        values.fail("eagle_aux_hidden_state_layer_ids", f"are {ids}, and the model has {num_layers} layers")
+    return taps
+
+
+def _eagle3_names(shapes: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return the names in the folder's files: midlayer.* or layers.0.* for the layer, and no prefix for the rest."""
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in _tensor_names(folder)) else "layers.0."
+    own = {name: name.removeprefix("model.") for name in shapes}
+    return own | {name: prefix + name.removeprefix(_LAYER) for name in shapes if name.startswith(_LAYER)}
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    return {name for tensors in read_safetensors_folder(folder).values() for name in tensors}
+
+
+def _token_ids(folder: Path, config: HeadConfig) -> Ints | None:
+    """Return the tokens that the head guesses: d2t holds each one's distance from its number in the head."""
+    assert config.eagle3 is not None, config
+    count, size = config.eagle3.draft_vocab_size, config.layer.vocab_size
+    distances = read_integers(folder, "d2t")
+    if distances is None:
+        if count != size:
+            raise ModelFileError(f"{folder}: tensor d2t is missing; the head guesses {count} of {size} tokens")
+        return None
+    if distances.shape != (count,):
+        raise ModelFileError(f"{folder}: tensor d2t has {distances.size} numbers; the config says {count}")
+    ids: Ints = np.arange(count) + distances
+    if ids.min() < 0 or ids.max() >= size or len(np.unique(ids)) < count:
+        raise ModelFileError(f"{folder}: tensor d2t names a token twice or none of the {size}")
+    return ids
+
+
+def _made_up_ids(config: HeadConfig) -> Ints | None:
+    assert config.eagle3 is not None, config
+    count, size = config.eagle3.draft_vocab_size, config.layer.vocab_size
+    return None if count == size else np.arange(count) * (size // count)

@@ -1,0 +1,96 @@
+"""The names of tensors in safetensors and GGUF files, and the order of the rows of Q and K there."""
+
+import re
+from collections.abc import Mapping
+
+from core.models.architectures import ARCHITECTURES
+from core.models.config import ModelConfig
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+#: Names of norms in models with post_norms; they replace those above.
+_GGUF_POST_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def interleaved_heads(name: str, config: ModelConfig) -> int:
+    """Return the number of heads whose rows a GGUF file has in llama.cpp's rotary order; 0 = in transformers'.
+
+    For some architectures its converter interleaves the two halves of each head's rows in the matrices of Q and K.
+    """
+    if not ARCHITECTURES[config.architecture].gguf_interleaves_heads:
+        return 0
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(name.split(".")[-2], 0)
+
+
+def reorders_heads(config: ModelConfig) -> bool:
+    """Return whether the kernels have the numbers of a head in another order than transformers' files."""
+    interleaves = ARCHITECTURES[config.architecture].interleaves_heads
+    order = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaves=interleaves)
+    return order != tuple(range(config.head_dim))
+
+
+def head_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> tuple[int, ...]:
+    """Return, for each number of a head of Q and K as the kernels have it, its place in the file.
+
+    The kernels rotate number i with number i + head_dim / 2. In a file, those of rotary_dim leading numbers that are
+    rotated together are half of rotary_dim apart, or neighbours (interleaves). The others are not rotated, and become
+    pairs with an angle of 0.
+    """
+    half = rotary_dim // 2
+    rotated = range(rotary_dim)
+    firsts, seconds = (rotated[::2], rotated[1::2]) if interleaves else (rotated[:half], rotated[half:])
+    others = range(rotary_dim, head_dim)
+    middle = len(others) // 2
+    return (*firsts, *others[:middle], *seconds, *others[middle:])
+
+
+def json_name(name: str, config: ModelConfig) -> str:
+    """Return the name in safetensors of one of our names."""
+    if config.encoder is not None or not name.startswith("model.layers."):
+        return name
+    stem, kind = name.rsplit(".", 1)  # kind: weight or bias
+    model, layers, layer, part = stem.split(".", 3)
+    names = ARCHITECTURES[config.architecture].names
+    return f"{model}.{layers}.{layer}.{_part_name(part, names)}.{kind}"
+
+
+def gguf_name(name: str, config: ModelConfig) -> str:
+    """Return the name in GGUF files of one of our names."""
+    stem, kind = name.rsplit(".", 1)  # kind: weight or bias
+    if stem in _GGUF_NAMES:
+        return f"{_GGUF_NAMES[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    names = _GGUF_LAYER_NAMES | (_GGUF_POST_NORM_NAMES if config.post_norms else {})
+    names |= ARCHITECTURES[config.architecture].gguf_names
+    return f"blk.{layer}.{_part_name(part, names)}.{kind}"
+
+
+def _part_name(part: str, names: Mapping[str, str]) -> str:
+    """Return the file's name of a part of a layer; a part without one keeps its name."""
+    if (match := _EXPERT.fullmatch(part)) is None:
+        return names.get(part, part)
+    pattern = f"mlp.experts.*.{match[2]}"
+    return names.get(pattern, pattern).replace("*", match[1])

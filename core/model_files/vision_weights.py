@@ -1,0 +1,22 @@
+"""The weights of a model's vision encoder: from its folder, or made up."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.model_files.load_format import made_up
+from core.model_files.weights import load_tensors
+from core.models.stored_matrix import Weight
+from core.models.vision_parts import IS_TEXT, VisionParts, vision_file_name, vision_shapes
+from kernels.elements import Dtype
+
+
+def open_vision(
+    folder: Path, parts: VisionParts, hidden_size: int, dtype: Dtype, *, is_made_up: bool
+) -> Iterator[tuple[str, Weight]]:
+    """Return an iterator over (name, weight) of vision_shapes(). Errors: ModelFileError, UnsupportedModelError."""
+    shapes = vision_shapes(parts, hidden_size)
+    if is_made_up:
+        flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
+        return made_up(flat, dtype)
+    return load_tensors(folder, {name: vision_file_name(name) for name in shapes}, shapes, IS_TEXT, dtype)

@@ -1,0 +1,96 @@
+"""Adapted products: the matrices of a model that adapters (LoRA) may change, and layers that compute with adapters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from core.adapters.adapter import AdapterWeights
+from core.adapters.gguf_adapter import GgufMatrix
+from core.models.config import ModelConfig
+from core.models.layer import Layer
+from core.models.mlp import DenseMlp
+from core.models.operations import AdaptingOperations, Product
+from core.models.tensor import Tensor
+from core.models.token_adapters import TokenAdapters
+from kernels.low_rank import ProductShape
+
+#: The matrices of each product of a layer, in the order of kernels/cpu/decoder.h.
+_PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+class AdaptedMatrices:
+    """The matrices of a decoder that adapters may change; an AdapterHost (core/adapters/store.py) with `pack`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        operations: AdaptingOperations,
+        gguf_matrix: Callable[[str], tuple[str, GgufMatrix]] | None = None,
+    ) -> None:
+        """gguf_matrix: returns the name in GGUF files of the matrix of this name, and what is to be known of it."""
+        self._operations, self._num_layers = operations, config.num_hidden_layers
+        hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_heads = config.num_key_value_heads * config.head_dim
+        layer = {
+            "qkv": ProductShape(hidden, (heads, kv_heads, kv_heads)),
+            "o": ProductShape(heads, (hidden,)),
+            "gate_up": ProductShape(hidden, (config.intermediate_size,) * 2, is_gated=True),
+            "down": ProductShape(config.intermediate_size, (hidden,)),
+        }
+        self._layer_shapes = [layer[name] for name in _PRODUCTS]
+        #: [out, in] of each matrix by name.
+        self.shapes: Mapping[str, tuple[int, int]] = {
+            f"model.layers.{index}.{name}": (size, layer[product].depth)
+            for index in range(self._num_layers)
+            for product, names in _PRODUCTS.items()
+            for name, size in zip(names, layer[product].parts, strict=True)
+        }
+
+        self.gguf_names: Mapping[str, GgufMatrix] = dict(map(gguf_matrix, self.shapes)) if gguf_matrix else {}
+
+    def pack(self, weights: AdapterWeights) -> Any:
+        """Return the adapter as the model's operations compute with it. Its matrices have the names of `shapes`."""
+        products = [
+            [weights.matrices.get(f"model.layers.{index}.{name}") for name in names]
+            for index in range(self._num_layers)
+            for names in _PRODUCTS.values()
+        ]
+        return self._operations.pack_adapter(self._layer_shapes * self._num_layers, products)
+
+
+@dataclass(frozen=True)
+class _AdaptedProduct:
+    """A product to which the adapters of a step's tokens add."""
+
+    product: Product
+    operations: AdaptingOperations
+    adapters: TokenAdapters
+    number: int  # of the product
+
+    @property
+    def variant(self) -> str:
+        return self.product.variant
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.operations.multiply_adapted(self.product, x, self.adapters, self.number)
+
+
+def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adapters: TokenAdapters) -> Layer:
+    """Return the layer with this index, with products for a step with these adapters."""
+    own = layer.products
+    qkv, o, gate_up, down = (
+        _AdaptedProduct(own[name], operations, adapters, index * len(_PRODUCTS) + number)
+        for number, name in enumerate(_PRODUCTS)
+    )
+    assert isinstance(layer.mlp, DenseMlp), layer.mlp
+    return replace(layer, qkv=qkv, o=o, mlp=replace(layer.mlp, gate_up=gate_up, down=down))
+
+
+def takes_adapters(layers: list[Layer]) -> bool:
+    """Return whether all layers have the products that adapters know, and no others."""
+    return all(list(layer.products) == list(_PRODUCTS) for layer in layers)

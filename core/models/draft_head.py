@@ -1,0 +1,238 @@
+"""DraftHead: one decoder layer that guesses a model's next tokens from the model's own hidden states.
+
+For the place after token i it reads token i + 1 and the hidden state after token i. Its output is a state after token
+i + 1, so it goes on by itself from there. EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) and layers for multi-token
+prediction (MTP; here MiMo's, arXiv 2505.07608) are such layers; they differ in how token and state are joined.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from core.models.config import ModelConfig
+from core.models.cpu_operations import CpuAttend, CpuOperations
+from core.models.layer import Layer, build_layer, build_norm
+from core.models.layer_kinds import windows
+from core.models.llama import Llama
+from core.models.operations import Norm, Product
+from core.models.stored_matrix import Weight
+from core.models.tensor import Operation
+from core.models.weight_parts import WeightParts
+from ipc.arrays import AnyInts, Floats, Ints
+from kernels.cpu.attention_plan import AttentionPlan
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
+
+
+class Eagle3Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an EAGLE-3 head has beside its layer."""
+
+    draft_vocab_size: int  # tokens that it can guess
+    has_embeddings: bool  # of its own; else the model's
+    norms_taps: bool = False  # the joined hidden states are normalised before fc
+    norm_is_residual: bool = False  # the state goes on normalised
+
+
+class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes and constants of a draft head."""
+
+    layer: ModelConfig  # of a model of one layer like the head's; its vocabulary is the model's
+    taps: tuple[int, ...]  # after how many of the model's layers it reads the hidden state
+    tap_width: int  # numbers in each of these
+    eagle3: Eagle3Parts | None  # None: a layer for multi-token prediction
+
+
+class HeadWeights(NamedTuple):
+    """A draft head's weights."""
+
+    tensors: Iterable[tuple[str, Weight]]  # names and shapes of head_shapes()
+    token_ids: Ints | None  # [draft vocabulary] the model's tokens that it guesses; None = all
+
+
+class _Joint(Protocol):
+    """How a head joins a token and the hidden state before it."""
+
+    def states(self, taps: Floats) -> Floats:
+        """Return the states [T, hidden] float32 that stand for the model's hidden states [T, taps * width]."""
+
+    def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+        """Return what Q, K and V are made of, and the residual stream [T, hidden] float32, which the caller owns."""
+
+
+@dataclass(frozen=True)
+class _Eagle3Joint:
+    taps_norm: Norm | None
+    fc: Product
+    token_norm: Norm
+    state_norm: Norm
+    norm_is_residual: bool
+    dtype: Dtype
+
+    def states(self, taps: Floats) -> Floats:
+        x = rounded(taps, self.dtype) if self.taps_norm is None else self.taps_norm(taps)
+        states: Floats = self.fc(x)
+        return states
+
+    def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+        normed = self.state_norm(states)
+        residual = to_floats(normed) if self.norm_is_residual else states
+        return np.concatenate((self.token_norm(embedded), normed), axis=1), np.array(residual, np.float32)
+
+
+@dataclass(frozen=True)
+class _MtpJoint:
+    token_norm: Norm
+    state_norm: Norm
+    projection: Product
+    input_norm: Norm
+
+    def states(self, taps: Floats) -> Floats:
+        return taps
+
+    def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+        embedded[positions == 0] = 0  # as in training: the first token has no state before it
+        joined = np.concatenate((self.state_norm(states), self.token_norm(embedded)), axis=1)
+        residual = self.projection(joined)
+        return self.input_norm(residual), residual
+
+
+class DraftHead:
+    """The weights and the forward pass of a draft head. It needs the C kernels, as the model's taps do."""
+
+    def __init__(self, config: HeadConfig, weights: HeadWeights, target: Llama) -> None:
+        """Pack the weights, and tap the model's hidden states. Errors: ModelFileError naming tensors that are missing.
+
+        target: the model whose tokens it guesses; it runs with the C kernels.
+        """
+        assert target.library is not None, "a draft head needs the C kernels"
+        own, dtype = config.layer, target.dtype
+        self.config, self.dtype, self.sampler = config, dtype, target.sampler
+        self.vocab_size, self.max_model_len = own.vocab_size, own.max_position_embeddings
+        self._token_ids = weights.token_ids
+        self._operations = operations = CpuOperations(own, dtype, target.library)
+        parts = WeightParts(weights.tensors)
+        self._layer = build_layer(operations, parts, own, 0, dtype)
+        assert isinstance(self._layer.attention, CpuAttend), type(self._layer.attention)
+        self._attend = self._layer.attention
+        self._norm = build_norm(operations, parts, "model.norm.weight", own, dtype)
+        self._embedding = _unscaled(target.embedding)
+        if config.eagle3 is None:
+            self._joint: _Joint = _mtp_joint(operations, parts, own, self._layer, dtype)
+            self._head: Product = target.head
+        else:
+            self._joint = _eagle3_joint(operations, parts, config.eagle3, own, self._layer, dtype)
+            if config.eagle3.has_embeddings:
+                self._embedding = operations.embedding(parts.take_matrix("model.embed_tokens.weight"), 1.0, None)
+            self._head = operations.linear(parts.take_matrix("lm_head.weight"), out_dtype=FLOAT32)
+        target.tap(config.taps)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of K and V of one block of block_size tokens."""
+        return self._operations.bytes_per_block(block_size)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
+        """Allocate the cache of its K and V. Errors: MemoryError."""
+        return self._operations.allocate_cache(num_blocks, block_size)
+
+    def states(self, taps: Floats) -> Floats:
+        """Return the states [T, hidden] float32 of the model's hidden states [T, taps, width] float32."""
+        return self._joint.states(np.ascontiguousarray(taps.reshape(len(taps), -1)))
+
+    def store(self, token_ids: Ints, states: Floats, positions: Ints, slots: Ints, cache: CpuKVCache) -> None:
+        """Store K and V of tokens [T], each with the state before it [T, hidden] and that state's position and slot."""
+        self._project(token_ids, states, positions, slots, cache)
+
+    def forward(
+        self, token_ids: Ints, states: Floats, positions: Ints, block_tables: AnyInts, cache: CpuKVCache
+    ) -> tuple[Floats, Floats]:
+        """Return the logits [n, vocab] after one token of each of n rows, and the states [n, hidden] there, float32.
+
+        token_ids, states, positions [n]: as in store(). block_tables [n, P]: of the contexts. Tokens that the head
+        cannot guess have the logit -inf.
+        """
+        size = cache.block_size
+        slots = block_tables[np.arange(len(positions)), positions // size].astype(np.int64) * size + positions % size
+        q, residual = self._project(token_ids, states, positions, slots, cache)
+        plan = self._plan(positions + 1, block_tables, cache)
+        layer, attend = self._layer, self._attend
+        x = layer.o(attend.attention(q, cache, 0, plan, attend.scale))
+        x = layer.mlp(layer.mlp_norm.after(residual, x))
+        x = self._norm.after(residual, x)
+        return self._over_vocabulary(self._head(x)), residual
+
+    def _project(
+        self, token_ids: Ints, states: Floats, positions: Ints, slots: Ints, cache: CpuKVCache
+    ) -> tuple[Numbers, Floats]:
+        """Store K and V; return the rotated Q and the residual stream."""
+        table = self._operations.tables[self._layer.kind]
+        assert table is not None, "a head rotates"
+        table.reach(int(positions.max()) + 1)
+        x, residual = self._joint.join(self._embedding(np.ascontiguousarray(token_ids)), states, positions)
+        qkv = self._layer.qkv(x)
+        columns = np.ascontiguousarray(positions), cache, 0, np.ascontiguousarray(slots)
+        return self._attend.rope(qkv, table, *columns), residual
+
+    def _plan(self, context_lens: Ints, block_tables: AnyInts, cache: CpuKVCache) -> AttentionPlan:
+        counts = np.ones(len(context_lens), np.int64)
+        (window,) = windows(self.config.layer)
+        return self._operations.attention_work(counts, context_lens, block_tables, cache, window, 0)
+
+    def _over_vocabulary(self, logits: Floats) -> Floats:
+        if self._token_ids is None:
+            return logits
+        all_logits = np.full((len(logits), self.vocab_size), -np.inf, np.float32)
+        all_logits[:, self._token_ids] = logits
+        return all_logits
+
+
+def _eagle3_joint(
+    operations: CpuOperations, parts: WeightParts, eagle3: Eagle3Parts, own: ModelConfig, layer: Layer, dtype: Dtype
+) -> _Eagle3Joint:
+    taps_norm = build_norm(operations, parts, "input_norm.weight", own, dtype) if eagle3.norms_taps else None
+    fc = operations.linear(parts.take_matrix("fc.weight"), out_dtype=FLOAT32)
+    state_norm = build_norm(operations, parts, "model.layers.0.hidden_norm.weight", own, dtype)
+    return _Eagle3Joint(taps_norm, fc, layer.input_norm, state_norm, eagle3.norm_is_residual, dtype)
+
+
+def _mtp_joint(
+    operations: CpuOperations, parts: WeightParts, own: ModelConfig, layer: Layer, dtype: Dtype
+) -> _MtpJoint:
+    token_norm, state_norm = (
+        build_norm(operations, parts, f"model.layers.0.{name}_layernorm.weight", own, dtype)
+        for name in ("token", "hidden")
+    )
+    projection = operations.linear(parts.take_matrix("model.layers.0.input_proj.weight"), out_dtype=FLOAT32)
+    return _MtpJoint(token_norm, state_norm, projection, layer.input_norm)
+
+
+def _unscaled(embedding: Operation) -> Operation:
+    """Return the embedding without the model's factor, with which no head is trained."""
+    assert isinstance(embedding, CpuEmbedding), type(embedding)
+    own = copy.copy(embedding)
+    own.scale = 1.0
+    return own
+
+
+def head_shapes(config: HeadConfig, layer_shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of a head's weights by name. layer_shapes: of a layer of config.layer."""
+    hidden, eagle3 = config.layer.hidden_size, config.eagle3
+    shapes = {f"model.layers.0.{name}": shape for name, shape in layer_shapes.items()} | {
+        "model.norm.weight": (hidden,)
+    }
+    if eagle3 is None:
+        names = ("token_layernorm", "hidden_layernorm")
+        shapes |= {f"model.layers.0.{name}.weight": (hidden,) for name in names}
+        return shapes | {"model.layers.0.input_proj.weight": (hidden, 2 * hidden)}
+    for name in "qkv":
+        rows = shapes[f"model.layers.0.self_attn.{name}_proj.weight"][0]
+        shapes[f"model.layers.0.self_attn.{name}_proj.weight"] = (rows, 2 * hidden)
+    depth = len(config.taps) * config.tap_width
+    shapes |= {"model.layers.0.hidden_norm.weight": (hidden,), "fc.weight": (hidden, depth)}
+    shapes |= {"input_norm.weight": (depth,)} if eagle3.norms_taps else {}
+    shapes |= {"model.embed_tokens.weight": (config.layer.vocab_size, hidden)} if eagle3.has_embeddings else {}
+    return shapes | {"lm_head.weight": (eagle3.draft_vocab_size, hidden)}

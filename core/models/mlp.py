@@ -1,0 +1,76 @@
+"""The MLPs of layers: a dense one, or a routed one, whose experts are chosen for each token."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.models.config import ModelConfig
+from core.models.operations import Operations, Product
+from core.models.tensor import Operation, Tensor
+from core.models.weight_parts import WeightParts
+from kernels.elements import FLOAT32
+
+
+class Mlp(Protocol):
+    """A layer's MLP."""
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The MLP's products by name; all experts are one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the MLP's output [T, d] of its normalised input x [T, d]."""
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """down(activation(gate_up(x)))."""
+
+    gate_up: Product
+    activation: Operation
+    down: Product
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The MLP's products by name."""
+        return {"gate_up": self.gate_up, "down": self.down}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class RoutedMlp:
+    """The weighted sum of the experts that the router chooses for each token."""
+
+    experts: Product
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """All experts as one product."""
+        return {"experts": self.experts}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.experts(x)
+
+
+def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mlp:
+    """Build the MLP of the layer with this index. Errors: ModelFileError naming tensors that are missing."""
+    prefix, routed = f"model.layers.{index}.mlp.", config.experts
+    halves = ("gate_up",) if config.fused_gate_up else ("gate", "up")
+
+    def gate_up(name: str) -> tuple[Product, Operation]:
+        return operations.gate_up(
+            parts.take_matrix(*(f"{name}{half}_proj.weight" for half in halves)), config.hidden_act
+        )
+
+    if routed is None or index in routed.dense_layers:
+        return DenseMlp(*gate_up(prefix), operations.linear(parts.take_matrix(f"{prefix}down_proj.weight")))
+    # In the order of the weights' iterator, so that each is packed before the next is read.
+    router = operations.router(parts.take_matrix(f"{prefix}router.weight"))
+    experts = []
+    for number in range(routed.num_experts):
+        name = f"{prefix}experts.{number}."
+        product, activation = gate_up(name)
+        down = operations.linear(parts.take_matrix(f"{name}down_proj.weight"), out_dtype=FLOAT32)
+        experts.append(DenseMlp(product, activation, down))
+    return RoutedMlp(operations.experts(router, experts, routed.num_chosen, normalises=routed.normalises))

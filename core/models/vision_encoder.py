@@ -1,0 +1,177 @@
+"""VisionEncoder: rows of embeddings from the pixels of images (SigLIP with Idefics3's connector), on the C kernels.
+
+An image is computed alone and whole, so its rows are a function of its pixels. The layers are the decoder's C call
+(kernels/cpu/decoder.h), as encoders of text use it. Patches are the tokens, given by their embeddings.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from core.models.config import EncoderParts, ModelConfig
+from core.models.cpu_operations import CpuOperations
+from core.models.stored_matrix import Weight
+from core.models.turns import Turns
+from core.models.vision_parts import VisionParts
+from core.models.weight_parts import WeightParts
+from ipc.arrays import Floats, Ints, UInt8s
+from kernels.cpu.decoder import CpuDecoder
+from kernels.cpu.decoder_parts import DenseParts, LayerParts
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.norm import CpuNorm
+from kernels.elements import FLOAT32, Dtype, rounded, to_floats
+
+_BLOCK = 16  # tokens of a KV block, of which an image has its own
+
+
+class VisionEncoder:
+    """The weights and the forward pass of one model's vision encoder; an ImageEncoder (core/features/store.py).
+
+    turns: of the kernels, which steps use too.
+    """
+
+    def __init__(
+        self,
+        parts: VisionParts,
+        hidden_size: int,
+        weights: Iterable[tuple[str, Weight]],
+        dtype: Dtype,
+        library: CpuLibrary,
+    ) -> None:
+        """Pack the weights. hidden_size: of the text's model. weights: of vision_shapes(), best in its order."""
+        self.parts, self._dtype, self._library = parts, dtype, library
+        self.image_size, self.num_rows = parts.image_size, parts.num_rows
+        self.turns = Turns()
+        self.encode = self.turns.in_turn(self._encode)
+        files = WeightParts(weights)
+        self._operations = operations = CpuOperations(_config(parts), dtype, library)
+        patches = files.take_matrix("patches.weight")
+        self._patches = operations.linear(patches, files.take("patches.bias"), out_dtype=FLOAT32)
+        table = to_floats(files.take_matrix("positions.weight").dense(dtype))
+        self._positions = table[position_ids(parts.patches_per_side)]
+        self._decoder = self._make_decoder(files)
+        self._connector = operations.linear(files.take_matrix("connector.weight"), out_dtype=FLOAT32)
+        self._pixels = _pixel_values(parts)
+        self._num_patches = len(self._positions)
+        num_blocks = -(-self._num_patches // _BLOCK)
+        self._cache = operations.allocate_cache(num_blocks + 1, _BLOCK)
+        self._blocks = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
+
+    def _make_decoder(self, files: WeightParts) -> CpuDecoder:
+        parts, operations = self.parts, self._operations
+        layers = [self._layer(files, f"layers.{index}.") for index in range(parts.num_hidden_layers)]
+        norm = self._norm(files, "norm")
+        to_floats_norm = CpuNorm(
+            self._library, norm.weight, parts.layer_norm_eps, FLOAT32, bias=norm.bias, is_centred=True
+        )
+        nothing = CpuEmbedding(self._library, rounded(np.zeros((1, parts.hidden_size), np.float32), self._dtype))
+        return CpuDecoder(
+            self._library,
+            layers,
+            nothing,  # all tokens are given
+            norm,
+            to_floats_norm,
+            None,
+            operations.tables,
+            num_heads=parts.num_attention_heads,
+        )
+
+    def _norm(self, files: WeightParts, name: str) -> CpuNorm:
+        weight, bias = files.take(f"{name}.weight"), files.take(f"{name}.bias")
+        return CpuNorm(self._library, weight, self.parts.layer_norm_eps, self._dtype, bias=bias, is_centred=True)
+
+    def _layer(self, files: WeightParts, stem: str) -> LayerParts:
+        parts, operations = self.parts, self._operations
+
+        def product(*names: str, activates: bool = False) -> PackedMatrix:
+            weight = files.take_matrix(*(f"{stem}{name}.weight" for name in names))
+            bias = files.take(*(f"{stem}{name}.bias" for name in names))
+            return operations.linear(weight, bias, activation=parts.hidden_act if activates else None)
+
+        before, mlp_norm = self._norm(files, f"{stem}attention_norm"), self._norm(files, f"{stem}mlp_norm")
+        qkv, o = product("q", "k", "v"), product("o")
+        return LayerParts(
+            input_norm=before,
+            qkv=qkv,
+            norms=None,
+            scale=(parts.hidden_size // parts.num_attention_heads) ** -0.5,
+            o=o,
+            attention_out_norm=None,
+            mlp_norm=mlp_norm,
+            mlp=DenseParts(product("up", activates=True), product("down")),
+            mlp_out_norm=None,
+            kind=0,
+        )
+
+    @property
+    def variant(self) -> str:
+        """Name of the kernels in use; part of the fingerprint."""
+        return f"vision={self._patches.variant} {self._operations.variant}"
+
+    def _encode(self, pixels: UInt8s) -> Floats:
+        """Return the rows [num_rows, hidden] float32 of an image [image_size, image_size, 3]."""
+        parts, count = self.parts, self._num_patches
+        side, patch = parts.patches_per_side, parts.patch_size
+        values = self._pixels[np.arange(3), pixels]
+        cut = values.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3).reshape(count, -1)
+        given = np.ascontiguousarray(to_floats(self._patches(rounded(cut, self._dtype))) + self._positions)
+        places = np.arange(count)
+        whole = np.array([count])
+        work = self._operations.attention_work(whole, whole, self._blocks, self._cache, None, 0)
+        nothing = np.zeros(0, np.int64)
+        result = self._decoder(-1 - places, places, places + _BLOCK, [work], self._cache, nothing, 0, None, given)
+        shuffled = _shuffled(result.hidden_of(places), side, parts.scale_factor)
+        rows: Floats = to_floats(self._connector(rounded(shuffled, self._dtype)))
+        return rows
+
+
+def position_ids(side: int) -> Ints:
+    """Return the rows [side * side] of the table of positions that an image's patches have, as Idefics3 finds them.
+
+    It looks for each patch's fraction of the image among those of the table, in float32.
+    """
+    fractions = np.minimum(np.arange(side, dtype=np.float32) * np.float32(1 / side), np.float32(1.0 - 1e-6))
+    bounds = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+    places = np.searchsorted(bounds, fractions, side="right")
+    ids: Ints = (places[:, None] * side + places).reshape(-1)
+    return ids
+
+
+def _shuffled(hidden: Floats, side: int, factor: int) -> Floats:
+    """Return rows [n / factor**2, factor**2 * width] of patches [n, width]: factor x factor patches become one row."""
+    width, few = hidden.shape[1], side // factor
+    squares = hidden.reshape(few, factor, few, factor * width).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(squares).reshape(few * few, factor * factor * width)
+
+
+def _pixel_values(parts: VisionParts) -> Floats:
+    """Return the number [3, 256] float32 of each value of a colour, rounded as transformers rounds it."""
+    scaled = (np.arange(256) * parts.rescale_factor).astype(np.float32)
+    mean, std = np.array(parts.image_mean, np.float32), np.array(parts.image_std, np.float32)
+    values: Floats = (scaled - mean[:, None]) / std[:, None]
+    return values
+
+
+def _config(parts: VisionParts) -> ModelConfig:
+    """Return the sizes that operations need of a model."""
+    return ModelConfig(
+        architecture="vision",
+        vocab_size=1,
+        hidden_size=parts.hidden_size,
+        intermediate_size=parts.intermediate_size,
+        num_hidden_layers=parts.num_hidden_layers,
+        num_attention_heads=parts.num_attention_heads,
+        num_key_value_heads=parts.num_attention_heads,
+        head_dim=parts.hidden_size // parts.num_attention_heads,
+        rms_norm_eps=parts.layer_norm_eps,
+        rope_theta=10_000.0,
+        max_position_embeddings=parts.patches_per_side**2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype="float32",
+        has_head=False,
+        encoder=EncoderParts(num_positions=parts.patches_per_side**2, norms_follow=False),
+    )

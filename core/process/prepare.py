@@ -1,0 +1,131 @@
+"""prepare: the part of an engine's start that its config alone decides: tokenizer, executor, sizes, KV cache, costs.
+
+An engine does it when it starts, and a standby before anybody needs it (core/process/standby.py). Each phase is
+reported to the owner.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from core import log
+from core.execution.executor import Executor
+from core.executors.by_name import import_executor, load_executor
+from core.model_files.default_sampling import read_default_sampling
+from core.model_files.progress import following
+from core.process.resolve import resolve, resolve_costs
+from core.scheduling.draft_rule import DraftRule
+from ipc.config import EngineConfig
+from ipc.cpus import usable_cpus
+from ipc.errors import ConfigError
+from ipc.files.model_files import tokenizer_hash
+from ipc.files.tokenizer_files import tokenizer_files_of
+from ipc.memory import usable_memory_bytes
+from ipc.messages import TokenizerFiles
+from ipc.speculation import SpeculativeConfig
+from ipc.workers import has_workers
+
+if TYPE_CHECKING:  # it imports kernels, which is checked first
+    from core.adapters.store import Adapters
+    from core.features.store import Features
+
+Report = Callable[[str], None]
+
+
+class Prepared(NamedTuple):
+    """An executor that is ready to run, and what clients are told of it."""
+
+    config: EngineConfig  # resolved
+    executor: Executor
+    tokenizer: TokenizerFiles
+    default_sampling: dict[str, float | int]
+    warm_up_ns: int  # of Executor.warm_up()
+
+
+def prepare(config: EngineConfig, report: Report) -> Prepared:
+    """Load the model and make its KV cache. Errors: those of ipc.errors that concern the config, the model's files and
+    memory.
+    """
+    report("read tokenizer")
+    default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
+    files = tokenizer_files_of(config)
+    prepare_imports(config, report)
+    report("load model")
+    with following(lambda share: report(f"load model, {share:.0%}")):
+        executor = load_executor(config)
+    if config.enable_lora and adapters_of(executor) is None:
+        raise ConfigError(f"enable_lora: executor {config.executor!r} runs no adapters: leave it out")
+    executor.grammars.use_files(files)
+    report("kv cache")
+    resolved = resolve(
+        config,
+        executor.info,
+        executor.determine_num_available_blocks,
+        total_memory_bytes=usable_memory_bytes(),
+        num_cpus=usable_cpus(),
+        device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
+    )
+    is_chosen = config.max_model_len is not None or config.num_blocks_override is not None
+    if not is_chosen and (resolved.max_model_len or 0) < executor.info.max_model_len:
+        log.say(
+            f"engine-core: max_model_len is {resolved.max_model_len}, and not the model's "
+            f"{executor.info.max_model_len}: the KV cache has room for no more (kv_cache_memory_bytes)"
+        )
+    executor.initialize_cache(resolved)
+    resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
+    if (settings := resolved.speculative_config) is not None:
+        _warn_of_dear_drafts(settings)
+    tokenizer = TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
+    return Prepared(resolved, executor, tokenizer, default_sampling, executor.warm_up())
+
+
+def _warn_of_dear_drafts(settings: SpeculativeConfig) -> None:
+    if not DraftRule(settings.step_ns, settings.draft_ns).can_pay(settings.num_speculative_tokens):
+        log.say(
+            f"engine-core: speculative_config: the drafts of one row take {settings.draft_ns / 1e6:.1f} ms and a step "
+            f"{settings.step_ns[0] / 1e6:.1f} ms: even right ones would save no time, so none are used; a smaller "
+            "draft model, or none, is faster"
+        )
+
+
+def adapters_of(executor: Executor) -> "Adapters | None":
+    """Return the adapters that requests may have; None: it runs none, or is of API 1.0, which does not know them."""
+    adapters: Adapters | None = getattr(executor, "adapters", None)
+    return adapters
+
+
+def features_of(executor: Executor) -> "Features | None":
+    """Return the features that requests may have: an executor that runs any has this attribute beside its interface."""
+    features: Features | None = getattr(executor, "features", None)
+    return features
+
+
+def prepare_imports(config: EngineConfig, report: Report) -> None:
+    """Import what an engine with this config runs. Errors: ConfigError."""
+    report("import")
+    runs_here = config.executor == "local" and not has_workers(config)
+    if runs_here and config.device == "cpu" and config.cpu_kernels != "torch":
+        # Imported late: the check that `kernels` is ours runs after the import of core.
+        from kernels.cpu.build import variant_of
+        from kernels.cpu.library_file import find_library_soon
+
+        wanted = variant_of(config.cpu_kernels)
+        find_library_soon(wanted, lambda: report("compile kernels"))  # beside the import of the executor
+    with _keeping_all():
+        import_executor(config)
+
+
+@contextlib.contextmanager
+def _keeping_all() -> Iterator[None]:
+    """Keep all objects that exist at the end for the life of the process: the garbage collector never scans them again.
+
+    It does not run inside this context either. An import of torch, where there is one, makes a quarter of a million
+    objects. Scanning them meanwhile took a tenth of the start; a later scan took a tenth of a second between two steps.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,44 @@
+"""Drafter: the interface of a source of drafts in the executor, which computes them with a model."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from core.execution.plan import SchedulerOutput
+from core.execution.runner_table import RunnerTable
+from core.models.step import StepResult
+from core.runner.step_inputs import StepInputs
+from core.sampling.columns import SamplingColumns
+from ipc.arrays import Int32s, Ints
+
+
+class RanStep(NamedTuple):
+    """A step of the model whose sampled tokens are in the table."""
+
+    plan: SchedulerOutput
+    inputs: StepInputs
+    result: StepResult
+
+
+class Drafter(Protocol):
+    """A source of drafts."""
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Learn which blocks have other contents now, and which rows begin. It is called before the step."""
+
+    def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
+        """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
+
+    def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
+        """Run a round of drafts of a single token each, whose contents mean nothing: to measure it."""
+
+
+def merged(first_counts: Int32s, first: Int32s, second_counts: Int32s, second: Int32s) -> tuple[Int32s, Int32s]:
+    """Return (counts [R], token ids) of the drafts of the first source, and where it has none of the second."""
+    takes = (first_counts == 0) & (second_counts > 0)
+    counts = np.where(takes, second_counts, first_counts)
+    token_ids = np.empty(int(counts.sum()), np.int32)
+    from_second = takes.repeat(counts)
+    token_ids[~from_second] = first
+    token_ids[from_second] = second[takes.repeat(second_counts)]
+    return counts.astype(np.int32), token_ids

@@ -1,0 +1,125 @@
+"""HeadDrafter: drafts from a draft head (core/models/draft_head.py), which reads the model's hidden states.
+
+The hidden states of a step are gone after it. So K and V of the head are made with each step, for all its tokens that
+have a next one; they lie in blocks with the numbers of the model's blocks, and are copied and swapped as these are.
+K and V at the last place of a block that requests share may be those of another request's next token. That costs a
+guess, and no token.
+"""
+
+import numpy as np
+
+from core.execution.plan import SchedulerOutput
+from core.execution.runner_table import RunnerTable
+from core.models.draft_head import DraftHead
+from core.runner.draft_blocks import DraftBlocks
+from core.runner.draft_chain import NextLogits, draw_chain, num_drawn
+from core.runner.draft_pause import DraftPause
+from core.runner.drafter import RanStep
+from core.sampling.columns import SamplingColumns
+from ipc.arrays import NO_INT32S, Floats, Int32s, Ints
+from kernels.cpu.decoder import DecoderResult
+
+#: Tokens whose K and V are made at once, at most: it bounds the memory for hidden states.
+_PIECE = 256
+
+
+class HeadDrafter:
+    """A draft head and the cache of its K and V."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        num_drafts: int,
+        num_swap_blocks: int = 0,
+    ) -> None:
+        """Allocate the caches. num_drafts: most drafts of a row. Errors: MemoryError."""
+        self._head, self._block_size, self._num_drafts = head, block_size, num_drafts
+        self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
+        self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
+        self._swap_cache = head.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
+        self._pause = DraftPause()
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Copy the blocks that the plan copies, in its order."""
+        if self._swap_cache is not None:
+            self._cache.copy_blocks(plan.swapped_out_blocks, self._swap_cache, plan.swapped_out_slots)
+        if len(plan.copied_blocks):
+            self._cache.copy_blocks(plan.copied_blocks, self._cache, plan.copied_to)
+        if self._swap_cache is not None:
+            self._swap_cache.copy_blocks(plan.swapped_in_slots, self._cache, plan.swapped_in_blocks)
+
+    def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
+        """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
+        inputs, rows = step.inputs, step.inputs.rows
+        counts = np.zeros(len(rows), np.int32)
+        starts = inputs.context_lens - inputs.num_tokens
+        known = table.num_tokens[rows]
+        ends = np.minimum(np.minimum(inputs.context_lens, known - 1), self._head.max_model_len)
+        num_kept = np.maximum(ends - starts, 0)  # of each row's tokens in this step: those with a next token
+        drafts = (ends == known - 1) & (num_kept > 0) & (table.num_computed_tokens[rows] == known - 1)
+        if self._pause.begins(step.plan):
+            drafts[:] = False
+        drafting = np.flatnonzero(drafts)
+        first = inputs.num_tokens.cumsum() - inputs.num_tokens
+        self._store(step, table, starts, first, num_kept - drafts)
+        self._pause.offer(bool(len(drafting)))
+        if not len(drafting):
+            return counts, NO_INT32S
+        taps = _states_of(step, (first + num_kept - 1)[drafting])
+        token_ids = self._chain(rows[drafting], known[drafting], self._head.states(taps), table, sampling)
+        most = np.minimum(self._num_drafts, self._head.max_model_len - known[drafting] + 2)
+        counts[drafting] = np.minimum(most, num_drawn(token_ids))
+        return counts, token_ids[np.arange(self._num_drafts) < counts[drafting][:, None]]
+
+    def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
+        """Run a round of drafts of a single token each, whose contents mean nothing: to measure it."""
+        config = self._head.config
+        taps = np.zeros((len(rows), len(config.taps), config.tap_width), np.float32)
+        self._chain(rows, np.full(len(rows), 2), self._head.states(taps), table, sampling)
+
+    def _store(self, step: RanStep, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
+        """Store K and V of num_stored [R] tokens of each row of the step. starts, first [R]: the first one's position,
+        and its index in the step.
+        """
+        num_all = int(num_stored.sum())
+        if not num_all:
+            return
+        owners = np.arange(len(num_stored)).repeat(num_stored)
+        places = np.arange(num_all) - (num_stored.cumsum() - num_stored).repeat(num_stored)
+        positions, indices = starts[owners] + places, first[owners] + places
+        rows = step.inputs.rows[owners]
+        token_ids = table.tokens.get(rows, positions + 1).astype(np.int64)
+        for begin in range(0, num_all, _PIECE):
+            part = slice(begin, begin + _PIECE)
+            states = self._head.states(_states_of(step, indices[part]))
+            slots = step.inputs.slots[indices[part]]
+            self._head.store(token_ids[part], states, positions[part], slots, self._cache)
+
+    def _chain(
+        self, rows: Ints, lengths: Ints, states: Floats, table: RunnerTable, sampling: SamplingColumns
+    ) -> Int32s:
+        """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative behind the last one.
+
+        states [n, hidden]: after the tokens before the last ones.
+        """
+        last = self._head.max_model_len - 1
+        tables = self._placing.tables(rows, int(lengths.max()) + self._num_drafts - 1, table)
+
+        def go_on(index: int, tokens: Ints) -> NextLogits:
+            nonlocal states
+            positions = np.minimum(lengths - 2 + index, last)
+            logits, states = self._head.forward(tokens, states, positions, tables, self._cache)
+            return NextLogits(logits)
+
+        tokens = table.tokens.get(rows, lengths - 1).astype(np.int64)
+        first = go_on(0, tokens)
+        return draw_chain(rows, self._num_drafts, first, go_on, table, sampling, self._head.sampler)
+
+
+def _states_of(step: RanStep, indices: Ints) -> Floats:
+    assert isinstance(step.result, DecoderResult), type(step.result)
+    return step.result.states_of(indices)

@@ -1,0 +1,37 @@
+"""AdapterSlots: the limit of max_loras different adapters in a batch."""
+
+from core.batch.request import Request
+from core.batch.table import RequestStart
+from core.scheduling.decisions import Examined, Verdict
+from core.scheduling.draft import Draft
+
+
+class AdapterSlots:
+    """A Limit of so many slots. The running requests with one adapter share a slot; those without one need none.
+
+    A request that finds none free lets others pass, `admission_lookahead` of them at most, so none starves.
+    """
+
+    def __init__(self, max_loras: int) -> None:
+        self._max_loras = max_loras
+        self._num_running: dict[str, int] = {}  # by digest: requests with a row, or that start in this step
+
+    def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
+        """Return NO_ADAPTER for a request whose adapter has no slot, while none is free."""
+        adapter = start.request.adapter
+        if adapter is None or adapter.digest in self._num_running or len(self._num_running) < self._max_loras:
+            return None
+        return Examined(start.request, Verdict.NO_ADAPTER, 1, 0)
+
+    def take(self, start: RequestStart, draft: Draft) -> None:
+        """Count the request."""
+        if (adapter := start.request.adapter) is not None:
+            self._num_running[adapter.digest] = self._num_running.get(adapter.digest, 0) + 1
+
+    def give_back(self, request: Request) -> None:
+        """Discount the request; the last one of an adapter leaves its slot free."""
+        if (adapter := request.adapter) is None:
+            return
+        self._num_running[adapter.digest] -= 1
+        if not self._num_running[adapter.digest]:
+            del self._num_running[adapter.digest]

@@ -1,0 +1,246 @@
+"""Crew: the worker processes of one executor, from their start to their end. They live and die together."""
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+from collections import deque
+from typing import TypeVar
+
+from core.execution.executor import ModelInfo
+from core.model_files import progress
+from core.workers.channel import Channel, ChannelEndedError
+from core.workers.messages import (
+    Allocate,
+    Answer,
+    Failed,
+    Load,
+    Loaded,
+    Number,
+    Progress,
+    Question,
+    Result,
+    Run,
+    WarmUp,
+    decode_answer,
+    encode_message,
+)
+from ipc import errors
+from ipc.child_process import describe_exit, run_package
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, EngineStartError
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+_STACKS_S = 0.3  # for processes that hang to print their stacks
+_PATIENCE_S = 1800.0  # for an answer
+_LAST_WORDS_S = 1.0  # for a process that has said why it fails to end
+
+
+class Crew:
+    """Some worker processes.
+
+    They die with the thread that made this object, which must live as long as they. Of the other methods those that
+    talk to the workers are for one thread, while any thread may kill them: who waits for an answer gets an error then.
+    """
+
+    def __init__(self, config: EngineConfig, size: int) -> None:
+        """Start the processes, and let them load the model. Errors: OSError, EngineStartError."""
+        self._config = config
+        self._channels: list[Channel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pidfds: list[int] = []
+        self.failure: Failed | None = None  # the first that a worker told
+        self.running: deque[tuple[float, int]] = deque()  # (monotonic seconds of the start, tokens) of steps
+        self.num_taken = 0  # steps whose results were taken
+        self.is_mourned = threading.Event()  # set when the core has been told of their end
+        self.is_final = False  # and if they are not started again
+        try:
+            for rank, group in enumerate(_groups(size)):
+                self._start(rank, size, group)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, rank: int, size: int, group: list[int]) -> None:
+        """Start a process. group: descriptors that it gets, and that are closed here."""
+        ours, theirs = socket.socketpair()
+        self._channels.append(Channel(ours))
+        with theirs:
+            fd = _above(theirs.fileno())
+        try:
+            process = run_package("core.workers", [str(one) for one in (fd, *group)], [fd, *group], {})
+        finally:
+            for one in (fd, *group):
+                os.close(one)
+        self._processes.append(process)
+        self._pidfds.append(os.pidfd_open(process.pid))
+        self._channels[rank].send(encode_message(Load(self._config, rank, size)))
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def pidfds(self) -> list[int]:
+        """Return a descriptor of each process that is readable once it is dead. This object owns them."""
+        return self._pidfds
+
+    def load(self) -> ModelInfo:
+        """Wait until all have loaded the model. Errors: the workers'; EngineStartError when one has died."""
+        return self._gather(Loaded)[0].info
+
+    def allocate(self, config: EngineConfig) -> ModelInfo:
+        """Allocate the KV caches of a resolved config. Errors: as load()."""
+        return self.ask(Allocate(config), Loaded)[0].info
+
+    def warm_up(self) -> int:
+        """Run a first step and return the ns that the slowest took; 0: it is not known. Errors: as load()."""
+        return max(answer.value or 0 for answer in self.ask(WarmUp(), Number))
+
+    def ask(self, question: Question, kind: type[AnswerT]) -> list[AnswerT]:
+        """Return the workers' answers, by rank. Errors: as load()."""
+        message = encode_message(question)
+        for channel in self._channels:
+            with contextlib.suppress(ChannelEndedError):  # the answer fails then
+                channel.send(message)
+        return self._gather(kind)
+
+    def _gather(self, kind: type[AnswerT]) -> list[AnswerT]:
+        answers = list[AnswerT]()
+        for rank in range(len(self._channels)):
+            try:
+                self._wait(rank)
+                answer = self._receive(rank)
+            except ChannelEndedError:
+                raise self._error() from None
+            assert isinstance(answer, kind), f"worker {rank} answered {answer!r:.80}, not {kind.__name__}"
+            answers.append(answer)
+        return answers
+
+    def _wait(self, rank: int) -> None:
+        """Wait until a worker has said something. Errors: ChannelEndedError where another has died, or it says nothing.
+
+        Workers may wait for each other within what they were asked.
+        """
+        if self._channels[rank].has_frame:
+            return
+        poller = select.poll()
+        for fd in (self._channels[rank].socket.fileno(), *self._pidfds):
+            poller.register(fd, select.POLLIN)
+        ready = dict(poller.poll(_PATIENCE_S * 1000))
+        if self._channels[rank].socket.fileno() not in ready:
+            raise ChannelEndedError("a worker has died, or does not answer")
+
+    def run(self, plan: bytes) -> None:
+        """Let all run a step. Of workers that are gone nothing is said; take() does."""
+        message = encode_message(Run(plan))
+        for channel in self._channels:
+            with contextlib.suppress(ChannelEndedError):
+                channel.send(message)
+
+    def take(self) -> bytes:
+        """Wait for the oldest step and return its output, encoded. Errors: ChannelEndedError: it will not come."""
+        answer = self._receive(0)
+        assert isinstance(answer, Result), f"a worker answered {answer!r:.80} to a step"
+        return answer.output
+
+    def _receive(self, rank: int) -> Answer:
+        """Return a worker's next answer. Errors: ChannelEndedError where it has failed or ended."""
+        while True:
+            answer = decode_answer(self._channels[rank].receive())
+            if isinstance(answer, Failed):
+                self.failure = self.failure or answer
+                raise ChannelEndedError(answer.text)
+            if not isinstance(answer, Progress):
+                return answer
+            progress.tell(answer.share)
+
+    def _error(self) -> EngineCoreError:
+        text = self._last_words()
+        if self.failure is None:
+            return EngineStartError(f"while the model loads, {text}")
+        kind = getattr(errors, self.failure.error, None)
+        if isinstance(kind, type) and issubclass(kind, EngineCoreError):
+            return kind(self.failure.text)
+        return EngineStartError(f"a worker failed: {self.failure.text} (see its standard error)")
+
+    def _last_words(self) -> str:
+        """End all workers, look for what one of them has said of its failure, and describe the first end."""
+        poller = select.poll()
+        for fd in self._pidfds:
+            poller.register(fd, select.POLLIN)
+        poller.poll(_LAST_WORDS_S * 1000)
+        text = self.describe_end()
+        self.kill()
+        for rank in range(len(self._channels)):
+            with contextlib.suppress(ChannelEndedError):
+                while self.failure is None:
+                    self._receive(rank)
+        return text
+
+    def describe_end(self) -> str:
+        """Return which of them ended first, and how, in a sentence part: "worker 0 (4711) was killed by SIGKILL"."""
+        if self.failure is not None:
+            return f"a worker failed: {self.failure.text}"
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                return f"worker {rank} ({process.pid}) {describe_exit(process.returncode)}"
+        return "the workers hang"
+
+    def print_stacks(self) -> None:
+        """Let each worker print where its threads are, to standard error."""
+        for process in self._processes:
+            process.send_signal(signal.SIGUSR1)
+        poller = select.poll()
+        for fd in self._pidfds:
+            poller.register(fd, select.POLLIN)
+        poller.poll(_STACKS_S * 1000)
+
+    def kill(self) -> None:
+        """Kill all that live, and wait for their end. Their sockets stay: what is in them can be read."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def end(self) -> None:
+        """Kill all and release everything."""
+        self.kill()
+        for channel in self._channels:
+            channel.close()
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds = []
+
+
+def _groups(size: int) -> list[list[int]]:
+    """Return the descriptors of each rank: the memory of the group, and the channels between the first and the others.
+
+    Of one rank alone: none.
+    """
+    if size == 1:
+        return [[]]
+    # Imported here: only a group needs it, and it takes time.
+    from kernels.cpu.group import make_shared_file
+
+    memory = make_shared_file()
+    pairs = [socket.socketpair() for _ in range(size - 1)]
+    try:
+        ends = [[one for one, _ in pairs], *([other] for _, other in pairs)]
+        return [[_above(memory), *(_above(end.fileno()) for end in rank)] for rank in ends]
+    finally:
+        os.close(memory)
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+def _above(fd: int) -> int:
+    """Return a copy of a descriptor above the standard streams, whose numbers a child gives its own streams."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)

@@ -1,0 +1,317 @@
+"""WorkersExecutor: runs the plans in worker processes, and starts them again when they die. The engine lives on.
+
+A thread of its own starts the workers and waits for their end. What it tells the core is an input like every other.
+"""
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from core import log
+from core.execution.encoding import decode_output
+from core.execution.executor import Costs, ExecutorEndedError, ModelInfo, StepCosts, StepHandle
+from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.grammars.grammars import model_grammars
+from core.inputs import ExecutorLost, ExecutorNews, ExecutorRestored
+from core.workers.channel import ChannelEndedError
+from core.workers.crew import Crew
+from core.workers.messages import (
+    CountBlocks,
+    FindMemory,
+    MeasureCosts,
+    Measured,
+    MeasuredSteps,
+    MeasureSteps,
+    Number,
+)
+from core.workers.step_clock import StepClock
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, EngineStartError
+from ipc.workers import in_one_process
+
+MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
+_LOSSES_S = 60.0
+_BACKOFF_S = (0.0, 0.5)  # before the first restart within _LOSSES_S, and before the second
+_IDLE_S = 1.0  # between two looks while no step runs
+_LOOK_S = 0.25  # between two looks at a step that runs; no more time counts for one look, however long it was
+
+
+class WorkersExecutor:
+    """An Executor and a MortalExecutor whose steps run in other processes.
+
+    config: the engine's; each worker runs the executor that it names. Errors: those of that executor's constructor.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = in_one_process(config)
+        self._size = config.tensor_parallel_size
+        self._resolved: EngineConfig | None = None
+        self._tell: Callable[[ExecutorNews], None] | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closing = False
+        self._crew: Crew | None = None
+        self._error: BaseException | None = None  # of the first start
+        self._begun = threading.Event()
+        self._restored: deque[Crew] = deque()  # that the core has not let go on yet
+        self._clock = StepClock(0)
+        self._losses: list[float] = []  # monotonic seconds
+        self._last_words = ""  # why the workers are not started again
+        self._starting: Crew | None = None  # which takes the place of one that is lost
+        self._thread = threading.Thread(target=self._watch, name="workers", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+        if self._error is not None:
+            self._thread.join()
+            os.close(self._wake)
+            raise self._error
+        assert self._crew is not None, "the workers have begun"
+        self._serving: Crew = self._crew  # of the engine thread
+        try:
+            self.info: ModelInfo = self._serving.load()
+        except BaseException:
+            self.close()
+            raise
+        self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
+
+    # --- the engine thread ---
+
+    def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
+        """Return the number of blocks that fit memory_bytes, of which each worker holds a part."""
+        answers = self._serving.ask(CountBlocks(memory_bytes, block_size), Number)
+        counts = [max(1, answer.value or 0) for answer in answers]
+        return counts[0] if len(counts) == 1 else int(1 / sum(1 / count for count in counts))
+
+    def cache_memory_bytes(self) -> int | None:
+        """Return the least of the workers' free bytes; None: they use the machine's memory."""
+        values = [answer.value for answer in self._serving.ask(FindMemory(), Number)]
+        return min((value for value in values if value is not None), default=None)
+
+    def initialize_cache(self, config: EngineConfig) -> None:
+        """Allocate the KV cache of the resolved config in each worker. Errors: OutOfMemoryError."""
+        self._resolved = in_one_process(config)
+        self.info = self._serving.allocate(self._resolved)
+
+    def measure_costs(self) -> Costs:
+        """Return the largest costs of any worker."""
+        answers = self._serving.ask(MeasureCosts(), Measured)
+        return Costs(*(max(values) for values in zip(*(answer.costs for answer in answers), strict=True)))
+
+    def measure_steps(self) -> StepCosts:
+        """Return the first worker's durations: the workers run the same steps together."""
+        return self._serving.ask(MeasureSteps(), MeasuredSteps)[0].costs
+
+    def warm_up(self) -> int:
+        """Return the duration of the slowest worker's first step, ns."""
+        duration_ns = self._serving.warm_up()
+        self._clock = StepClock(duration_ns)
+        return duration_ns
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Send the plan to all workers and return."""
+        num_tokens = plan.num_tokens
+        self._serving.running.append((time.monotonic(), num_tokens))
+        self._serving.run(encode_plan(plan))
+        return _Step(self, self._serving, plan.step, len(plan.rows))
+
+    def take(self, crew: Crew, step: int, num_rows: int) -> ModelRunnerOutput:
+        """Wait for a step that was sent to this crew. Errors: ExecutorEndedError."""
+        try:
+            output = decode_output(crew.take())
+        except ChannelEndedError:
+            self._wait_for_verdict(crew)
+            return ModelRunnerOutput(step, np.full(num_rows, NO_TOKEN, np.int32))
+        begun, num_tokens = crew.running.popleft()
+        crew.num_taken += 1
+        self._clock.note(num_tokens, time.monotonic() - begun)
+        return output
+
+    def _wait_for_verdict(self, crew: Crew) -> None:
+        """Wait until the core's next inputs say that these workers are lost. Errors: ExecutorEndedError."""
+        os.eventfd_write(self._wake, 1)
+        if self._tell is None:
+            raise ExecutorEndedError(crew.describe_end())
+        crew.is_mourned.wait()
+        if crew.is_final:
+            raise ExecutorEndedError(self._last_words)
+
+    def prepare_ahead(self) -> bool:
+        """Return False: workers prepare later steps by themselves."""
+        return False
+
+    def follow(self, tell: Callable[[ExecutorNews], None]) -> None:
+        """Tell the core of losses; see MortalExecutor."""
+        self._tell = tell
+
+    def go_on(self) -> None:
+        """Send the next plans to the workers that were started last; see MortalExecutor."""
+        before, self._serving = self._serving, self._restored.popleft()
+        before.end()
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the process ids of the present workers, by rank."""
+        return [] if self._crew is None else self._crew.pids
+
+    def forget_losses(self) -> None:
+        """Count no loss before this one: for those who kill workers to see what it costs."""
+        self._losses = []
+
+    def close(self) -> None:
+        """End all workers and the thread."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        if (starting := self._starting) is not None:
+            starting.kill()
+        self._thread.join()
+        for crew in {self._serving, *self._restored}:
+            crew.end()
+        os.close(self._wake)
+
+    # --- the thread ---
+
+    def _watch(self) -> None:
+        try:
+            self._crew = Crew(self._config, self._size)
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._begun.set()
+        while not self._is_closing and self._wait_for_death(self._crew):
+            if self._tell is None:  # the start fails, or a test of this executor by itself
+                self._crew.kill()
+                self._sleep(None)
+            elif not self._replace(self._crew, self._tell):
+                self._sleep(None)
+
+    def _wait_for_death(self, crew: Crew) -> bool:
+        """Return whether a worker has died, or all were killed because they hang; False: close() was called."""
+        poller = select.poll()
+        for fd in (*crew.pidfds, self._wake):
+            poller.register(fd, select.POLLIN)
+        seen, still_s, looked_at = -1, 0.0, time.monotonic()
+        while not self._is_closing:
+            ready = dict(poller.poll(1000 * (_LOOK_S if crew.running else _IDLE_S)))
+            if ready.keys() & set(crew.pidfds) or crew.failure is not None:
+                return True
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            now = time.monotonic()
+            is_same = seen == crew.num_taken and len(crew.running) > 0
+            still_s = still_s + min(now - looked_at, _LOOK_S) if is_same else 0.0
+            seen, looked_at = crew.num_taken, now
+            if still_s and self._is_hung(crew, still_s):
+                crew.print_stacks()
+                return True
+        return False
+
+    def _is_hung(self, crew: Crew, still_s: float) -> bool:
+        try:
+            _, num_tokens = crew.running[0]
+        except IndexError:  # it has ended meanwhile
+            return False
+        limit_s = self._clock.limit_s(num_tokens)
+        if still_s <= limit_s:
+            return False
+        log.say(f"engine-core: a step of {num_tokens} tokens has not ended for {still_s:.1f} s; the workers are killed")
+        return True
+
+    def _replace(self, crew: Crew, tell: Callable[[ExecutorNews], None]) -> bool:
+        """Bury workers of which one has died, and start others; return False if the executor ends."""
+        text = crew.describe_end()
+        crew.kill()
+        if self._is_last_loss():
+            self._give_up(crew, text, tell)
+            return False
+        log.say(f"engine-core: {text}; the workers are started again, and what they ran is computed again")
+        tell(ExecutorLost(text))
+        crew.is_mourned.set()
+        while not self._sleep(_BACKOFF_S[len(self._losses) - 1]):
+            try:
+                fresh = self._start_again()
+            except (EngineCoreError, OSError) as error:
+                log.say(f"engine-core: the workers do not start again: {error}")
+                if self._is_last_loss():
+                    self._give_up(crew, str(error), tell)
+                    return False
+                continue
+            self._crew = fresh
+            self._restored.append(fresh)
+            tell(ExecutorRestored())
+            log.say("engine-core: the workers run again")
+            return True
+        return False
+
+    def _is_last_loss(self) -> bool:
+        """Count a loss; return whether there were too many."""
+        now = time.monotonic()
+        self._losses = [*(before for before in self._losses if now - before < _LOSSES_S), now]
+        return len(self._losses) >= MAX_LOSSES
+
+    def _give_up(self, crew: Crew, text: str, tell: Callable[[ExecutorNews], None]) -> None:
+        """End the executor: the step that waits for these workers raises, or else the core's next one."""
+        self._last_words = f"the workers were lost {len(self._losses)} times within {_LOSSES_S:.0f} s; at last {text}"
+        crew.is_final = True
+        tell(ExecutorLost(self._last_words, is_final=True))
+        crew.is_mourned.set()
+
+    def _start_again(self) -> Crew:
+        """Return workers that are ready for plans. Errors: OSError, EngineCoreError."""
+        assert self._resolved is not None, "steps run before initialize_cache()"
+        self._starting = fresh = Crew(self._config, self._size)
+        try:
+            if self._is_closing:
+                raise EngineStartError("the executor is closed")
+            info = fresh.load()
+            if info.fingerprint != self.info.fingerprint:
+                raise EngineStartError(
+                    f"the model is another one now: its fingerprint was {self.info.fingerprint:.16} and is "
+                    f"{info.fingerprint:.16}"
+                )
+            fresh.allocate(self._resolved)
+            self._clock = StepClock(fresh.warm_up())
+        except BaseException:
+            fresh.end()
+            raise
+        finally:
+            self._starting = None
+        return fresh
+
+    def _sleep(self, seconds: float | None) -> bool:
+        """Sleep, None = until close(); return whether close() was called."""
+        end = None if seconds is None else time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._is_closing:
+            left = None if end is None else max(0.0, end - time.monotonic()) * 1000
+            if poller.poll(left):
+                os.eventfd_read(self._wake)
+            elif left == 0:
+                return False
+        return True
+
+
+class _Step(NamedTuple):
+    """A step that was sent to the workers."""
+
+    executor: WorkersExecutor
+    crew: Crew
+    step: int
+    num_rows: int
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its output; without tokens where the workers were lost."""
+        return self.executor.take(self.crew, self.step, self.num_rows)
+
+
+def create(config: EngineConfig) -> WorkersExecutor:
+    """Create the executor for this config."""
+    return WorkersExecutor(config)

@@ -1,0 +1,129 @@
+"""The messages between an engine and its worker processes, each of which runs the plans on an executor of its own.
+
+An engine asks, and a worker answers in the same order. Only Run may be sent before the answer to the one before it.
+Each worker gets every message and answers it, but of several workers only the first answers Run.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from core.execution.executor import Costs, ModelInfo, StepCosts
+from ipc.config import EngineConfig
+from ipc.errors import MalformedMessageError
+from ipc.messages import DECODE_ERRORS
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Load the model. Answer: Loaded, and Progress before it."""
+
+    config: EngineConfig
+    rank: int = 0  # of this worker
+    size: int = 1  # number of workers, which compute the model together
+
+
+class CountBlocks(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Tell how many KV blocks of block_size tokens fit memory_bytes. Answer: Number."""
+
+    memory_bytes: int
+    block_size: int
+
+
+class FindMemory(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Tell the bytes that are free for the KV cache on the executor's own device. Answer: Number."""
+
+
+class Allocate(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Allocate the KV cache. config: resolved. Answer: Loaded, whose facts may have changed with the length."""
+
+    config: EngineConfig
+
+
+class MeasureCosts(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Measure what restoring a preempted request costs. Answer: Measured."""
+
+
+class MeasureSteps(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Measure steps of some sizes. Answer: MeasuredSteps."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Run a first step. Answer: Number, ns."""
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+    """Run a step. plan: encoded (core/execution/plan.py). Answer of the first worker: Result."""
+
+    plan: bytes
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """The facts about the model."""
+
+    info: ModelInfo
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """The share of the weights that this worker has loaded so far."""
+
+    share: float
+
+
+class Number(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """A number; None: the executor has none."""
+
+    value: int | None
+
+
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """The costs of restoring a preempted request."""
+
+    costs: Costs
+
+
+class MeasuredSteps(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The durations of steps."""
+
+    costs: StepCosts
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True, tag=16, gc=False):
+    """The output of the oldest step that has none yet (core/execution/encoding.py)."""
+
+    output: bytes
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """The worker could not do what it was asked, and ends. error: a class of ipc.errors, or "" for a bug."""
+
+    error: str
+    text: str
+
+
+Question: TypeAlias = Load | CountBlocks | FindMemory | Allocate | MeasureCosts | MeasureSteps | WarmUp | Run
+Answer: TypeAlias = Loaded | Progress | Number | Measured | MeasuredSteps | Result | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_question_decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_message(message: Question | Answer) -> bytes:
+    """Return the message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_question(frame: bytes) -> Question:
+    """Return the engine's message. Errors: MalformedMessageError, or ConfigError for a config with a bad value."""
+    try:
+        return _question_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a message of an engine to its worker: {error}") from error
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """Return the worker's message. Errors: MalformedMessageError."""
+    try:
+        return _answer_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a message of a worker: {error}") from error

@@ -1,0 +1,77 @@
+"""The messages of the first rank of a group to the others, in each step: what they cannot know from the plan.
+
+All ranks run the same plan at the same time. The first one samples, and what it does beside the step's own forward pass
+it asks the others to do with it.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from core.workers.channel import Channel
+from ipc.arrays import Int32s, Ints
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """The step ends. tokens, counts: int32 columns of ModelRunnerOutput; counts empty = one token each."""
+
+    tokens: bytes
+    counts: bytes = b""
+
+
+class LogitsOf(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Compute the logits of further rows of the step. rows: int64."""
+
+    rows: bytes
+
+
+class HiddenOf(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Compute the hidden states of rows of the step. rows: int64."""
+
+    rows: bytes
+
+
+class Trial(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Run a step of num_tokens made-up tokens, with logits for the last num_samples."""
+
+    num_tokens: int
+    num_samples: int
+
+
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """No further Trial follows."""
+
+
+Order: TypeAlias = Sampled | LogitsOf | HiddenOf | Trial | Measured
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+
+
+class Followers:
+    """The first rank's ends of its channels to all others."""
+
+    def __init__(self, channels: list[Channel]) -> None:
+        self._channels = channels
+
+    def tell(self, order: Order) -> None:
+        """Send an order to all. Errors: ChannelEndedError."""
+        message = _encoder.encode(order)
+        for channel in self._channels:
+            channel.send(message)
+
+
+def next_order(channel: Channel) -> Order:
+    """Wait for the first rank's next order and return it. Errors: ChannelEndedError."""
+    return _decoder.decode(channel.receive())
+
+
+def as_rows(column: bytes) -> Ints:
+    """Return an int64 column."""
+    return np.frombuffer(column, np.int64)
+
+
+def as_tokens(column: bytes) -> Int32s:
+    """Return an int32 column."""
+    return np.frombuffer(column, np.int32)

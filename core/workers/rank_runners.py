@@ -1,0 +1,147 @@
+"""The model runners of a group's ranks: the first one leads and samples, the others follow it."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from core.execution.executor import Costs
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.models.step import StepResult
+from core.runner.model_runner import ModelRunner
+from core.runner.step_durations import Clock
+from core.runner.step_inputs import StepInputs
+from core.workers.channel import Channel
+from core.workers.rank_channel import (
+    Followers,
+    HiddenOf,
+    LogitsOf,
+    Measured,
+    Sampled,
+    Trial,
+    as_rows,
+    as_tokens,
+    next_order,
+)
+from ipc.arrays import NO_INT32S, Floats, Int32s, Ints
+
+
+class LeadingRunner(ModelRunner):
+    """The runner of the first rank. It tells the others what they do with it, and which tokens it has sampled."""
+
+    def __init__(self, *arguments: Any, followers: Followers, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._followers = followers
+        self._is_trial = False
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step, tell the other ranks its tokens, and return its output."""
+        output = super().execute(plan)
+        counts = b"" if output.counts is None else output.counts.tobytes()
+        self._followers.tell(Sampled(output.token_ids.tobytes(), counts))
+        return output
+
+    def forward(self, inputs: StepInputs) -> StepResult:
+        """Run the model over a step's tokens, with all ranks."""
+        if self._is_trial:
+            self._followers.tell(Trial(len(inputs.token_ids), len(inputs.logits_rows)))
+        return _LedResult(super().forward(inputs), self._followers)
+
+    def measure_costs(self) -> Costs:
+        """Return the measured costs of restoring a preempted request."""
+        self._is_trial = True
+        costs = super().measure_costs()
+        self._end_trial()
+        return costs
+
+    def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
+        """Return the measured durations of steps."""
+        self._is_trial = True
+        durations = super().measure_steps(used)
+        self._end_trial()
+        return durations
+
+    def _end_trial(self) -> None:
+        self._is_trial = False
+        self._followers.tell(Measured())
+
+
+class _LedResult:
+    """A step's result whose further parts all ranks compute."""
+
+    def __init__(self, result: StepResult, followers: Followers) -> None:
+        self.logits, self.largest = result.logits, result.largest
+        self._result, self._followers = result, followers
+
+    def logits_of(self, rows: Ints) -> Floats:
+        self._followers.tell(LogitsOf(rows.astype(np.int64, copy=False).tobytes()))
+        return self._result.logits_of(rows)
+
+    def hidden_of(self, rows: Ints) -> Floats:
+        self._followers.tell(HiddenOf(rows.astype(np.int64, copy=False).tobytes()))
+        return self._result.hidden_of(rows)
+
+
+class FollowingRunner(ModelRunner):
+    """The runner of another rank: a mirror of the batch that computes its part and appends the tokens that it is told.
+
+    It knows nothing of sampling, grammars and drafts.
+    """
+
+    def __init__(self, *arguments: Any, leader: Channel, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "grammars": None, "drafter": None, "pooler": None})
+        self._leader = leader
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the rank's part of one step; the output is nobody's."""
+        self.apply_blocks(plan)
+        self.model.wake()
+        inputs = self.prepare(plan)
+        sampled = self._obey(self.forward(inputs))
+        if inputs.sample_rows is not None:
+            self._append_runs(plan, inputs, as_tokens(sampled.tokens), as_tokens(sampled.counts))
+        elif inputs.num_samples:
+            self._append(inputs, as_tokens(sampled.tokens))
+        return ModelRunnerOutput(plan.step, NO_INT32S)
+
+    def _append(self, inputs: StepInputs, tokens: Int32s) -> None:
+        if inputs.num_samples == len(inputs.rows) and min(tokens.tolist()) >= 0:
+            self._inputs.append(inputs.rows, tokens)
+        else:
+            known = tokens >= 0
+            self.table.append_tokens(inputs.rows[known], tokens[known])
+
+    def _append_runs(self, plan: SchedulerOutput, inputs: StepInputs, tokens: Int32s, counts: Int32s) -> None:
+        finite, owners = tokens >= 0, np.arange(len(counts)).repeat(counts)
+        known = np.bincount(owners[finite], minlength=len(counts))
+        going = known > 0
+        self.table.append_tokens(inputs.rows[going], tokens[finite], known[going])
+        self.table.accept(plan, counts)
+
+    def _obey(self, result: StepResult) -> Sampled:
+        """Do what the first rank asks of this step; return its end."""
+        while True:
+            match next_order(self._leader):
+                case Sampled() as sampled:
+                    return sampled
+                case LogitsOf(rows):
+                    result.logits_of(as_rows(rows))
+                case HiddenOf(rows):
+                    result.hidden_of(as_rows(rows))
+                case order:
+                    raise AssertionError(f"{order} within a step")
+
+    def measure_costs(self) -> Costs:
+        """Compute with the first rank while it measures; return the least costs."""
+        self._obey_trials()
+        return Costs(1, 1)
+
+    def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
+        """Compute with the first rank while it measures; return nothing."""
+        self._obey_trials()
+        return ()
+
+    def _obey_trials(self) -> None:
+        while isinstance(order := next_order(self._leader), Trial):
+            self.forward(self._trial_inputs(order.num_tokens, order.num_samples))
+        assert isinstance(order, Measured), order

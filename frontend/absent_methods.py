@@ -1,0 +1,45 @@
+"""AbsentMethods: methods of vLLM's classes that are not here; calling one says why, and what there is instead."""
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+_WORKERS = "an engine runs no code of its callers"
+_SLEEP = "an engine keeps its weights; end it with shutdown(), or let it wait: an idle one takes no CPU"
+_PROFILE = "there is no profiler; `engine-core traces` shows the steps of a running engine"
+_LORA = "give a lora_request to generate(), or use `engine-core control` (docs/lora.md)"
+_PAUSE = "use client.pause() and client.resume(), as the engine's owner"
+_MEDIA = "there are no multi-modal inputs"
+_CONFIG = "there is no such object; client.welcome has the engine's limits and names"
+
+#: vLLM's name -> why it is not here, or what is.
+ABSENT = {
+    **dict.fromkeys(("collective_rpc", "apply_model", "scale_elastic_ep"), _WORKERS),
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
+    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
+    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), _PAUSE),
+    "wait_for_requests_to_drain": "use client.drain(), as the engine's owner",
+    "reset_mm_cache": _MEDIA,
+    **dict.fromkeys(("vllm_config", "get_vllm_config", "from_vllm_config", "cache_config"), _CONFIG),
+    **dict.fromkeys(("get_decoding_config", "get_scheduler_config", "get_lora_config"), _CONFIG),
+    "set_tokenizer": "give tokenizer=PATH when the object is made",
+    "reward": "use encode() with a pooling model",
+    "preprocess_chat": "use get_tokenizer().apply_chat_template()",
+    **dict.fromkeys(("enqueue", "wait_for_completion"), "use llm_engine.add_request() and step()"),
+    "do_log_stats": "use get_metrics(), or `engine-core top`",
+}
+
+
+class AbsentMethods:
+    """The base of a class whose methods are vLLM's. An absent one is an AttributeError, so hasattr() says False."""
+
+    if not TYPE_CHECKING:  # a type checker is to find misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            refuse(type(self).__name__, name)
+
+
+def refuse(owner: str, name: str) -> NoReturn:
+    """Raise the AttributeError of a name that is not there, with the reason where vLLM has it."""
+    if name in ABSENT:
+        raise AttributeError(f"vLLM's {owner}.{name} is not supported by this version: {ABSENT[name]}")
+    raise AttributeError(f"{owner!r} object has no attribute {name!r}")

@@ -1,0 +1,54 @@
+"""SendQueue: frames that wait to be sent to an engine, and how many bytes they have."""
+
+from collections import deque
+
+import zmq
+
+from ipc.errors import RequestFailedError
+from ipc.sockets import Socket
+
+#: Most bytes that wait for an engine that does not read; beyond them, a frame is refused.
+MAX_QUEUED_BYTES = 64 << 20
+
+
+class SendQueue:
+    """Frames in order. Senders call check() and put(), one at a time; who has the socket calls flush()."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._bytes_queued = 0  # in total; written by senders only
+        self._bytes_sent = 0  # in total; written by those with the socket only
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def check(self, frame: bytes, address: str) -> None:
+        """Check that a frame may wait too. Errors: RequestFailedError."""
+        waiting = self._bytes_queued - self._bytes_sent
+        if waiting + len(frame) > MAX_QUEUED_BYTES:
+            raise RequestFailedError(
+                f"the engine at {address} does not read: {waiting} bytes wait to be sent, the limit is "
+                f"{MAX_QUEUED_BYTES}; submit fewer requests at once"
+            )
+
+    def put(self, frame: bytes) -> None:
+        """Add a frame."""
+        self._frames.append(frame)
+        self._bytes_queued += len(frame)
+
+    def flush(self, socket: Socket) -> bool:
+        """Send what the socket takes; return False when it takes no more for now."""
+        while self._frames:
+            try:
+                socket.send(self._frames[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._bytes_sent += len(self._frames.popleft())
+        return True
+
+    def restart(self, hello: bytes) -> None:
+        """Drop all frames but this one, with which the next connection begins. No sender may flush meanwhile."""
+        while self._frames:
+            self._bytes_sent += len(self._frames.popleft())
+        self._frames.append(hello)
+        self._bytes_sent -= len(hello)

@@ -1,0 +1,176 @@
+"""Dispatch: which request is placed where, and which waits in the fleet's queue.
+
+A request is at most at one replica. It is placed as it arrives, and waits only where no replica takes it: in order of
+arrival, so that one that has lost its replica goes before those that came after it.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from frontend.fleet.placement import Placement
+from frontend.fleet.prefix_index import PrefixIndex
+from frontend.fleet.replicas import NO_REPLICA, Replica, Replicas, ReplicaState
+from frontend.fleet.requests import RoutedRequests
+from frontend.fleet.suspects import Suspects
+from ipc.messages import Abort, encode
+
+Send = Callable[[int, bytes], None]  # (row of the replica, frame)
+
+
+class TooLong(NamedTuple):
+    """A request that has become too long for a message."""
+
+    row: int
+    num_bytes: int
+
+
+class Dispatch:
+    """The queue and the placements. send: takes a frame for a replica."""
+
+    def __init__(self, policy: str, seed: int, send: Send) -> None:
+        self.replicas = Replicas()
+        self.requests = RoutedRequests()
+        self.index = PrefixIndex()
+        self.suspects = Suspects()
+        self.pauses_new = self.pauses_all = False
+        self.held: set[int] = set()  # clients whose requests do not run, because they do not read
+        self.num_moved = 0  # times that a request was placed again
+        self.num_cached_tokens = 0  # that placements counted on
+        self._placement = Placement(self.replicas, policy, seed)
+        self._send = send
+        self._queue: list[tuple[int, int]] = []  # a heap of (order, row); an entry counts while its row waits
+
+    @property
+    def num_queued(self) -> int:
+        """Return the number of requests that wait here."""
+        return int(np.count_nonzero(self.requests.waits))
+
+    # --- the queue ----------------------------------------------------------------------------------------------
+
+    def put(self, row: int) -> None:
+        """Put a request into the queue, at its place in the order of arrival, or outside while it is not to run."""
+        requests = self.requests
+        is_held = self.pauses_all or (self.pauses_new and not requests.begun[row])
+        if is_held or int(requests.client[row]) in self.held:
+            requests.parked[row] = True
+            return
+        requests.parked[row] = False
+        requests.waits[row] = True
+        heapq.heappush(self._queue, (int(requests.order[row]), row))
+
+    def place_waiting(self, now: float) -> list[TooLong]:
+        """Place requests from the queue as long as replicas take them; return those that have become too long."""
+        requests, apart, too_long = self.requests, list[tuple[int, int]](), list[TooLong]()
+        while self._queue and self.replicas.is_open.any():
+            order, row = heapq.heappop(self._queue)
+            if not requests.waits[row] or requests.order[row] != order:
+                continue
+            if self.suspects.must_be_alone(row):
+                taken = self.suspects.replicas_with_one(requests)
+                if not self._place(row, now, too_long, without=taken):
+                    apart.append((order, row))
+            else:
+                self._place(row, now, too_long)
+        for entry in apart:
+            heapq.heappush(self._queue, entry)
+        return too_long
+
+    def _place(self, row: int, now: float, too_long: list[TooLong], without: frozenset[int] = frozenset()) -> bool:
+        """Send a request to the replica that placement chooses; return False where none is left."""
+        requests, replicas = self.requests, self.replicas
+        tokens = requests.token_ids(row)
+        num_tokens = len(tokens) // 4
+        matches = self.index.match(int(requests.root[row]), tokens) if self._placement.needs_matches else {}
+        closed = [one for one in without if replicas.is_open[one]]
+        replicas.is_open[closed] = False
+        at = self._placement.choose(matches, num_tokens)
+        replicas.is_open[closed] = True
+        if at == NO_REPLICA:
+            return False
+        replica = replicas.by_row[at]
+        assert replica.welcome is not None, replica
+        if requests.placed[row]:
+            requests.renew_ticket(row)
+        requests.placed[row], requests.moved[row] = True, requests.begun[row]
+        frames = [encode(message) for message in requests.messages(row, now)]
+        requests.waits[row] = False
+        if len(frames[0]) > replica.welcome.limits.max_message_bytes:
+            too_long.append(TooLong(row, len(frames[0])))
+            return True
+        cached = matches.get(at, 0)
+        missing = max(1, num_tokens - cached)
+        self.num_cached_tokens += cached
+        self.num_moved += bool(requests.moved[row])
+        requests.replica[row], requests.missing[row] = at, missing
+        requests.runs[row] = False
+        replicas.queued[at] += missing
+        replicas.given[at] += missing
+        replicas.live[at] += 1
+        for frame in frames:
+            self._send(at, frame)
+        return True
+
+    # --- placed requests ----------------------------------------------------------------------------------------
+
+    def note_tokens(self, rows: list[int]) -> None:
+        """Note the first tokens of placed requests."""
+        requests, replicas = self.requests, self.replicas
+        for row in rows:
+            replicas.queued[requests.replica[row]] -= requests.missing[row]
+            requests.missing[row] = 0
+            requests.begin(row)
+
+    def release(self, row: int) -> None:
+        """Take a request off its replica's account: it has ended there, or is moved."""
+        requests, replicas = self.requests, self.replicas
+        at = int(requests.replica[row])
+        if at != NO_REPLICA:
+            replicas.queued[at] -= requests.missing[row]
+            replicas.live[at] -= 1
+            requests.replica[row], requests.missing[row], requests.runs[row] = NO_REPLICA, 0, False
+            self.reopen(replicas.by_row[at])
+
+    def reopen(self, replica: Replica) -> None:
+        """Let a replica that was full be asked again: it has room, or time has passed."""
+        if replica.state is ReplicaState.FULL:
+            replica.state = ReplicaState.OPEN
+            self.replicas.is_open[replica.row] = True
+
+    def withdraw(self, rows: list[int]) -> None:
+        """Take requests back from their replicas, which are told to abort them; what they send from now on is dropped.
+
+        The caller puts them into the queue, or keeps them.
+        """
+        self.abort_at_replicas(rows)
+        for row in rows:
+            self.release(row)
+            self.requests.renew_ticket(row)
+
+    def abort_at_replicas(self, rows: list[int]) -> None:
+        """Tell the replicas of these requests to abort them."""
+        tickets: dict[int, list[int]] = {}
+        for row in rows:
+            if (at := int(self.requests.replica[row])) != NO_REPLICA:
+                tickets.setdefault(at, []).append(self.requests.ticket(row))
+        for at, numbers in tickets.items():
+            self._send(at, encode(Abort(np.array(numbers, "<u4").tobytes())))
+
+    def forget(self, row: int) -> None:
+        """Forget a request that has ended."""
+        self.release(row)
+        self.suspects.clear(row)
+        self.requests.forget(row)
+
+    def lose(self, replica: Replica) -> list[int]:
+        """Take all requests off a replica that is gone; return their rows, in order of arrival."""
+        requests, rows = self.requests, self.requests.rows_at(replica.row)
+        for row in rows:
+            requests.replica[row], requests.missing[row] = NO_REPLICA, 0
+        replicas = self.replicas
+        replicas.queued[replica.row] = replicas.live[replica.row] = 0
+        replicas.is_open[replica.row] = False
+        self.index.forget(replica.row)
+        return rows

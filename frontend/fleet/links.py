@@ -1,0 +1,157 @@
+"""Links: the sockets of a fleet to its replicas, for one thread at a time; none of its methods waits.
+
+A replica that dies is noticed when the system closes its connection. One whose machine vanishes, or whose process
+stands still, is noticed by the silence of its libzmq.
+"""
+
+import select
+from collections import deque
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ipc.sockets import Context, Socket, connect_dealer, pending_events, signal_fd
+
+SILENCE_MS = 2000
+_MAX_RECONNECT_MS = 320
+#: Most bytes that wait for a replica that does not read; beyond them its connection is given up.
+MAX_QUEUED_BYTES = 64 << 20
+_MAX_BATCH = 64  # frames of one replica that are read before those of the others
+
+Arrived = list[tuple[int, bytes | None]]  # (row of the replica, frame); None: its connection has ended
+
+
+class _Link:
+    """One connection."""
+
+    def __init__(self, context: Context, address: str) -> None:
+        self.socket = connect_dealer(context, address, _listen_for_silence)
+        self.monitor: Socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.fds = (signal_fd(self.socket), signal_fd(self.monitor))
+        self.unsent: deque[bytes] = deque()
+        self.num_unsent_bytes = 0
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame, or keep it; return False where too much waits."""
+        if not self.unsent:
+            try:
+                self.socket.send(frame, zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                pass
+        self.unsent.append(frame)
+        self.num_unsent_bytes += len(frame)
+        return self.num_unsent_bytes <= MAX_QUEUED_BYTES
+
+    def flush(self) -> None:
+        while self.unsent:
+            try:
+                self.socket.send(self.unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.num_unsent_bytes -= len(self.unsent.popleft())
+
+    def read(self) -> list[bytes]:
+        frames: list[bytes] = []
+        try:
+            while len(frames) < _MAX_BATCH:
+                frames.append(self.socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        return frames
+
+    def has_ended(self) -> bool:
+        ended = False
+        while self.monitor.poll(0):
+            recv_monitor_message(self.monitor)
+            ended = True
+        return ended
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+def _listen_for_silence(socket: Socket) -> None:
+    """Count a peer as disconnected whose libzmq answers nothing; try less often to connect where nobody listens."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, SILENCE_MS // 4)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+
+
+class Links:
+    """The connections, by the rows of their replicas. fd: readable when receive() may have something."""
+
+    def __init__(self) -> None:
+        self._context: Context = zmq.Context()
+        self._links: dict[int, _Link] = {}
+        self._row_of: dict[int, int] = {}  # by file descriptor
+        self._unread: dict[int, None] = {}  # rows of sockets that may have something without a sign at their fd
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+
+    @property
+    def has_unread(self) -> bool:
+        """Return whether receive() may have something that `fd` does not tell."""
+        return bool(self._unread)
+
+    def open(self, row: int, address: str, hello: bytes) -> None:
+        """Connect, in the background, and send this first. Errors: AddressError."""
+        self.close(row)
+        link = self._links[row] = _Link(self._context, address)
+        for fd in link.fds:
+            self._row_of[fd] = row
+            self._epoll.register(fd, select.EPOLLIN)
+        self._unread[row] = None  # the first look at its events arms the file descriptor
+        link.send(hello)
+
+    def send(self, row: int, frame: bytes) -> bool:
+        """Send a frame; return False where the replica does not read, and too much waits."""
+        link = self._links.get(row)
+        if link is None:
+            return True
+        is_taken = link.send(frame)
+        if pending_events(link.socket) & zmq.POLLIN:
+            self._unread[row] = None
+        return is_taken
+
+    def close(self, row: int) -> None:
+        """End a connection; do nothing where there is none."""
+        link = self._links.pop(row, None)
+        self._unread.pop(row, None)
+        if link is not None:
+            for fd in link.fds:
+                self._epoll.unregister(fd)
+                del self._row_of[fd]
+            link.close()
+
+    def receive(self) -> Arrived:
+        """Return what has arrived, of each replica in its order; the end of a connection comes last."""
+        signs = {self._row_of[fd]: None for fd, _ in self._epoll.poll(0)}
+        rows, self._unread = signs | self._unread, {}
+        arrived: Arrived = []
+        for row in rows:
+            link = self._links.get(row)
+            if link is None:
+                continue
+            has_ended = link.has_ended()
+            frames = link.read()
+            link.flush()
+            arrived += [(row, frame) for frame in frames]
+            if has_ended and len(frames) == _MAX_BATCH:
+                while frames := link.read():  # the last words
+                    arrived += [(row, frame) for frame in frames]
+            if has_ended:
+                arrived.append((row, None))
+                self.close(row)
+            elif pending_events(link.socket) & zmq.POLLIN:
+                self._unread[row] = None
+        return arrived
+
+    def end(self) -> None:
+        """Close everything."""
+        for row in list(self._links):
+            self.close(row)
+        self._epoll.close()
+        self._context.term()

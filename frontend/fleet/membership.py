@@ -1,0 +1,203 @@
+"""Membership: the fleet's sessions with its replicas: who joins, who is refused and why, who is lost, who leaves.
+
+The first replica that answers says what the fleet serves. Another is taken only if its tokens are sure to be the same.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from frontend.fleet.dispatch import Dispatch
+from frontend.fleet.replicas import Replica, ReplicaState
+from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Heartbeat, Hello, Refused, Welcome, encode
+from ipc.scheduling_messages import SCHEDULING_MINOR, FollowKVEvents
+
+EXACT = "L2"  # the level at which equal fingerprints mean equal tokens
+_RETRY_S = 1.0  # from a refusal by a replica, or of one, to the next Hello
+_HEARTBEAT = encode(Heartbeat())
+_FOLLOW_CALL = 0  # number of the call FollowKVEvents, whose answer nobody waits for
+
+
+class Open(NamedTuple):
+    """Connect to a replica, anew where there was a connection, and send it this Hello."""
+
+    row: int
+    address: str
+    hello: bytes
+
+
+class Send(NamedTuple):
+    """Send a frame to a replica."""
+
+    row: int
+    frame: bytes
+
+
+class Close(NamedTuple):
+    """End the connection to a replica."""
+
+    row: int
+
+
+Order = Open | Send | Close
+
+
+class Membership:
+    """The replicas of a fleet. orders: what is to be done at their connections, taken by whoever has the sockets.
+
+    on_freed: called with (row, reason) for each unfinished request of a replica that is gone, or that moves.
+    """
+
+    def __init__(self, dispatch: Dispatch, name: str, orders: list[Order]) -> None:
+        self.model: Welcome | None = None  # of the first replica that answered
+        self._dispatch = dispatch
+        self._replicas = dispatch.replicas
+        self._name = name
+        self._orders = orders
+        self._retry_at: dict[int, float] = {}  # by row: when to say Hello again
+        self.on_session_end: Callable[[int], None] = lambda row: None
+
+    def join(self, address: str) -> Replica:
+        """Take a replica in; it gets requests when it has answered."""
+        replica = self._replicas.find(address)
+        if replica is not None:
+            replica.is_leaving, replica.move_at = False, None
+            if replica.state is ReplicaState.LEAVING:
+                self._open(replica)
+            return replica
+        replica = self._replicas.add(address)
+        self._say_hello(replica)
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica, whose requests are elsewhere by now."""
+        self._retry_at.pop(replica.row, None)
+        self.on_session_end(replica.row)
+        self._dispatch.index.forget(replica.row)
+        self._replicas.remove(replica)
+        self._orders.append(Close(replica.row))
+
+    def welcome(self, replica: Replica, welcome: Welcome) -> None:
+        """Open the session, or refuse the replica."""
+        model = self.model
+        if welcome.major != PROTOCOL_MAJOR:
+            reason = f"it speaks protocol {welcome.major}.{welcome.minor}, the fleet {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+        elif model is None:
+            self.model, reason = welcome, ""
+        else:
+            reason = why_another(model, welcome)
+        if reason:
+            self.refuse(replica, reason)
+            return
+        replica.welcome, replica.reason = welcome, ""
+        replica.session_token = welcome.session_token
+        replica.heartbeat_s = welcome.limits.heartbeat_ms / 1000
+        if replica.is_leaving:
+            replica.state = ReplicaState.LEAVING
+        else:
+            self._open(replica)
+        if welcome.minor >= SCHEDULING_MINOR:
+            self._orders.append(Send(replica.row, encode(FollowKVEvents(_FOLLOW_CALL))))
+
+    def refuse(self, replica: Replica, reason: str) -> None:
+        """Take no requests there, and say Hello again later: another engine may answer at its address by then."""
+        replica.state, replica.reason, replica.welcome = ReplicaState.REFUSED, reason, None
+        self._replicas.is_open[replica.row] = False
+        self._orders.append(Close(replica.row))
+        self._retry_at[replica.row] = -1.0
+
+    def retry_later(self, replica: Replica, reason: str) -> None:
+        """Note that a connection has ended before the session was open, and say Hello again later."""
+        if replica.state is not ReplicaState.REFUSED:
+            replica.state, replica.reason = ReplicaState.LOST, reason
+        self._orders.append(Close(replica.row))
+        self._retry_at[replica.row] = -1.0
+
+    def refused(self, replica: Replica, refused: Refused) -> None:
+        """Note that a replica has refused the fleet."""
+        self.refuse(replica, f"it refused the fleet: {refused.message} ({ErrorCode(refused.code).name})")
+
+    def end_session(self, replica: Replica, reason: str) -> None:
+        """Note that a session has ended, and connect again."""
+        replica.welcome, replica.state, replica.reason = None, ReplicaState.LOST, reason
+        replica.num_lost += 1
+        replica.has_picture, replica.heartbeat_s = False, 0.0
+        self.on_session_end(replica.row)
+        if not replica.is_leaving:
+            self._say_hello(replica)
+
+    def close(self, replica: Replica) -> None:
+        """Place nothing there any more."""
+        self._replicas.is_open[replica.row] = False
+
+    def tick(self, now: float) -> float:
+        """Do what time brings: heartbeats, Hellos, replicas that were full; return when the next of it is due."""
+        due = now + 3600.0
+        for row, at in list(self._retry_at.items()):
+            if at < 0:
+                at = self._retry_at[row] = now + _RETRY_S
+            if at <= now:
+                del self._retry_at[row]
+                self._say_hello(self._replicas.by_row[row])
+            else:
+                due = min(due, at)
+        for replica in self._replicas.by_row.values():
+            if replica.state is ReplicaState.FULL:
+                if replica.full_until <= now:
+                    self._dispatch.reopen(replica)
+                else:
+                    due = min(due, replica.full_until)
+            if replica.heartbeat_s and replica.welcome is not None:
+                if replica.send_at <= now:
+                    replica.send_at = now + replica.heartbeat_s
+                    self._orders.append(Send(replica.row, _HEARTBEAT))
+                due = min(due, replica.send_at)
+            if replica.move_at is not None:
+                due = min(due, replica.move_at)
+        return due
+
+    def _open(self, replica: Replica) -> None:
+        replica.state = ReplicaState.OPEN
+        self._replicas.is_open[replica.row] = True
+
+    def _say_hello(self, replica: Replica) -> None:
+        hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, self._name, replica.session_token)
+        self._orders.append(Open(replica.row, replica.address, encode(hello)))
+
+
+def why_another(model: Welcome, welcome: Welcome) -> str:
+    """Return why an engine cannot serve beside the one that `model` is of; "" where it can."""
+    if welcome.model_fingerprint != model.model_fingerprint:
+        return (
+            f"another model: {welcome.model_name} ({welcome.model_fingerprint}), and the fleet serves "
+            f"{model.model_name} ({model.model_fingerprint})"
+        )
+    if welcome.numerics != model.numerics:
+        return f"its numerics level is {welcome.numerics}, and the fleet's {model.numerics}"
+    lengths = welcome.limits.max_model_len, model.limits.max_model_len
+    if lengths[0] != lengths[1]:  # a request without max_tokens would end elsewhere
+        return f"its max_model_len is {lengths[0]}, and the fleet's {lengths[1]}: streams may end elsewhere"
+    if welcome.tokenizer_hash != model.tokenizer_hash:
+        return f"its tokenizer is another ({welcome.tokenizer_hash}, and the fleet's {model.tokenizer_hash})"
+    return ""
+
+
+def fleet_welcome(model: Welcome, replicas: list[Replica], **own: object) -> Welcome:
+    """Return what a fleet says of itself: the model's properties, bounds as one engine that is all replicas together.
+
+    own: fields that are the fleet's own, such as engine_id.
+    """
+    limits = [one.welcome.limits for one in replicas if one.welcome is not None] or [model.limits]
+    together = msgspec.structs.replace(
+        model.limits,
+        max_num_seqs=sum(one.max_num_seqs for one in limits),
+        max_num_queued_requests=sum(one.max_num_queued_requests for one in limits),
+        max_num_queued_tokens=sum(one.max_num_queued_tokens for one in limits),
+        max_client_bytes=sum(one.max_client_bytes for one in limits),
+        max_message_bytes=min(one.max_message_bytes for one in limits),
+        heartbeat_ms=0,
+        lease_ms=0,
+        resume_ms=0,
+    )
+    return msgspec.structs.replace(model, epoch=0, pid=0, limits=together, features=None, **own)

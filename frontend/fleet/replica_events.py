@@ -1,0 +1,160 @@
+"""ReplicaEvents: what a fleet does about its replicas' messages, ends and departures."""
+
+import numpy as np
+
+from frontend.fleet.calls import Calls
+from frontend.fleet.dispatch import Dispatch
+from frontend.fleet.ends import Ends
+from frontend.fleet.forwarding import forward, only_new
+from frontend.fleet.membership import Membership
+from frontend.fleet.replicas import Replica, ReplicaState
+from ipc.errors import MalformedMessageError
+from ipc.messages import EngineStopping, ErrorCode, Outputs, Refused, RequestFailed, ServerMessage, Welcome
+from ipc.scheduling_messages import KVEvents
+
+RETRY_AFTER_MS = 1000
+_ELSEWHERE = (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNAVAILABLE)  # another replica may take what this one refuses
+
+
+class ReplicaEvents:
+    """The handlers of what replicas do. Times are monotonic seconds. to_clients: takes messages with their clients."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        membership: Membership,
+        calls: Calls,
+        ends: Ends,
+        to_clients: list[tuple[int, ServerMessage]],
+    ) -> None:
+        self._dispatch = dispatch
+        self._requests, self._replicas = dispatch.requests, dispatch.replicas
+        self._membership = membership
+        self._calls = calls
+        self._ends = ends
+        self._to_clients = to_clients
+
+    def receive(self, row: int, message: ServerMessage, now: float) -> None:
+        """Take in a message of a replica."""
+        replica = self._replicas.by_row[row]
+        if replica.welcome is None and not isinstance(message, Welcome | Refused):
+            return
+        match message:
+            case Outputs():
+                self._receive_outputs(replica, message, now)
+            case RequestFailed():
+                self._receive_failure(replica, message, now)
+            case KVEvents():
+                self._receive_events(replica, message, now)
+            case Welcome():
+                if replica.welcome is None:
+                    self._membership.welcome(replica, message)
+                    self._ends.place(now)
+            case Refused() if replica.welcome is None:
+                self._membership.refused(replica, message)
+            case Refused():
+                self.lose(row, f"it ended the session: {message.message}", now)
+            case EngineStopping():
+                self.lose(row, f"it stopped{': ' if message.error else ''}{message.error}", now)
+            case _:
+                self._calls.receive(row, message, now)
+
+    def _receive_outputs(self, replica: Replica, message: Outputs, now: float) -> None:
+        assert replica.welcome is not None
+        if message.epoch != replica.welcome.epoch:
+            return
+        requests, dispatch = self._requests, self._dispatch
+        try:
+            routed = only_new(requests, message)
+            self._to_clients += forward(requests, routed, self._ends.epoch)
+            news = requests.apply_columns(routed.outputs, routed.columns, routed.rows, now)
+        except MalformedMessageError as error:
+            self.lose(replica.row, f"it sent what is no output: {error}", now)
+            return
+        if message.started:
+            started = requests.rows_of(np.frombuffer(message.started, "<u4")[::2])
+            for row in requests.not_running(started[started >= 0].tolist()):
+                requests.begin(row)
+        dispatch.note_tokens(requests.owing(news))
+        if routed.columns.finish is not None:
+            for row in requests.firsts(routed.rows[routed.columns.finish > 0]):
+                if requests.is_over(row):
+                    dispatch.forget(row)
+        if replica.is_leaving:
+            self.finish_leaving(replica, now)
+        if dispatch.num_queued:
+            self._ends.place(now)
+
+    def _receive_failure(self, replica: Replica, message: RequestFailed, now: float) -> None:
+        row = self._requests.row(message.number)
+        if row < 0:
+            return
+        if message.code in _ELSEWHERE and not self._requests.is_aborted(message.number):
+            self._dispatch.release(row)
+            if replica.state is ReplicaState.OPEN:
+                is_full = message.code == ErrorCode.RESOURCE_EXHAUSTED
+                replica.state = ReplicaState.FULL if is_full else ReplicaState.DRAINING
+                replica.full_until = now + (message.retry_after_ms or RETRY_AFTER_MS) / 1000
+                self._membership.close(replica)
+            self._dispatch.put(row)
+            self._ends.place(now)
+        else:
+            self._ends.fail(row, message.code, message.message)
+        if replica.is_leaving:
+            self.finish_leaving(replica, now)
+
+    def _receive_events(self, replica: Replica, message: KVEvents, now: float) -> None:
+        try:
+            self._dispatch.index.apply(replica.row, message.events)
+        except ValueError as error:
+            self.lose(replica.row, f"it sent what are no KV events: {error}", now)
+        else:
+            replica.has_picture = True
+
+    def lose(self, row: int, reason: str, now: float, *, is_death: bool = False) -> None:
+        """Note the end of a replica's connection or session; its requests go on elsewhere.
+
+        is_death: it may have died of one of the requests that ran there.
+        """
+        replica = self._replicas.by_row[row]
+        if replica.welcome is None:
+            self._membership.retry_later(replica, reason)
+            return
+        rows = self._dispatch.lose(replica)
+        culprit = None
+        if is_death:
+            # One that was not seen to begin may have run as well, unless the others took all rows.
+            running = [each for each in rows if self._requests.runs[each]]
+            has_room = len(running) < replica.welcome.limits.max_num_seqs
+            suspects = rows if has_room else running
+            culprit = self._dispatch.suspects.note_death(replica.address, suspects, self._requests)
+        self._membership.end_session(replica, reason)
+        if culprit is not None:
+            names = " and ".join(culprit[1])
+            self._ends.fail(culprit[0], ErrorCode.INTERNAL, f"the replicas {names} died while they ran this request")
+        for each in rows:
+            if culprit is None or each != culprit[0]:
+                self._ends.free(each, f"the replica {replica.address} was lost ({reason})")
+        if replica.is_leaving:
+            self._membership.remove(replica)
+        self._ends.place(now)
+
+    def drain(self, replica: Replica, now: float, *, move_after_s: float | None = None) -> None:
+        """Let a replica leave the fleet: what waits there moves at once, and what runs ends there, or moves after so
+        long."""
+        replica.is_leaving = True
+        replica.move_at = None if move_after_s is None else now + move_after_s
+        self._membership.close(replica)
+        if replica.welcome is not None:
+            replica.state = ReplicaState.LEAVING
+        self._ends.move([row for row in self._requests.rows_at(replica.row) if not self._requests.runs[row]])
+        self.finish_leaving(replica, now)
+        self._ends.place(now)
+
+    def finish_leaving(self, replica: Replica, now: float) -> None:
+        """Move what still runs at a replica that leaves, if it is time, and let it go when nothing is left there."""
+        if replica.move_at is not None and now >= replica.move_at:
+            self._ends.move([row for row in self._requests.rows_at(replica.row) if self._ends.may_move(row)])
+            replica.move_at = None
+        if not self._replicas.live[replica.row]:
+            self._membership.remove(replica)

@@ -1,0 +1,205 @@
+"""RoutedRequests: the live requests of all clients of a fleet: what each asked for, what it has been sent, where it
+runs.
+
+It is a journal (frontend/client/journal.py) whose numbers are tickets: one for each time that a request is placed at a
+replica. Rows that come late under an earlier ticket find no request, so they are dropped.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from frontend.client.journal import Journal
+from frontend.fleet.replicas import NO_REPLICA
+from ipc.arrays import Bools, Ints
+from ipc.block_roots import root_of_message
+from ipc.columns import column
+from ipc.messages import FinishReason, Outputs, Submission
+
+_MAX_TICKET = 2**32 - 1
+
+
+class RoutedRequests(Journal):
+    """A row for each choice. Columns of requests are valid in the rows of first choices; `client` and `theirs` in
+    all.
+    """
+
+    client: Ints = column()
+    theirs: Ints = column()  # the client's number
+    order: Ints = column()  # of arrival at the fleet
+    replica: Ints = column(NO_REPLICA)  # where it is placed
+    missing: Ints = column()  # tokens to compute there until its first token; 0 once that has come
+    root: Ints = column()  # see ipc/block_roots.py
+    begun: Bools = column()  # it has run somewhere
+    runs: Bools = column()  # it has begun where it is placed now
+    waits: Bools = column()  # it is in the fleet's queue
+    parked: Bools = column()  # it waits for its client, or for the end of a pause, outside the queue
+    placed: Bools = column()  # it was sent to a replica under its present ticket, or an earlier one
+    moved: Bools = column()  # it had begun elsewhere before it was placed where it is now
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waiting = 0  # choices that have not begun
+        self.num_waiting_tokens = 0
+        self._of_client: dict[int, dict[int, int]] = {}  # client -> its number -> row
+        self._num_tickets = 0
+        self._num_entered = 0
+
+    # --- one request --------------------------------------------------------------------------------------------
+
+    def enter(self, client: int, message: Submission, now: float) -> int:
+        """Add a client's request and return the row of its first choice. now: monotonic seconds."""
+        ticket = self._next_ticket()
+        row = self.add(msgspec.structs.replace(message, number=ticket), streaming=False, now=now)
+        rows = self._rows_of_request(ticket)
+        self.client[rows] = client
+        self.theirs[rows] = message.number
+        self.root[row] = root_of_message(message)
+        self._num_entered += 1
+        self.order[row] = self._num_entered
+        self._of_client.setdefault(client, {})[message.number] = row
+        self._count_waiting(row, 1)
+        return row
+
+    def find(self, client: int, number: int) -> int:
+        """Return the row of a client's request; -1 where it is not live."""
+        return self._of_client.get(client, {}).get(number, -1)
+
+    def rows_of_client(self, client: int) -> list[int]:
+        """Return the rows of the first choices of a client's requests, in order of arrival."""
+        return sorted(self._of_client.get(client, {}).values(), key=lambda row: int(self.order[row]))
+
+    def rows_at(self, replica: int) -> list[int]:
+        """Return the rows of the first choices of the requests placed at a replica, in order of arrival.
+
+        NO_REPLICA: of those placed nowhere.
+        """
+        rows: list[int] = np.flatnonzero((self.replica == replica) & (self._number >= 0) & (self._choice == 0)).tolist()
+        return sorted(rows, key=lambda row: int(self.order[row]))
+
+    def choices(self, row: int) -> list[int]:
+        """Return the rows of all choices of the request whose first row this is."""
+        return self._rows_of_request(self.ticket(row))
+
+    def ticket(self, row: int) -> int:
+        """Return the present ticket of a row's request."""
+        return int(self._number[row])
+
+    def firsts(self, rows: Ints) -> list[int]:
+        """Return the rows of the first choices of these rows' requests, each once."""
+        return list(dict.fromkeys(self._first[rows].tolist()))
+
+    def num_tokens(self, row: int) -> int:
+        """Return the number of tokens of the prompt and of the first choice's output."""
+        return len(self.request(self.ticket(row)).prompt_token_ids) // 4 + int(self._num_delivered[row])
+
+    def num_output(self, row: int) -> int:
+        """Return the number of output tokens of all choices."""
+        return int(self._num_delivered[self.choices(row)].sum())
+
+    def token_ids(self, row: int) -> bytes:
+        """Return the tokens of the prompt and of the first choice's output, int32."""
+        prompt = self.request(self.ticket(row)).prompt_token_ids
+        count = int(self._num_delivered[row])
+        return prompt + self._tokens.read(row, 0, count).astype("<i4").tobytes() if count else prompt
+
+    def is_over(self, row: int) -> bool:
+        """Return whether all choices of a request have finished."""
+        return all(self._finish[each] for each in self.choices(row))
+
+    def renew_ticket(self, row: int) -> int:
+        """Give a request its next ticket, so that rows under the present one are dropped; return it."""
+        old, ticket = self.ticket(row), self._next_ticket()
+        rows = self._rows_of_request(old)
+        request = self.request(old)
+        self._index.remove(old)
+        self._index.add(ticket, row)
+        self._number[rows] = ticket
+        self._requests[row] = msgspec.structs.replace(request, number=ticket)
+        return ticket
+
+    def messages(self, row: int, now: float) -> list[msgspec.Struct]:
+        """Return what to send to a replica for this request: the request, and an Abort for aborted choices."""
+        rows, request = self.choices(row), self.request(self.ticket(row))
+        if not self.moved[row] and not self._aborted[rows].any() and not request.deadline_ms:
+            return [request]
+        return [*self.resubmission(self.ticket(row), now)]
+
+    def begin(self, row: int) -> None:
+        """Note that a request runs where it is placed."""
+        self.runs[row] = True
+        if not self.begun[row]:
+            self._count_waiting(row, -1)
+            self.begun[row] = True
+
+    def has_expired(self, row: int, now: float) -> bool:
+        """Return whether a request's deadline has passed."""
+        deadline_ms = self.request(self.ticket(row)).deadline_ms
+        return deadline_ms > 0 and (now - float(self._arrival_time[row])) * 1000 >= deadline_ms
+
+    def arrival(self, row: int) -> float:
+        """Return when a request came, in monotonic seconds."""
+        return float(self._arrival_time[row])
+
+    def forget(self, row: int) -> None:
+        """Remove a request."""
+        client, number = int(self.client[row]), int(self.theirs[row])
+        if not self.begun[row]:
+            self._count_waiting(row, -1)
+        theirs = self._of_client[client]
+        del theirs[number]
+        if not theirs:
+            del self._of_client[client]
+        self.remove(self.ticket(row))
+
+    def aborted_rows(self, row: int, epoch: int) -> Outputs:
+        """Return the last rows of a request that has been aborted, for its client: of its unfinished choices."""
+        rows = [each for each in self.choices(row) if not self._finish[each]]
+        return Outputs(
+            epoch=epoch,
+            step=0,
+            numbers=self.theirs[rows].astype("<u4").tobytes(),
+            positions=self._num_delivered[rows].astype("<u4").tobytes(),
+            counts=bytes(2 * len(rows)),
+            tokens=b"",
+            choices=self._choice[rows].astype("<u2").tobytes(),
+            finish=bytes([FinishReason.ABORT]) * len(rows),
+        )
+
+    # --- columns ------------------------------------------------------------------------------------------------
+
+    def is_live(self, rows: Ints) -> Bools:
+        """Return for each row, -1 where there is none, whether it is of an unfinished choice."""
+        live: Bools = (rows >= 0) & (self._finish[rows] == 0)
+        return live
+
+    def lengths(self, rows: Ints) -> Ints:
+        """Return the number of output tokens of each row."""
+        lengths: Ints = self._num_delivered[rows]
+        return lengths
+
+    def owing(self, rows: Ints) -> list[int]:
+        """Return the first rows of those of these requests whose first token was not seen before."""
+        firsts = self._first[rows]
+        return list(dict.fromkeys(firsts[self.missing[firsts] > 0].tolist()))
+
+    def not_running(self, rows: Iterable[int]) -> list[int]:
+        """Return those of these first rows whose begin was not noted."""
+        return [row for row in rows if not self.runs[row]]
+
+    def _apply_events(self, outputs: Outputs) -> None:
+        """Keep nothing but tokens and ends: the rest goes to the client at once."""
+
+    def _count_waiting(self, row: int, sign: int) -> None:
+        request = self.request(self.ticket(row))
+        num_choices = request.params.n
+        self.num_waiting += sign * num_choices
+        self.num_waiting_tokens += (
+            sign * (num_choices * len(request.prompt_token_ids) + sum(map(len, request.delivered))) // 4
+        )
+
+    def _next_ticket(self) -> int:
+        self._num_tickets += 1
+        assert self._num_tickets <= _MAX_TICKET, self._num_tickets
+        return self._num_tickets

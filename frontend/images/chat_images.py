@@ -1,0 +1,70 @@
+"""take_images: the images of a chat's messages, out of the messages, in the forms in which clients send them."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from frontend.images.sources import image_bytes
+from ipc.errors import InvalidRequestError
+
+#: The part of a message that stands for an image, as chat templates know it.
+IMAGE_PART = {"type": "image"}
+_KINDS = ("image_url", "input_image", "image", "image_pil")
+_FORMS = (
+    '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}; from Python also a path, or '
+    '{"type": "image", "image": ...}'
+)
+
+
+def take_images(messages: Any, *, takes_files: bool) -> tuple[Any, list[Any]]:
+    """Return (messages, images): the messages with IMAGE_PART for each image, and the images in their order.
+
+    takes_files: whether a part may name a file of this machine; a client of a server must not. Messages of another
+    form are returned as they are. Errors: InvalidRequestError.
+    """
+    images: list[Any] = []
+    if not isinstance(messages, (list, tuple)):
+        return messages, images
+    read = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, (list, tuple)) and any(_is_image(part) for part in content):
+            parts: list[Any] = []
+            for part in content:
+                if _is_image(part):
+                    images.append(_image_of(part, f"messages[{index}]", takes_files=takes_files))
+                    part = dict(IMAGE_PART)
+                parts.append(part)
+            message = {**message, "content": parts}
+        read.append(message)
+    return read, images
+
+
+def has_images(messages: Any) -> bool:
+    """Return whether a message has a part that is an image: these take long to read, however short they are."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return any(_is_image(part) for content in contents if isinstance(content, (list, tuple)) for part in content)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _KINDS
+
+
+def _image_of(part: dict[str, Any], where: str, *, takes_files: bool) -> Any:
+    """Return what open_image() takes."""
+    given: Sequence[Any] = [part[key] for key in ("image_url", "image", "image_pil", "url", "path") if key in part]
+    source = given[0] if len(given) == 1 else None
+    if isinstance(source, dict):
+        source = source.get("url")
+    if source is None:
+        raise InvalidRequestError(f"{where}: an image is {_FORMS}; got {part!s:.80}")
+    if not takes_files:
+        if not isinstance(source, str):
+            raise InvalidRequestError(f"{where}: an image is {_FORMS}; got {part!s:.80}")
+        return image_bytes(source, where)
+    if isinstance(source, str) and source.startswith("file://"):
+        return unquote(urlsplit(source).path)
+    if isinstance(source, (str, os.PathLike)) and not str(source).startswith("data:") and "://" not in str(source):
+        return source
+    return image_bytes(source, where) if isinstance(source, str) else source

@@ -1,0 +1,64 @@
+"""ProcessedImages: images as features, kept for the next question on them: in so many bytes, the oldest give way."""
+
+import threading
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from frontend.images.squares import Sizes, squares_of
+from ipc.feature_messages import PIXELS, PutFeature, feature_digest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Bytes of squares that are kept: of nine images of 17 squares of 512 x 512 pixels.
+MAX_BYTES = 128 << 20
+
+
+class ProcessedImage(NamedTuple):
+    """The squares of an image as features, with their digests; see Squares."""
+
+    squares: list[tuple[bytes, PutFeature]]
+    num_rows: int
+    num_columns: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the squares."""
+        return sum(len(feature.data) for _, feature in self.squares)
+
+
+class ProcessedImages:
+    """A cache of one model's images, by their pixels. For any thread."""
+
+    def __init__(self, sizes: Sizes, max_bytes: int = MAX_BYTES) -> None:
+        self._sizes, self._max_bytes = sizes, max_bytes
+        self._lock = threading.Lock()  # of both below
+        self._by_pixels: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # the one used last is the last
+        self._num_bytes = 0
+        self.num_made = 0
+
+    def of(self, image: "Image") -> ProcessedImage:
+        """Return an image, in RGB, as features."""
+        key = blake2b(image.tobytes(), digest_size=32, salt=b"%dx%d" % image.size).digest()
+        with self._lock:
+            if (found := self._by_pixels.get(key)) is not None:
+                self._by_pixels.move_to_end(key)
+                return found
+        made = self._make(image)
+        with self._lock:
+            self.num_made += 1
+            if key not in self._by_pixels:
+                self._by_pixels[key] = made
+                self._num_bytes += made.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._by_pixels.popitem(last=False)[1].num_bytes
+        return made
+
+    def _make(self, image: "Image") -> ProcessedImage:
+        cut = squares_of(image, self._sizes)
+        squares = []
+        for pixels in cut.pixels:
+            data, shape = pixels.tobytes(), list(pixels.shape)
+            squares.append((feature_digest(PIXELS, shape, data), PutFeature(PIXELS, shape, data)))
+        return ProcessedImage(squares, cut.num_rows, cut.num_columns)

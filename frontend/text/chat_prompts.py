@@ -1,0 +1,46 @@
+"""render_prompts: chats as prompts, rendered by a chat template, with their images beside the text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.images.chat_images import take_images
+from frontend.text.chat_template import render_chat
+from frontend.text.prompts import PromptInput
+from frontend.text.tokenizer import Tokenizer
+from ipc.errors import InvalidRequestError
+
+
+def render_prompts(
+    tokenizer: Tokenizer | None,
+    conversations: Sequence[list[dict[str, Any]]],
+    *,
+    template: str | None,
+    takes_images: bool,
+    takes_files: bool,
+    arguments: Mapping[str, Any],
+) -> list[PromptInput]:
+    """Return the prompt of each conversation: a str, or an ImagePrompt for one with images.
+
+    template: None = the model's, a name = the model's template of this name, else a template's text. takes_files:
+    whether images may be files of this machine. arguments: further ones of render_chat(). Errors: InvalidRequestError.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError("this engine has no tokenizer, so no chat template: use generate() with token ids")
+    if template is not None and not isinstance(template, str):
+        raise InvalidRequestError(f"chat_template must be a str, got {type(template).__name__}")
+    source = tokenizer.choose_chat_template(template, with_tools=bool(arguments["tools"]))
+    rendered: list[PromptInput] = []
+    for messages in conversations:
+        images: list[Any] = []
+        if takes_images:
+            messages, images = take_images(messages, takes_files=takes_files)
+        prompt = render_chat(
+            source,
+            messages,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            takes_images=takes_images,
+            **arguments,
+        )
+        rendered.append({"prompt": prompt, "multi_modal_data": {"image": images}} if images else prompt)
+    return rendered

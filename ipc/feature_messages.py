@@ -1,0 +1,68 @@
+"""Messages on features: rows of numbers that stand for tokens of a prompt, given as they are or made from pixels."""
+
+import math
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+#: Kinds of features: rows [rows, hidden] float32, little-endian, which stand for the embeddings of tokens; ...
+EMBEDS = "embeds"
+#: ... and an image [height, width, 3] uint8 of the model's size, from which its vision encoder makes rows.
+PIXELS = "pixels"
+#: Bytes of one number of each kind.
+ITEM_BYTES = {EMBEDS: 4, PIXELS: 1}
+DIGEST_BYTES = 32
+#: Most features of one request.
+MAX_FEATURES = 4096
+
+
+class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Give the engine a feature, for later requests of this session that name its digest. It has no answer.
+
+    The engine keeps what a session has put in so many bytes (FeatureLimits.max_bytes): the oldest features give way.
+    What is wrong with a feature is said to the request that names it.
+    """
+
+    kind: str  # EMBEDS or PIXELS
+    shape: list[int]
+    data: bytes
+
+
+class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+    """A feature in a prompt, by its content. The engine keeps it as long as such an object of a request lives."""
+
+    position: int  # of the first of the tokens that it stands for; the ids that the prompt has there do not matter
+    num_rows: int  # tokens that it stands for
+    digest: bytes  # feature_digest() of it
+
+
+class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):
+    """The features that an engine takes."""
+
+    width: int  # numbers of a row
+    max_bytes: int  # of the features that a session has put
+    image_size: int = 0  # height and width of images in pixels; 0 = none are taken
+    image_rows: int = 0  # rows that an image becomes
+
+
+def feature_digest(kind: str, shape: Sequence[int], data: bytes) -> bytes:
+    """Return the identity of a feature: a digest of its kind, shape and numbers."""
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"engine feature")
+    digest.update(f"{kind}:{'x'.join(map(str, shape))}:".encode())
+    digest.update(data)
+    return digest.digest()
+
+
+def num_bytes(kind: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a feature of this kind and shape."""
+    return math.prod(shape) * ITEM_BYTES[kind]
+
+
+def without_ids(prompt_token_ids: bytes, features: Sequence[FeatureUse]) -> bytes:
+    """Return a prompt (int32) with token 0 in the places of its features, whatever ids it has there."""
+    ids = np.frombuffer(prompt_token_ids, "<i4").copy()
+    for use in features:
+        ids[use.position : use.position + use.num_rows] = 0
+    return ids.tobytes()

@@ -1,0 +1,122 @@
+"""The parts of a C decoder (kernels/cpu/decoder.py): layers, their C structs, and what follows from their sizes."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels.arrays import Floats
+from kernels.cpu.attention import score_factors
+from kernels.cpu.embedding import CpuEmbedding, address
+from kernels.cpu.experts import CpuExperts
+from kernels.cpu.gemm import INT8, PackedMatrix
+from kernels.cpu.library import ELEMENT_NUMBERS
+from kernels.cpu.norm import CpuNorm
+from kernels.cpu.structs import DecoderArguments, GemmArguments, LayerArguments, NormWeights
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+#: Of the last level, for each CPU that this process may use. A virtual machine reports the cache of a whole socket, up
+#: to 480 MiB, which it shares with others.
+_CACHE_BYTES_PER_CPU = 4 << 20
+
+
+class DenseParts(NamedTuple):
+    """The products of a dense MLP; the first one has the activation."""
+
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+
+class LayerParts(NamedTuple):
+    """The kernels and constants of one layer."""
+
+    input_norm: CpuNorm
+    qkv: PackedMatrix
+    norms: Floats | None  # of Q and K: float32, contiguous; see CpuRope
+    scale: float  # factor of the scores
+    o: PackedMatrix
+    attention_out_norm: CpuNorm | None
+    mlp_norm: CpuNorm
+    mlp: DenseParts | CpuExperts
+    mlp_out_norm: CpuNorm | None
+    kind: int  # index into a step's plans and tables, one for each kind of layer
+    norms_of_rows: bool = False
+    cap: float | None = None  # of the scores
+
+
+def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
+    """Return the numbers in a row of each buffer of the model's dtype, by name."""
+    first, dense = layers[0], [parts.mlp for parts in layers if isinstance(parts.mlp, DenseParts)]
+    inner = {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
+    gated = max((mlp.down.in_features for mlp in dense), default=1)
+    return {"x": width, "added": width, **inner, "gated": gated}
+
+
+def weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
+    """Return the bytes of weights that steps read, those of all experts included."""
+    routed = sum(parts.mlp.num_bytes for parts in layers if isinstance(parts.mlp, CpuExperts))
+    return routed + sum(matrix.packed.nbytes for matrix in _matrices(layers, head))
+
+
+def deepest_in_8_bits(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
+    """Return the largest depth of a product in 8 bits; 0 without one."""
+    return max((matrix.in_features for matrix in _matrices(layers, head) if matrix.packing == INT8), default=0)
+
+
+def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[PackedMatrix]:
+    own = [] if head is None else [head]
+    dense = [matrix for parts in layers if isinstance(parts.mlp, DenseParts) for matrix in parts.mlp]
+    return [*own, *dense, *(matrix for parts in layers for matrix in (parts.qkv, parts.o))]
+
+
+def exceed_caches(num_bytes: int) -> bool:
+    """Whether num_bytes is more than the CPU's caches keep from one step to the next: a share of the last one."""
+    try:
+        sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
+    except (OSError, ValueError):  # not Linux, or no such files
+        sizes = []
+    share = len(os.sched_getaffinity(0)) * _CACHE_BYTES_PER_CPU
+    return num_bytes > min(share, max(sizes, default=share))
+
+
+def decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix | None) -> DecoderArguments:
+    """Return the decoder's struct, with its layers and head counts still unset."""
+    return DecoderArguments(
+        head=head.arguments if head else GemmArguments(),
+        embeddings=embedding.table.ctypes.data,
+        norm=norm.constants,
+        hidden_size=embedding.width,
+        dtype=ELEMENT_NUMBERS[norm.dtype],
+        eps=norm.eps,
+        embedding_scale=embedding.scale,
+        embeddings_packing=embedding.packing,
+        kinds=address(embedding.kinds),
+        places=address(embedding.places),
+        num_words=embedding.num_words,
+    )
+
+
+def layer_arguments(parts: LayerParts) -> LayerArguments:
+    """Return the C struct of a layer."""
+
+    def constants(norm: CpuNorm | None) -> NormWeights:
+        return NormWeights() if norm is None else norm.constants
+
+    scale, cap_factor = score_factors(parts.scale, parts.cap)
+    return LayerArguments(
+        qkv=parts.qkv.arguments,
+        o=parts.o.arguments,
+        gate_up=parts.mlp.gate_up.arguments if isinstance(parts.mlp, DenseParts) else GemmArguments(),
+        down=parts.mlp.down.arguments if isinstance(parts.mlp, DenseParts) else GemmArguments(),
+        experts=ctypes.addressof(parts.mlp.arguments) if isinstance(parts.mlp, CpuExperts) else None,
+        input_norm=constants(parts.input_norm),
+        mlp_norm=constants(parts.mlp_norm),
+        attention_out_norm=constants(parts.attention_out_norm),
+        mlp_out_norm=constants(parts.mlp_out_norm),
+        norms=None if parts.norms is None else parts.norms.ctypes.data,
+        scale=scale,
+        cap_factor=cap_factor,
+        kind=parts.kind,
+        norms_of_rows=parts.norms_of_rows,
+    )

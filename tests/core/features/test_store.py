@@ -1,0 +1,266 @@
+"""The features of an engine: bounds, lives, numbers, and what is said about wrong ones."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.features import store
+from core.features.store import Features
+from ipc.arrays import Floats, UInt8s
+from ipc.errors import InvalidRequestError
+from ipc.feature_messages import FeatureUse, PutFeature, feature_digest
+from ipc.messages import AddRequest
+from ipc.placed_feature import PlacedFeature, placed_embeds
+from ipc.sampling_params import SamplingParams
+from tests.placed_images import placed_image
+
+WIDTH, SIDE, ROWS = 4, 6, 3
+
+
+class Encoder:
+    image_size, num_rows = SIDE, ROWS
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def encode(self, pixels: UInt8s) -> Floats:
+        assert pixels.shape == (SIDE, SIDE, 3)
+        self.seen.append(int(pixels[0, 0, 0]))
+        return np.full((ROWS, WIDTH), pixels[0, 0, 0], np.float32)
+
+
+def embeds(value: float, rows: int = 2, at: int = 0) -> PlacedFeature:
+    (placed,) = placed_embeds(np.full((rows, WIDTH), value, np.float32), at)
+    return placed
+
+
+def image(value: int, at: int = 0) -> PlacedFeature:
+    return placed_image(np.full((SIDE, SIDE, 3), value, np.uint8), at, ROWS)
+
+
+def asks(*placed: PlacedFeature, length: int = 12) -> AddRequest:
+    uses = [FeatureUse(*(getattr(one.use, name) for name in FeatureUse.__struct_fields__)) for one in placed]
+    ids = np.arange(length, dtype="<i4").tobytes()
+    return AddRequest(0, ids, SamplingParams(), 0, features=uses)
+
+
+def ids_of(message: AddRequest) -> list[int]:
+    return np.frombuffer(message.prompt_token_ids, "<i4").tolist()
+
+
+def test_tokens_of_features_have_the_numbers_of_their_content() -> None:
+    features = Features(WIDTH, Encoder())
+    for placed in (embeds(1.0), embeds(2.0), image(3)):
+        features.put(1, placed.feature)
+    first = features.admit(1, asks(embeds(1.0, at=1), image(3, at=5)))
+    assert ids_of(first) == [0, -1, -1, 3, 4, -2, -2, -2, 8, 9, 10, 11]
+    again = features.admit(1, asks(image(3), embeds(2.0, at=3), embeds(1.0, at=5)))
+    assert ids_of(again)[:7] == [-2, -2, -2, -3, -3, -1, -1]
+
+
+def test_an_image_is_encoded_once() -> None:
+    encoder = Encoder()
+    features = Features(WIDTH, encoder)
+    features.put(1, image(7).feature)
+    for _ in range(3):
+        message = features.admit(1, asks(image(7), image(7, at=5)))
+        assert features.needs(message) == (not encoder.seen)
+        features.prepare(message)
+        assert (features.find(message.features[0].digest) == 7).all()
+        del message
+        gc.collect()
+    assert encoder.seen == [7]
+    assert features.num_encoded == 1
+
+
+def test_another_client_has_not_what_this_one_has_put() -> None:
+    features = Features(WIDTH)
+    features.put(1, embeds(1.0).feature)
+    with pytest.raises(InvalidRequestError, match="is not here: put it before"):
+        features.admit(2, asks(embeds(1.0)))
+    features.forget(1)
+    with pytest.raises(InvalidRequestError, match="is not here"):
+        features.admit(1, asks(embeds(1.0)))
+
+
+def test_rows_that_are_here_serve_only_who_has_put_them() -> None:
+    """Nobody learns of another client's images by asking for them."""
+    features = Features(WIDTH, encoder := Encoder())
+    features.put(1, image(7).feature)
+    features.prepare(features.admit(1, asks(image(7))))
+    with pytest.raises(InvalidRequestError, match="is not here"):
+        features.admit(2, asks(image(7)))
+    features.put(2, image(7).feature)
+    assert not features.needs(features.admit(2, asks(image(7))))
+    assert encoder.seen == [7]
+
+
+def test_a_shape_without_end_is_not_kept() -> None:
+    features = Features(WIDTH)
+    endless = PutFeature("embeds", [1] * 1_000_000, b"")
+    features.put(1, endless)
+    use = FeatureUse(0, 1, feature_digest(endless.kind, endless.shape, endless.data))
+    with pytest.raises(InvalidRequestError, match="is not here") as failure:
+        features.admit(1, AddRequest(0, bytes(8), SamplingParams(), 0, features=[use]))
+    assert len(str(failure.value)) < 300
+
+
+def test_a_session_keeps_so_many_features_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_FEATURES", 3)
+    features = Features(WIDTH)
+    for value in range(5):
+        features.put(1, embeds(value).feature)
+    for value in (2.0, 3.0, 4.0):
+        features.admit(1, asks(embeds(value)))
+    with pytest.raises(InvalidRequestError, match="is not here"):
+        features.admit(1, asks(embeds(1.0)))
+
+
+def test_rows_go_in_the_order_in_which_they_became_idle() -> None:
+    features = Features(WIDTH, encoder := Encoder(), max_cached_bytes=2 * 4 * WIDTH * ROWS)
+    for value in (1, 2, 3):
+        features.put(1, image(value).feature)
+    held = features.admit(1, asks(image(1)))
+    for value in (1, 2, 1, 3):  # 2 gives way to 3; 1 is held
+        features.prepare(features.admit(1, asks(image(value))))
+    gc.collect()
+    features.put(1, image(1).feature)
+    for value, is_there in ((1, True), (3, True), (2, False)):
+        message = features.admit(1, asks(image(value)))
+        assert features.needs(message) != is_there, value
+        del message
+    assert encoder.seen == [1, 2, 3]
+    del held
+
+
+def test_one_image_is_prepared_at_a_time() -> None:
+    features = Features(WIDTH, encoder := Encoder())
+    for value in (1, 2):
+        features.put(1, image(value).feature)
+    message = features.admit(1, asks(image(1), image(2, at=5), image(1, at=8)))
+    assert [features.prepare(message) for _ in range(3)] == [True, False, False]
+    assert encoder.seen == [1, 2]
+
+
+def test_an_image_that_is_not_encoded_yet_counts_with_its_pixels() -> None:
+    features = Features(WIDTH, Encoder())
+    features.put(1, image(1).feature)
+    message = features.admit(1, asks(image(1)))
+    assert features.num_bytes(message) == 4 * WIDTH * ROWS + 3 * SIDE * SIDE
+    features.prepare(message)
+    assert features.num_bytes(message) == 4 * WIDTH * ROWS
+
+
+def test_a_request_keeps_what_it_was_admitted_with() -> None:
+    features = Features(WIDTH, max_cached_bytes=0)
+    features.put(1, embeds(1.0).feature)
+    message = features.admit(1, asks(embeds(1.0)))
+    features.forget(1)
+    features.prepare(message)
+    digest = message.features[0].digest
+    features.put(2, embeds(2.0).feature)
+    features.prepare(features.admit(2, asks(embeds(2.0))))
+    assert (features.find(digest) == 1).all()
+    del message
+    gc.collect()
+    features.put(2, embeds(3.0).feature)
+    features.prepare(features.admit(2, asks(embeds(3.0))))  # ends are counted
+    with pytest.raises(AssertionError, match="is gone"):
+        features.find(digest)
+
+
+def test_a_session_keeps_its_last_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_SESSION_BYTES", 100)  # three of 32 bytes
+    features = Features(WIDTH)
+    for value in (1.0, 2.0, 3.0, 1.0, 4.0):  # 1.0 is put again, so 2.0 is the oldest
+        features.put(1, embeds(value).feature)
+    for value in (1.0, 3.0, 4.0):
+        features.admit(1, asks(embeds(value)))
+    with pytest.raises(InvalidRequestError, match="is not here"):
+        features.admit(1, asks(embeds(2.0)))
+
+
+def test_the_largest_client_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_PUT_BYTES", 100)
+    features = Features(WIDTH)
+    features.put(1, embeds(1.0).feature)
+    for value in (2.0, 3.0, 4.0):
+        features.put(2, embeds(value).feature)
+    features.admit(1, asks(embeds(1.0)))
+    with pytest.raises(InvalidRequestError, match="is not here"):
+        features.admit(2, asks(embeds(2.0)))
+
+
+def test_a_feature_that_is_forgotten_gets_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_NUMBERS", 1)
+    features = Features(WIDTH)
+    for value in (1.0, 2.0):
+        features.put(1, embeds(value).feature)
+    numbers = [ids_of(features.admit(1, asks(embeds(value))))[0] for value in (1.0, 1.0, 2.0, 1.0)]
+    assert numbers == [-1, -1, -2, -3]
+
+
+def put(features: Features, kind: str, shape: list[int], data: bytes) -> AddRequest:
+    features.put(1, PutFeature(kind, shape, data))
+    use = FeatureUse(0, 2, feature_digest(kind, shape, data))
+    return AddRequest(0, bytes(48), SamplingParams(), 0, features=[use])
+
+
+WRONG: list[tuple[str, list[int], int, str]] = [
+    ("sounds", [2, 4], 32, "kind is one of embeds, pixels; got 'sounds'"),
+    ("embeds", [2, 4], 31, r"of shape \[2, 4\] of embeds has 31 bytes"),
+    ("embeds", [2, -4], 32, r"of shape \[2, -4\]"),
+    ("embeds", [], 32, r"of shape \[\]"),
+    ("embeds", [1, 2, 4], 32, r"have the shape \[tokens, 4\]; got \[1, 2, 4\]"),
+    ("embeds", [2, 5], 40, r"have the shape \[tokens, 4\]; got \[2, 5\]"),
+    ("embeds", [3, 4], 48, "has 3 rows and stands for 2 tokens"),
+    ("pixels", [6, 6, 3], 108, "has 3 rows and stands for 2 tokens"),
+    ("pixels", [6, 5, 3], 90, r"have the shape \[6, 6, 3\]; got \[6, 5, 3\]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "size", "text"), WRONG)
+def test_wrong_features_are_said_to_their_request(kind: str, shape: list[int], size: int, text: str) -> None:
+    features = Features(WIDTH, Encoder())
+    message = put(features, kind, shape, bytes(size))
+    with pytest.raises(InvalidRequestError, match=text):
+        features.admit(1, message)
+
+
+def test_images_need_an_encoder() -> None:
+    features = Features(WIDTH)
+    message = put(features, "pixels", [6, 6, 3], bytes(108))
+    with pytest.raises(InvalidRequestError, match="takes no images"):
+        features.admit(1, message)
+
+
+@pytest.mark.parametrize("places", [(11,), (-1,), (0, 1), (4, 0), (2**31,)])
+def test_wrong_places(places: tuple[int, ...]) -> None:
+    features = Features(WIDTH)
+    features.put(1, embeds(1.0).feature)
+    with pytest.raises(InvalidRequestError, match="features come in order, do not overlap, and lie in the prompt"):
+        features.admit(1, asks(*(embeds(1.0, at=at) for at in places)))
+
+
+def test_numbers_that_are_not_finite() -> None:
+    features = Features(WIDTH)
+    placed = embeds(float("nan"))
+    features.put(1, placed.feature)
+    message = features.admit(1, asks(placed))
+    with pytest.raises(InvalidRequestError, match="not finite"):
+        features.prepare(message)
+
+
+def test_too_many() -> None:
+    features: Any = Features(WIDTH)
+    with pytest.raises(InvalidRequestError, match="has 4097 features; at most 4096"):
+        features.admit(1, asks(*[embeds(1.0)] * 4097))
+
+
+def test_a_refusal_is_said() -> None:
+    features = Features(WIDTH, refusal="not here")
+    assert features.limits is None
+    with pytest.raises(InvalidRequestError, match="not here"):
+        features.admit(1, asks(embeds(1.0)))

@@ -1,0 +1,177 @@
+"""GGUF files of the checkpoints of checkpoints.py, laid out by hand as llama.cpp's converter does it.
+
+Names come from the gguf package; the order of q and k rows, the norms' offset and the metadata are written out here.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+
+from tests.core.models.checkpoints import Golden
+
+#: Case -> llama.cpp's name of its architecture.
+GGUF_CASES = {
+    "llama2": "llama",
+    "llama3": "llama",
+    "llama-biased-linear": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3-scaled": "gemma3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "phi3": "phi3",
+    "phi4-mini": "phi3",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "minicpm": "minicpm",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
+    "exaone4-full": "exaone4",
+    "ministral3": "mistral3",
+    "seed-oss": "seed_oss",
+    "ernie4.5": "ernie4_5",
+    "glm4": "glm4",
+    "qwen3-moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "mixtral": "llama",
+    "granite-moe": "granitemoe",
+}
+#: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
+INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "minicpm")
+
+
+def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Row i of a head's first half is followed by row i of its second half."""
+    first, second = rows.view(heads, 2, -1, *rows.shape[1:]).unbind(1)
+    return torch.stack((first, second), 2).reshape(rows.shape)
+
+
+def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
+    )
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
+            tensor = interleaved(tensor, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if "experts." in name or "router" in name or "mlp.gate." in name:
+            tensors |= of_experts(name, tensor)
+            continue
+        stem, kind = name.rsplit(".", 1)
+        tensors[f"{names.get_name(stem)}.{kind}"] = tensor
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = divisors(config)
+    if rope.get("rope_type") == "longrope":
+        tensors |= {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("short", "long")}
+    return tensors
+
+
+def of_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The router and all experts' matrices, one tensor each."""
+    block = f"blk.{name.split('.')[2]}"
+    if name.endswith("gate_up_proj"):
+        gate, up = tensor.chunk(2, 1)
+        return {f"{block}.ffn_gate_exps.weight": gate.contiguous(), f"{block}.ffn_up_exps.weight": up.contiguous()}
+    return {f"{block}.ffn_{'down_exps' if name.endswith('down_proj') else 'gate_inp'}.weight": tensor}
+
+
+def divisors(config: Any) -> torch.Tensor:
+    """What llama.cpp's converter makes of Llama 3's scaling."""
+    rope, values = config.rope_parameters, []
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        values.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(values)
+
+
+def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_name("no name")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(head_dim * partial))
+    writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
+    special_metadata(writer, config)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What the converters of single architectures write."""
+    kinds = getattr(config, "layer_types", None) or []
+    if (number := getattr(config, "num_local_experts", None)) is not None:
+        writer.add_expert_count(number)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern(2)
+    elif config.model_type in ("olmo3", "exaone4") and config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    elif config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    elif config.model_type == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif config.model_type in ("granite", "granitemoe"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        if writer.arch != "minicpm":
+            writer.add_attention_scale(config.attention_multiplier)
+    elif config.model_type == "phi3":
+        rope = config.rope_parameters
+        original = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_sliding_window(config.sliding_window or 0)
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
+        if rope["rope_type"] == "longrope":
+            factor = math.log(config.max_position_embeddings / original) / math.log(original)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + factor))
+
+
+def write(path: Path, case: str, expected: Golden) -> Path:
+    writer = gguf.GGUFWriter(path, GGUF_CASES[case])
+    metadata(writer, expected.model.config)
+    for name, tensor in converted(expected.model, GGUF_CASES[case]).items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,68 @@
+"""`kv_cache_dtype`: what it chooses, what it refuses, and what the demo model's predictions lose by 8 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.model_files.loading import load_model
+from core.models.llama import Llama
+from frontend.text.tokenizer import Tokenizer
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+from ipc.files.model_files import read_tokenizer_files, resolve_model
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.quantized_kv_cache import QuantizedKVCache
+from kernels.elements import BFLOAT16, Numbers
+from tests.core.models.test_llama import Requests
+from tools.bench.tiny_model import write_tiny_model
+
+TEXT = (Path(__file__).parents[3] / "README.md").read_text()
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    config = EngineConfig(model=str(folder), threads=1, **options)
+    return load_model(folder, BFLOAT16, config).model
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cpu_kernels": "torch"}, "needs the C kernels at numerics level L2"),
+        ({"numerics": "L0"}, "needs the C kernels at numerics level L2"),
+        ({"device": "cuda"}, "'int8' is of device='cpu'"),
+        ({"model_impl": "transformers"}, "decoder of our own, and .* needs transformers' code"),
+    ],
+)
+def test_where_it_cannot_be_had_it_is_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        loaded(tmp_path, kv_cache_dtype="int8", **options)
+
+
+def test_the_option_reaches_the_cache(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    for value, kind in (("auto", CpuKVCache), ("int8", QuantizedKVCache)):
+        model = loaded(tmp_path, kv_cache_dtype=value)
+        assert type(model.allocate_cache(3, 16)) is kind
+        assert (" kv=int8" in model.variant) == (value == "int8")
+
+
+def log_probabilities(model: Llama, ids: Numbers) -> Numbers:
+    """[tokens, vocab] of a prompt that is computed in three chunks."""
+    requests, third = Requests(model, [ids]), len(ids) // 3
+    logits = np.concatenate([requests.step({0: third})[0].numpy() for _ in range(3)]).astype(np.float64)
+    logits -= logits.max(1, keepdims=True)
+    predicted: Numbers = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return predicted
+
+
+def test_the_demo_models_predictions_are_nearly_those_of_a_whole_cache() -> None:
+    path = resolve_model(None)
+    ids = np.array(Tokenizer.from_files(read_tokenizer_files(path)).encode(TEXT)[:192])
+    usual, mine = (log_probabilities(loaded(path, kv_cache_dtype=value), ids) for value in ("auto", "int8"))
+    divergence = (np.exp(usual) * (usual - mine)).sum(1)
+    assert 0 < divergence.mean() < 0.003
+    surprise = [-each[np.arange(len(ids) - 1), ids[1:]].mean() for each in (usual, mine)]
+    assert abs(surprise[1] - surprise[0]) < 0.02

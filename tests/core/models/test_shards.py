@@ -1,0 +1,187 @@
+"""Models computed by groups of ranks: every bit is that of one process, whatever the number of ranks.
+
+Each rank is a thread here, with C kernels of one thread; what they share is the memory of a real group.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from core.model_files.load_format import open_weights
+from core.model_files.model_config import ModelConfig
+from core.models.llama import Llama
+from core.models.rank import Rank
+from core.models.shard import Shard, part_of
+from core.models.step import ModelInputs, StepResult
+from core.models.stored_matrix import StoredMatrix
+from ipc.arrays import Ints
+from ipc.errors import ConfigError
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.group import SharedMemory, make_shared_file
+from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from tests.core.runner.invariance import KINDS, TINY
+
+BLOCK = 16
+#: Three architectures: a Llama with 3 KV heads of 3 query heads each, head norms and biases (as Qwen 3 and 2), and
+#: post norms with windows (as Gemma 3).
+MODELS = {
+    "llama": msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3, head_dim=8, vocab_size=299),
+    "qwen": msgspec.structs.replace(KINDS["head norms"], qkv_bias=True, tie_word_embeddings=False),
+    "gemma": KINDS["local and global"],
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[CpuLibrary]:
+    library = load_cpu_library()
+    before = library.num_threads
+    library.start_threads(1)
+    yield library
+    library.start_threads(before)
+
+
+def build(library: CpuLibrary, config: ModelConfig, dtype: Dtype, rank: Rank | None = None) -> Llama:
+    generator = np.random.default_rng(7)
+    weights = []
+    for name, weight in open_weights("dummy", None, config, dtype).tensors:  # type: ignore[arg-type]
+        if isinstance(weight, np.ndarray) and weight.ndim == 1:  # norms and biases that tell columns apart
+            weight = (weight + generator.standard_normal(weight.shape, np.float32) / 8).astype(np.float32)
+        weights.append((name, weight))
+    return Llama(config, weights, dtype, "L2", library, rank=rank)
+
+
+def digest(model: Llama, config: ModelConfig) -> str:
+    """Run chunks of a prompt and batches of 1, 8 and 32 rows; return the hash of all that comes out."""
+    found, cache = hashlib.sha256(), model.allocate_cache(40, BLOCK)
+    generator = np.random.default_rng(3)
+    assert cache.num_blocks == 40
+
+    def step(positions: Ints, counts: list[int], lengths: list[int], tables: np.ndarray, rows: Ints) -> StepResult:
+        columns = np.array(counts), np.array(lengths), tables.astype(np.int32)
+        ids = generator.integers(0, config.vocab_size, len(positions))
+        work = model.attention_metadata(*columns, cache)
+        owners = np.repeat(np.arange(len(counts)), counts)
+        slots = tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK
+        result = model.forward(ModelInputs(ids, positions, slots, work, cache, rows))
+        found.update(result.logits.tobytes())
+        found.update(np.asarray(result.largest).tobytes())
+        return result
+
+    prompt = np.arange(1, 13)[None]
+    result = step(np.arange(100), [100], [100], prompt, np.array([99]))
+    result = step(np.arange(100, 180), [80], [180], prompt, np.array([3, 79]))
+    found.update(result.logits_of(np.array([0, 5, 78])).tobytes())
+    found.update(result.hidden_of(np.array([1, 2])).tobytes())
+    found.update(result.logits.tobytes())  # they are still there
+    for size in (1, 8, 32):
+        tables = np.concatenate([np.full((size, 1), 1), 13 + np.arange(size)[:, None] % 27], 1)
+        step(np.full(size, 16), [1] * size, [17] * size, tables, np.arange(size))
+    return found.hexdigest()
+
+
+def in_group(size: int, run: Callable[[Rank], str]) -> list[str]:
+    """Run the ranks of a group at the same time, each in a thread; return their results."""
+    fd = make_shared_file()
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            ranks = [Rank(Shard(rank, size), SharedMemory(fd)) for rank in range(size)]
+            return [one.result(60) for one in [threads.submit(run, rank) for rank in ranks]]
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_any_number_of_ranks_are_those_of_one(name: str, dtype: Dtype, library: CpuLibrary) -> None:
+    config = MODELS[name]
+    alone = build(library, config, dtype)
+    expected = digest(alone, config)
+    for size in (2, 3):
+        models: dict[int, Llama] = {}
+
+        def run(rank: Rank, models: dict[int, Llama] = models) -> str:
+            models[rank.shard.rank] = build(library, config, dtype, rank)
+            return digest(models[rank.shard.rank], config)
+
+        assert in_group(size, run) == [expected] * size
+        assert {model.variant for model in models.values()} == {alone.variant}  # and so the fingerprint
+        assert all(model.bytes_per_block(BLOCK) < alone.bytes_per_block(BLOCK) for model in models.values())
+
+
+def test_a_group_that_adds_has_other_bits(library: CpuLibrary) -> None:
+    """The control: split inputs, whose products are added, would not pass the test above."""
+    config = MODELS["llama"]
+    model = build(library, config, FLOAT32)
+    expected = digest(model, config)
+    model._decoder = None  # operation after operation: results have no `largest`
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("core.models.step.HiddenResult.largest", np.zeros(0, np.int32))
+        one_by_one = digest(model, config)
+        parts = list(open_weights("dummy", None, config, FLOAT32).tensors)  # type: ignore[arg-type]
+        weights = {name: weight for name, weight in parts if isinstance(weight, np.ndarray)}
+        layer = model.layers[0]
+        weight = to_floats(weights["model.layers.0.mlp.down_proj.weight"])
+        middle = weight.shape[1] // 2
+        left, right = (PackedMatrix(library, np.ascontiguousarray(half)) for half in np.split(weight, [middle], 1))
+
+        class Adding:
+            variant = layer.mlp.down.variant
+
+            def __call__(self, x: np.ndarray) -> np.ndarray:
+                halves = (np.ascontiguousarray(half) for half in np.split(x, [middle], 1))
+                return left(next(halves)) + right(next(halves))
+
+        model.layers[0] = replace(layer, mlp=replace(layer.mlp, down=Adding()))
+        added = digest(model, config)
+    assert one_by_one != added
+    assert expected != added
+
+
+def test_heads_are_shared_out_whole() -> None:
+    config = msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3)
+    for size in range(1, 10):
+        parts = [Shard(rank, size).heads(config) for rank in range(size)]
+        heads = [head for own, _ in parts for head in range(own.first, own.last)]
+        assert heads == list(range(9))  # each once, in order
+        for own, kv in parts:
+            assert own.length % kv.length == 0
+            assert own.length > 0
+            assert all(kv.first <= head // 3 < kv.last for head in range(own.first, own.last))
+    assert [Shard(rank, 2).heads(config) for rank in range(2)] == [((0, 3), (0, 1)), ((3, 9), (1, 3))]
+
+
+@pytest.mark.parametrize("count", [1, 31, 64, 576, 49_152, 49_153])
+def test_columns_are_shared_out_in_panels(count: int) -> None:
+    for size in range(1, min(count, 9) + 1):
+        parts = [part_of(count, rank, size, 32) for rank in range(size)]
+        assert [parts[0].first, *(one.last for one in parts)] == [*(one.first for one in parts), count]
+        assert all(one.length > 0 for one in parts)
+        if count >= 32 * size:
+            assert all(one.first % 32 == 0 for one in parts)
+
+
+def test_rows_of_a_stored_matrix_of_parts() -> None:
+    numbers = np.arange(40, dtype=np.float32).reshape(10, 4)
+    parts = [part for half in (numbers[:3], numbers[3:]) for part in StoredMatrix.of(half).parts]
+    for first, last in ((0, 10), (1, 3), (2, 5), (3, 4), (9, 10)):
+        assert np.array_equal(StoredMatrix(parts).rows(first, last).dense(FLOAT32), numbers[first:last])
+
+
+def test_a_weight_that_is_not_known_is_refused() -> None:
+    """Its part would be guessed: of experts, of fused matrices, of norms with a weight for each head."""
+    parts = {
+        "model.layers.1.mlp.experts.3.gate_proj.weight": np.zeros((4, 96), np.float32),
+        "model.layers.0.self_attn.qkv_proj.weight": np.zeros((4, 96), np.float32),
+        "model.layers.0.self_attn.q_norm.weight": np.zeros(TINY.num_attention_heads * TINY.head_dim * 2, np.float32),
+    }
+    for name in parts:
+        with pytest.raises(ConfigError, match="does not fit models with " + re.escape(name)):
+            Shard(0, 2).parts(TINY, parts.items()).take(name)

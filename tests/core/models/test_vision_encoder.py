@@ -1,0 +1,174 @@
+"""The vision encoder of Idefics3 against transformers: rows, error, places, and an image's rows in any company."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from core.executors.local import LocalExecutor
+from core.features.store import Features
+from core.models.turns import Turns
+from core.models.vision_encoder import VisionEncoder, position_ids
+from ipc.config import EngineConfig
+from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
+from ipc.feature_messages import FeatureUse
+from ipc.messages import AddRequest
+from ipc.sampling_params import SamplingParams
+from ipc.speculation import SpeculativeConfig
+from kernels.cpu.library import load_cpu_library
+from tests.core.models.idefics3_checkpoint import ROWS, SQUARE, noise, tiny_model, write_checkpoint
+from tests.placed_images import placed_image
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("idefics3"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    load_cpu_library().stop_threads()
+
+
+def executor(folder: Path, **options: Any) -> LocalExecutor:
+    return LocalExecutor(EngineConfig(model=str(folder), **{"dtype": "float32", **options}))
+
+
+def encoder(folder: Path, **options: Any) -> VisionEncoder:
+    vision = executor(folder, **options)._loaded.source.vision
+    assert vision is not None
+    return vision
+
+
+def expected(pixels: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArray[np.float64]:
+    """transformers' rows of a square in dtype."""
+    model = tiny_model().model
+    values = ((pixels * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
+    numbers = torch.tensor(values.transpose(2, 0, 1))[None].to(dtype)
+    model.to(dtype)
+    try:
+        with torch.no_grad():
+            rows = model.connector(model.vision_model(pixel_values=numbers).last_hidden_state)
+    finally:
+        model.to(torch.float32)
+    return np.asarray(rows.to(torch.float64).reshape(ROWS, -1).numpy())
+
+
+def test_rows_are_those_of_transformers(folder: Path) -> None:
+    vision, pixels = encoder(folder), noise(SQUARE, SQUARE, 4)
+    exact, theirs = expected(pixels, torch.float64), expected(pixels, torch.float32)
+    got = vision.encode(pixels)
+    assert got.shape == (vision.num_rows, 48) == (ROWS, 48)
+    assert np.abs(exact).max() > 0.1
+    error, their_error = np.abs(got - exact).max(), np.abs(theirs - exact).max()
+    assert error <= 2 * their_error, (error, their_error)
+
+
+def test_an_images_rows_are_its_own(folder: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        vision = encoder(folder, dtype=dtype)
+        load_cpu_library().start_threads(1)
+        first = vision.encode(noise(SQUARE, SQUARE, 1))
+        vision.encode(noise(SQUARE, SQUARE, 2))
+        load_cpu_library().start_threads(3)
+        assert vision.encode(noise(SQUARE, SQUARE, 1)).tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("side", [2, 7, 14, 27, 32])
+def test_places_are_found_as_transformers_finds_them(side: int) -> None:
+    from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+    from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
+
+    module = Idefics3VisionEmbeddings(Idefics3VisionConfig(hidden_size=1, image_size=4 * side, patch_size=4))
+    with torch.no_grad():
+        module.position_embedding.weight.copy_(torch.arange(side * side)[:, None])
+        module.patch_embedding.weight.zero_()
+        module.patch_embedding.bias.zero_()
+        mask = torch.ones(1, side, side, dtype=torch.bool)
+        ids = module(torch.zeros(1, 3, 4 * side, 4 * side), mask).reshape(-1)
+    assert position_ids(side).tolist() == ids.int().tolist()
+
+
+def test_a_second_question_on_an_image_runs_no_encoder(folder: Path) -> None:
+    features = executor(folder).features
+    assert features is not None
+    placed = placed_image(noise(SQUARE, SQUARE, 1), 2, ROWS)
+    for question in range(3):
+        features.put(1, placed.feature)
+        use = FeatureUse(2, ROWS, placed.use.digest)
+        ids = np.arange(40 + question, dtype="<i4").tobytes()
+        message = features.admit(1, AddRequest(question, ids, SamplingParams(), 0, features=[use]))
+        while features.prepare(message):
+            pass
+        assert features.num_encoded == 1
+
+
+def test_threads_take_turns() -> None:
+    """A thread that asks again and again does not keep the other one waiting."""
+    turns, order, both = Turns(), list[str](), threading.Barrier(2)
+
+    def run(name: str) -> None:
+        work = turns.in_turn(order.append)
+        both.wait()
+        for _ in range(200):
+            work(name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(order) == ["a"] * 200 + ["b"] * 200
+
+    def fail(_: int) -> None:
+        raise KeyError
+
+    for _ in range(2):  # the turn ends with the error
+        with pytest.raises(KeyError):
+            turns.in_turn(fail)(0)
+
+
+WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [
+    (["vision_config", "hidden_act"], "relu", UnsupportedModelError, "vision_config.hidden_act='relu'"),
+    (["vision_config", "image_size"], 60, ModelFileError, "must be a multiple of patch_size \\* scale_factor = 16"),
+    (["vision_config", "num_attention_heads"], 5, ModelFileError, "must be a multiple of num_attention_heads=5"),
+    (["vision_config", "num_hidden_layers"], 1, UnsupportedModelError, "unexpected tensor"),
+    (["text_config", "model_type"], "qwen2", UnsupportedModelError, "text_config.model_type='qwen2'"),
+    (["text_config"], None, ModelFileError, "text_config is missing"),
+]
+
+
+@pytest.mark.parametrize(("keys", "value", "error", "text"), WRONG)
+def test_wrong_settings(tmp_path: Path, keys: list[str], value: Any, error: type[EngineCoreError], text: str) -> None:
+    import json
+
+    write_checkpoint(tmp_path)
+    settings = inner = json.loads((tmp_path / "config.json").read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(error, match=text):
+        executor(tmp_path)
+
+
+def test_without_the_c_kernels_the_text_runs_alone(folder: Path) -> None:
+    assert executor(folder, numerics="L0").features is None
+
+
+def test_a_draft_model_reads_no_features(folder: Path) -> None:
+    settings = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=2)
+    features = executor(folder, speculative_config=settings).features
+    assert isinstance(features, Features)
+    assert features.limits is None

@@ -1,0 +1,111 @@
+"""The cost of the flight recorder: steps with and without it, turn about; how long a checkpoint stops the engine."""
+
+import statistics
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from core.capture.engine import CapturedEngine, make_header
+from core.capture.flight_recorder import FlightRecorder
+from core.capture.snapshot import CopySpace, Snapshot
+from core.engine import EngineCore
+from core.executors.by_name import load_executor
+from core.process.resolve import resolve
+from ipc.config import EngineConfig
+from ipc.flight_ring import FlightFile
+from ipc.messages import AddRequest
+from ipc.version import NAME, VERSION
+from tools.bench.runs import request_params
+
+BATCHES = (1, 32, 256)
+_NUM_PAIRS = 3000  # of steps, one after the other on two equal engines
+#: Rows and waiting requests of the engines whose checkpoints are measured.
+SIZES = ((1, 0), (32, 0), (32, 1000), (200, 1000), (256, 1000))
+_NUM_CHECKPOINTS = 30
+_PROMPT_TOKENS = 500
+
+
+def measure_recorder(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
+    """Return a record for each batch size: medians of steps with and without a recorder, and their difference."""
+    names = {"engine": NAME, "version": VERSION, "workload": "flight recorder", "rep": rep, "pairs": _NUM_PAIRS}
+    return [{**names, **_measure_steps(config, batch)} for batch in BATCHES]
+
+
+def measure_checkpoint(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
+    """Return a record for each size: how long the engine stops for a checkpoint, its encoding and its bytes."""
+    names = {"engine": NAME, "version": VERSION, "workload": "checkpoint", "rep": rep}
+    return [{**names, **_measure_checkpoint(config, rows, waiting)} for rows, waiting in SIZES]
+
+
+def _measure_steps(config: EngineConfig, batch: int) -> dict[str, Any]:
+    config = _resolved(config, batch)
+    plain = EngineCore(config, _executor(config))
+    executor = _executor(config)
+    ring = FlightFile(1 << 24)
+    recorder = FlightRecorder(ring.fd, make_header(config, executor.info, VERSION, 0), 3600)
+    recorded = CapturedEngine(config, executor, recorder)
+    engines: tuple[EngineCore | CapturedEngine, ...] = (plain, recorded)
+    for engine in engines:
+        engine.step([(1, _request(number, 16)) for number in range(batch)], 0)
+    seconds: list[list[float]] = [[], []]
+    for _ in range(_NUM_PAIRS):
+        for which, engine in enumerate(engines):
+            begin = time.perf_counter()
+            engine.step([], time.monotonic_ns())
+            seconds[which].append(time.perf_counter() - begin)
+    recorder.close()
+    without, with_it = (statistics.median(one) * 1e6 for one in seconds)
+    return {
+        "batch": batch,
+        "recorder_us": round(with_it - without, 2),
+        "step_us": round(without, 1),
+        "recorded_step_us": round(with_it, 1),
+    }
+
+
+def _measure_checkpoint(config: EngineConfig, rows: int, waiting: int) -> dict[str, Any]:
+    config = _resolved(config, rows)
+    engine = EngineCore(config, _executor(config))
+    for number in range(rows + waiting):
+        engine.step([(1, _request(number, _PROMPT_TOKENS))], number)
+    for step in range(100):
+        engine.step([], 10_000 + step)
+    stops, encodes, size, space = [], [], 0, CopySpace()
+    Snapshot(engine.state(), space).encode()
+    for _ in range(_NUM_CHECKPOINTS):
+        engine.step([], time.monotonic_ns())
+        begin = time.perf_counter()
+        snapshot = Snapshot(engine.state(), space)
+        stops.append((time.perf_counter() - begin) * 1e3)
+        begin = time.perf_counter()
+        size = len(snapshot.encode())
+        encodes.append((time.perf_counter() - begin) * 1e3)
+    return {
+        "rows": rows,
+        "waiting": engine.count_waiting()[0],
+        "stop_ms": round(statistics.median(stops), 3),
+        "longest_stop_ms": round(max(stops), 3),
+        "encode_ms": round(statistics.median(encodes), 1),
+        "bytes": size,
+    }
+
+
+def _resolved(config: EngineConfig, batch: int) -> EngineConfig:
+    sizes = {"max_num_seqs": batch, "max_num_batched_tokens": 32_768, "num_blocks_override": max(4096, batch * 64)}
+    config = msgspec.structs.replace(config, **sizes)
+    executor = load_executor(config)
+    blocks_in = executor.determine_num_available_blocks
+    return resolve(config, executor.info, blocks_in, total_memory_bytes=1 << 36, num_cpus=1)
+
+
+def _executor(config: EngineConfig) -> Any:
+    executor = load_executor(config)
+    executor.initialize_cache(config)
+    return executor
+
+
+def _request(number: int, num_tokens: int) -> AddRequest:
+    prompt = np.arange(20 + number, 20 + number + num_tokens, dtype="<i4") % 1000
+    return AddRequest(number, prompt.tobytes(), request_params(100_000), seed=0)

@@ -1,0 +1,195 @@
+"""`engine-core route`: several engines as one: a router in the foreground, for clients that connect to its address.
+
+SIGTERM, SIGINT or SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal
+notifies the clients and stops it at once, exit status 143. The replicas are left as they are.
+"""
+
+import argparse
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from core import log
+from core.border.allow_list import AllowList
+from core.border.doorway import raise_descriptor_limit
+from core.border.io_thread import IOThread
+from core.border.meter import RequestMeter
+from core.border.zap import start_zap
+from core.process.loop import run
+from frontend.fleet.driver import Driver
+from frontend.fleet.fleet import Fleet
+from frontend.fleet.links import Links
+from frontend.fleet.placement import POLICIES
+from ipc.errors import ConfigError
+from ipc.messages import EngineStopping
+from ipc.sockets import Context, bind_router, check_address, keys_of
+from tools.control import write_owner_file
+from tools.notify import notify
+from tools.options import ArgumentParser
+from tools.route.engine import RouterEngine
+from tools.route.start import Bounds, served_by, wait_for_replicas
+
+EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_S = 1.0  # to report the end to the clients
+_IDLE_S = 0.5  # between two rounds of an idle loop, which sends heartbeats
+_ASK_S = 30.0  # for a replica to hand over its tokenizer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Route until a signal or the owner ends it; return the exit status. Errors: ConfigError, AddressError,
+    EngineStartError where no replica answers.
+    """
+    parsed = _parse(arguments)
+    for address in parsed.replica:
+        check_address(address, binding=False)
+    if len(set(parsed.replica)) < len(parsed.replica):
+        raise ConfigError(f"--replica names one address twice: {' '.join(parsed.replica)}")
+    log.use_format(parsed.log_format)
+    raise_descriptor_limit()
+    with contextlib.ExitStack() as stack:
+        context: Context = zmq.Context()
+        keys = keys_of(parsed.listen)
+        start_zap(context, None if keys is None else AllowList(keys))
+        router = bind_router(context, parsed.listen)
+        links = Links()
+        stack.callback(links.end)
+        token = secrets.token_bytes(16)
+        if parsed.owner_file is not None:
+            write_owner_file(parsed.owner_file, token)  # its descriptor, and so its lock, lasts to our end
+            stack.callback(_unlink, parsed.owner_file)
+        fleet = Fleet(policy=parsed.route, seed=parsed.seed, name="router", patience_s=parsed.patience)
+        driver, stop = Driver(fleet, links), _Stop()
+        for address in parsed.replica:
+            fleet.membership.join(address)
+        try:
+            wait_for_replicas(driver, links, parsed.start_timeout, stop.is_asked)
+            bounds = Bounds(
+                int(parsed.client_lease * 1000), int(parsed.resume_timeout * 1000), parsed.max_num_queued_requests
+            )
+            served = served_by(driver, links, secrets.token_hex(8), token, bounds, _ASK_S)
+        except BaseException:
+            router.close(0)
+            context.term()
+            raise
+        meter = RequestMeter(served.welcome.limits.max_model_len, None)
+        io = IOThread(context, router, msgspec.structs.replace(served, meter=meter))
+        io.wake_engine_on(links.fd)
+        io.start()
+        stop.serve(io)
+        names = (
+            f"{served.welcome.model_name}, numerics {served.welcome.numerics}, {len(fleet.replicas.sessions)} replicas"
+        )
+        text = f"engine-core: ready at {router.address} ({names})"
+        print(text, flush=True)
+        notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
+        engine = RouterEngine(driver)
+        return run(engine, io, engine.look_ahead, engine.turn, _IDLE_S)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="engine-core route",
+        usage="engine-core route --listen ADDR --replica ADDR [ADDR ...] [OPTION ...]",
+        description="Serve several running engines as one.",
+    )
+    parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `serve --listen`")
+    parser.add_argument(
+        "--replica", required=True, nargs="+", action="extend", metavar="ADDR", help="engines of the same model"
+    )
+    parser.add_argument(
+        "--route",
+        choices=tuple(POLICIES),
+        default="prefix",
+        help="where a request goes: to the longest cached prefix where that is not too busy, to the least loaded "
+        "replica, or in turn; default: %(default)s",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="decides between equal replicas; default: %(default)d"
+    )
+    _add_times(parser)
+    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--max-num-queued-requests",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests that have not begun; 0 = as many as the replicas take together",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    return parsed
+
+
+def _add_times(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--start-timeout", type=float, default=60.0, metavar="S", help="for the first replica; default: %(default)g"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that requests wait while no replica answers at all; default: %(default)g",
+    )
+    parser.add_argument(
+        "--resume-timeout",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds that clients wait for the next router at this address; 0 = there is none; default: %(default)g",
+    )
+    parser.add_argument(
+        "--client-lease", type=float, default=30.0, metavar="S", help="seconds of silence that end a client's session"
+    )
+
+
+class _Stop:
+    """The signals received so far: the first drains, the second stops at once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._io: IOThread | None = None
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: self._tell())
+
+    def is_asked(self) -> bool:
+        return self._count > 0
+
+    def serve(self, io: IOThread) -> None:
+        """Set the IO thread: from now on a signal drains it."""
+        self._io = io
+        if self._count:
+            io.drain()
+
+    def _tell(self) -> None:
+        self._count += 1
+        if self._io is None:
+            sys.exit(EXIT_STOPPED if self._count > 1 else 0)
+        if self._count == 1:
+            os.write(2, b"engine-core: draining\n")
+            notify("STOPPING=1")
+            self._io.drain()
+        elif self._count == 2:
+            threading.Thread(target=self._stop, args=(self._io,), daemon=True).start()
+
+    def _stop(self, io: IOThread) -> None:
+        io.finish(EngineStopping("the router was told to stop at once"), _STOP_S)
+        os._exit(EXIT_STOPPED)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""RouterEngine: a fleet in an engine's place, behind the engine's own border and loop."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from core.inputs import (
+    EndPause,
+    EngineInput,
+    ExecutorLost,
+    ExecutorRestored,
+    HoldClient,
+    ReleaseClient,
+    RenewKVEvents,
+    SetClientWeight,
+)
+from frontend.fleet.driver import Driver
+from ipc.call import Call
+from ipc.messages import Abort, AddRequest, Goodbye, ServerMessage
+from ipc.pooling_messages import AddPooling
+
+_NS = 1e9
+
+
+class RouterEngine:
+    """core/process/loop.py's Engine. clock: monotonic seconds."""
+
+    def __init__(self, driver: Driver, clock: Callable[[], float] = time.monotonic) -> None:
+        self._driver = driver
+        self._clock = clock
+        self._fleet = driver.fleet
+
+    @property
+    def has_work(self) -> bool:
+        """Return False: what replicas send is asked for by look_ahead()."""
+        return False
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Return whether requests or calls live, or frames of replicas wait."""
+        return self._driver.has_arrived or self._fleet.has_unfinished
+
+    def look_ahead(self) -> bool:
+        """Read what replicas have sent; return whether there is anything for the next step."""
+        return self._driver.look()
+
+    def count_waiting(self) -> tuple[int, int]:
+        """Return the numbers of choices that have not begun, and of their tokens."""
+        requests = self._fleet.requests
+        return requests.num_waiting, requests.num_waiting_tokens
+
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, ServerMessage]]:
+        """Take in what clients and replicas have sent; return what is for clients."""
+        now = now_ns / _NS
+        self._driver.take_in(now)
+        for client, message in inbox:
+            self._receive(client, message, now)
+        self._driver.carry_out(now)
+        self._driver.pass_time(now)
+        return self._fleet.take_messages()
+
+    def turn(self, _: int) -> None:
+        """Let the fleet do what time brings, where no step does."""
+        self._driver.pass_time(self._clock())
+
+    def _receive(self, client: int, message: EngineInput, now: float) -> None:
+        fleet = self._fleet
+        match message:
+            case AddRequest() | AddPooling():
+                fleet.submit(client, message, now)
+            case Abort():
+                fleet.abort(client, message)
+            case Goodbye():
+                fleet.leave(client)
+            case HoldClient():
+                fleet.hold(client)
+            case ReleaseClient():
+                fleet.release(client, now)
+            case EndPause():
+                fleet.resume(now)
+            case SetClientWeight() | RenewKVEvents():
+                pass  # shares are the replicas' affair, and no client of a fleet follows KV events
+            case ExecutorLost() | ExecutorRestored():
+                pass  # a router has no executor
+            case Call():
+                fleet.call(client, message, now)
