@@ -1,7 +1,6 @@
 """Redaction: every decision stays, and an attacker who knows the method and all but the key finds no content."""
 
 import random
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -112,11 +111,13 @@ def test_an_attacker_finds_no_token(tmp_path: Path) -> None:
     redact(CaptureFile(path), str(again))
     check_canaries(out)
     old, new, other = tokens_of(path), tokens_of(out), tokens_of(again)
-    pairs = [tuple(one[i : i + 2]) for one in old for i in range(len(one) - 1)]
     data = out.read_bytes()
-    found = sum(re.search(re.escape(np.array(pair, "<i4").tobytes()), data) is not None for pair in set(pairs))
-    assert len(set(pairs)) > 500
-    assert found <= 1  # by chance
+    for length, least in ((2, 1000), (3, 0)):  # pairs below 1,000 may also be counts, lengths and places in the file
+        parts = {tuple(one[i : i + length]) for one in old for i in range(len(one) - length + 1)}
+        parts = {part for part in parts if min(part) >= least}
+        found = [part for part in parts if np.array(part, "<i4").tobytes() in data]
+        assert len(parts) > 100
+        assert len(found) <= 1, found  # by chance
     flat = [[token for one in many for token in one] for many in (old, new, other)]
     same = [sum(a == b for a, b in zip(flat[0], x, strict=True)) / len(flat[0]) for x in flat[1:]]
     assert max(same) < 0.02  # ends of requests
