@@ -9,7 +9,7 @@ from frontend.engine.child import Child, spawn
 from frontend.http.options import BEGIN_DRAIN, HttpOptions, WorkerStart
 from ipc.errors import EngineStartError
 
-_START_S = 30.0
+_START_S = 120.0  # a few seconds on a machine that has time for it
 _END_S = 5.0  # for the worker to write the ends of its answers
 
 
@@ -33,16 +33,18 @@ class HttpWorker:
     def start(self) -> None:
         """Spawn the worker and wait until it serves. Errors: EngineStartError."""
         child = self._child = spawn("frontend.http", self._start, pass_fds=self._start.fds)
-        poller, said = select.poll(), b""
+        poller, said, reason = select.poll(), b"", ""
         poller.register(child.report_fd, select.POLLIN)
-        while not said.endswith(b"\n"):
-            data = os.read(child.report_fd, 4096) if poller.poll(_START_S * 1000) else b""
-            if not data:
-                break
-            said += data
+        while not said.endswith(b"\n") and not reason:
+            if not poller.poll(_START_S * 1000):
+                reason = f"it said nothing for {_START_S:.0f} s"
+            elif data := os.read(child.report_fd, 4096):
+                said += data
+            else:
+                reason = "it ended"
         if said != b"ready\n":
             self.stop()
-            reason = said.decode(errors="replace").strip() or "it ended"
+            reason = said.decode(errors="replace").strip() or reason
             raise EngineStartError(f"the HTTP server did not start: {reason}")
 
     def drain(self) -> None:
