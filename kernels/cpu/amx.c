@@ -77,4 +77,17 @@ void emulate_product(Amx *amx, int sums, int left, int right) {
     _mm_setcsr(before);
 }
 
+void emulate_product_of_codes(Amx *amx, int sums, int left, int right) {
+    const int steps = amx->shapes.row_bytes[left] / 4;
+    for (int row = 0; row < amx->shapes.rows[sums]; row++) {
+        Words sum = load_words(amx->tiles[sums][row]);
+        for (int step = 0; step < steps; step++)
+            for (int place = 0; place < 4; place++) {
+                const int8_t x = (int8_t)(amx->tiles[left][row][step] >> 8 * place);
+                sum += all_words((uint32_t)x) * (load_words(amx->tiles[right][step]) >> 8 * place & 0xff);
+            }
+        store_floats(amx->tiles[sums][row], (Floats)sum);
+    }
+}
+
 #endif

@@ -45,12 +45,12 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _INTEL = "GenuineIntel"  # its vendor_id
 
 #: What a CPU with AMX has. Without it the variant amx is emulated.
-AMX = frozenset(["amx_tile", "amx_bf16"])
-_AMX_PROBE = 'void probe(void) { __asm__ volatile("tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttilerelease"); }'
+AMX = frozenset(["amx_tile", "amx_bf16", "amx_int8"])
+_AMX_PROBE = 'void probe(void) { __asm__ volatile("tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttdpbsud %tmm2, %tmm1, %tmm0\\n\\ttilerelease"); }'
 
 #: Best first, but for usable_variants().
 VARIANTS = {
-    "amx": Variant(("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"), _AVX512, _AMX_PROBE),
+    "amx": Variant(("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AVX512, _AMX_PROBE),
     "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
     "avx512": Variant(("-march=x86-64-v4",), _AVX512),
     "avx2": Variant(("-march=x86-64-v3",), _AVX2),

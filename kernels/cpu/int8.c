@@ -4,6 +4,7 @@
 
 #include "gemm_amx.h"
 #include "gemm_slices.h"
+#include "int8_amx.h"
 #include "int8_block.h"
 #include "pool.h"
 
@@ -28,6 +29,8 @@ static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_
 static const Int8Functions *functions(void) {
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
     if (__builtin_cpu_supports("avx512vnni")) return &int8_vnni;
+#elif defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+    if (__builtin_cpu_supports("avxvnni")) return &int8_avx_vnni;
 #endif
     return &int8_plain;
 }
@@ -146,30 +149,42 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
     gemm_store_panel(args, sums, row, num_rows, panel);
 }
 
+/* Multiply rows with unpacked groups, some rows after the other. */
+static void multiply_slice(const Int8Work *slice, int num_rows, int type) {
+    if (HAS_AMX) {
+        int8_multiply_amx(slice, num_rows, type);
+        return;
+    }
+    const int num_parts = (num_rows + INT8_ROWS - 1) / INT8_ROWS;
+    for (int i = 0; i < num_parts; i++) {
+        const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
+        Int8Work work = *slice;
+        work.x += begin * work.x_stride;
+        work.out += begin * PANEL_COLUMNS;
+        functions()->unpacked[rows - 1][type](&work);
+    }
+}
+
 /* Multiply at most MOST_ROWS rows with a panel, whose codes are unpacked slice by slice. */
 static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int64_t blocks = args->depth / GROUP;
-    const int num_parts = (num_rows + INT8_ROWS - 1) / INT8_ROWS;
     _Alignas(64) Int8Group slice[SLICE_GROUPS];
     _Alignas(64) float sums[MOST_ROWS * PANEL_COLUMNS];
     memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
     for (int64_t first = 0; first < blocks; first += SLICE_GROUPS) {
         const int64_t last = first + SLICE_GROUPS < blocks ? first + SLICE_GROUPS : blocks;
         unpack((const char *)args->weights + entry->offset, entry->type, first, last, slice);
-        for (int i = 0; i < num_parts; i++) {
-            const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
-            const Int8Work work = {
-                .panel = (const char *)slice,
-                .first = first,
-                .last = last,
-                .x = (const Int8Block *)args->quantized + (row + begin) * args->quantized_stride + first,
-                .x_stride = args->quantized_stride,
-                .zero_bits = zero_bits_of(entry->type),
-                .out = sums + begin * PANEL_COLUMNS,
-            };
-            functions()->unpacked[rows - 1][entry->type](&work);
-        }
+        const Int8Work work = {
+            .panel = (const char *)slice,
+            .first = first,
+            .last = last,
+            .x = (const Int8Block *)args->quantized + row * args->quantized_stride + first,
+            .x_stride = args->quantized_stride,
+            .zero_bits = zero_bits_of(entry->type),
+            .out = sums,
+        };
+        multiply_slice(&work, num_rows, entry->type);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);
 }

@@ -41,6 +41,9 @@ INLINE Signed add_products(Signed sums, const Words codes, const uint32_t x, con
     const __m512i low = _mm512_maddubs_epi16((__m512i)(codes & 0x0f0f0f0f), all);
     const __m512i high = _mm512_maddubs_epi16((__m512i)(codes >> 4 & 0x0f0f0f0f), all);
     return sums + (Signed)_mm512_madd_epi16(low, ones) + (Signed)_mm512_madd_epi16(high, _mm512_set1_epi16(16));
+#elif defined(__AVXVNNI__)
+    (void)is_wide;
+    return (Signed)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32((int)x));
 #elif defined(__AVX2__)
     const __m256i all = _mm256_set1_epi32((int)x), ones = _mm256_set1_epi16(1);
     if (!is_wide) return sums + (Signed)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, all), ones);

@@ -30,6 +30,9 @@ from kernels.cpu.library_file import find_library
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.kernels.attention_reference import reference_attention
 from tests.kernels.cpu.test_attention import CpuBench, attention_of
+from tests.kernels.cpu.test_int8 import packed
+from tests.kernels.cpu.test_quantized import TYPES, numbers
+from tests.kernels.cpu.test_quantized import ordinary as ordinary_weights
 
 needs_avx512 = pytest.mark.skipif("amx" not in runnable_variants(), reason="the variant amx needs AVX-512")
 
@@ -177,6 +180,23 @@ def test_attention_by_the_instructions_has_the_emulated_bits() -> None:
     assert torch.equal(*outputs)
 
 
+@pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
+@pytest.mark.parametrize("name", TYPES)
+def test_products_of_codes_by_the_instructions_have_the_emulated_bits(name: str) -> None:
+    library, x = load_cpu_library("amx"), numbers(140)
+    use, matrix = (
+        library.function("amx_use", ctypes.c_int),
+        packed(library, [ordinary_weights(name, 40)], out_dtype=FLOAT32),
+    )
+    for rows in (17, 32, 140):
+        bits = []
+        for is_real in (1, 0):
+            use(is_real)
+            bits.append(matrix(x[:rows]).view(np.uint32).copy())
+        use(1)
+        assert np.array_equal(*bits), rows
+
+
 @needs_avx512
 @pytest.mark.parametrize("heads", [(9, 3, 64), (9, 1, 80), (4, 2, 12), (2, 2, 256)], ids=str)
 def test_attention_equals_a_float64_loop(library: CpuLibrary, heads: tuple[int, int, int]) -> None:
@@ -205,7 +225,7 @@ def test_attention_does_not_depend_on_how_a_context_came(
 
 @needs_avx512
 def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
-    """By the disassembler: AMX's instructions are in two functions only, and each gives its tiles back."""
+    """By the disassembler: AMX's instructions are in three functions only, and each gives its tiles back."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     file = find_library("amx").path
@@ -213,12 +233,17 @@ def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
     used: dict[str, set[str]] = {}
     for text in re.split(r"\n\n(?=[0-9a-f]+ <)", listing):
         name = re.search(r"<(\w+)", text)
-        words = set(re.findall(r"\b(tdpbf16ps|ldtilecfg|tilerelease|tileload\w+|tilestored|tilezero)\b", text))
+        words = set(re.findall(r"\b(tdpbf16ps|tdpbsud|ldtilecfg|tilerelease|tileload\w+|tilestored|tilezero)\b", text))
         if name and words:
             used[name[1]] = words
-    common = {"tdpbf16ps", "ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tilezero"}
-    assert used == {"multiply_real": common | {"tileloaddt1"}, "attend_real": common}
+    common = {"ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tilezero"}
+    assert used == {
+        "multiply_real": common | {"tdpbf16ps", "tileloaddt1"},
+        "attend_real": common | {"tdpbf16ps"},
+        "multiply_codes_real": common | {"tdpbsud"},
+    }
     assert re.search(r"tdpbf16ps %tmm6,%tmm4,%tmm0", listing), "sums, rows of x, weights, in the assembler's order"
+    assert re.search(r"tdpbsud %tmm4,%tmm2,%tmm0", listing), "sums, rows of x, codes"
 
 
 def words_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: frozenset[str]) -> None:

@@ -1,20 +1,24 @@
 """Products in 8 bits: the bits of their definition in every variant, for any number of rows."""
 
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 import gguf
 import numpy as np
 import pytest
 
-from kernels.cpu.build import runnable_variants
+from kernels.cpu.build import find_compiler, runnable_variants
 from kernels.cpu.gemm import INT8, PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.library_file import find_library
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
 from tests.kernels.cpu.int8_reference import parts_of, product
 from tests.kernels.cpu.test_quantized import DEPTH, TYPES, numbers, ordinary, scales_of
 
-ROWS = [1, 2, 3, 4, 5, 7, 13, 140]
+ROWS = [1, 2, 3, 4, 5, 7, 13, 33, 140]
 GGUF = gguf.GGMLQuantizationType
 
 
@@ -124,3 +128,15 @@ def test_numbers_without_a_scale_are_not_quantized(best: CpuLibrary, bad: float)
     values[2, 40] = bad
     assert in_q8_0(best, BlockRows("F32", values.view(np.uint8))) is None
     assert in_q8_0(best, BlockRows("F32", np.ones((4, 48), np.float32).view(np.uint8))) is None
+
+
+def test_the_variant_avx2_has_the_instruction_of_avx_vnni() -> None:
+    """By the disassembler, because a CPU with AVX-512 need not have it in this encoding."""
+    said = find_compiler().version
+    is_known = "clang" not in said and int(re.findall(r"(\d+)\.\d+\.\d+", said)[0]) >= 12
+    if shutil.which("objdump") is None or not is_known or "avx2" not in runnable_variants():
+        pytest.skip("no objdump, no gcc that knows AVX_VNNI, or no variant avx2")
+    command = ["objdump", "-d", find_library("avx2").path]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\{vex\} vpdpbusd %ymm", listing)
+    assert not re.search(r"%zmm|\bvpdpbusd .*%[xyz]mm(1[6-9]|2\d|3[01])", listing), "an instruction of AVX-512"
