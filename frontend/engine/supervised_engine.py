@@ -98,14 +98,14 @@ class SupervisedEngine:
         is_first = self._thread is None  # nothing was accepted yet: a process that starts may end at once
         if is_first or self.supervisor.is_stopped or self.supervisor.state is State.READY:
             self._tell_drains()  # else it is told once it is ready
+        self._rouse()  # from the wait between two processes, of which a stop is the end
 
     def close(self, timeout: float = 5.0) -> None:
         """End the engine within `timeout` seconds, and the thread. A second call does nothing."""
         self._is_closing = True
         with self._lock:
             self.process.stop(timeout)
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
+        self._rouse()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         self.process.close()
@@ -113,6 +113,10 @@ class SupervisedEngine:
             self.process.drop_black_box()
             self._flights.close()
         self._release()
+
+    def _rouse(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def _release(self) -> None:
         for name in ("_wake", "ended_fd"):
@@ -127,20 +131,19 @@ class SupervisedEngine:
         while not self._is_closing and self.supervisor.state is not State.ENDED:
             if self.supervisor.state is State.READY:
                 self._watch()
-            elif not self._sleep(self.supervisor.start_in_s(time.monotonic())):
-                if self.supervisor.is_stopped:
-                    self.supervisor.give_up()
-                else:
-                    self._start_again()
+            elif self.supervisor.is_stopped:
+                self.supervisor.give_up()
+            elif delay_s := self.supervisor.start_in_s(time.monotonic()):
+                self._wait(delay_s)
+            else:
+                self._start_again()
         self._end()
 
     def _watch(self) -> None:
         """Wait for the end of the process or for the next look."""
-        poller = select.poll()
-        for fd in (self.process.pidfd, self._wake, *(() if self._standby is None else self._standby.fds)):
-            poller.register(fd, select.POLLIN)
-        ready = dict(poller.poll(_TICK_S * 1000))
-        if self.process.pidfd in ready:
+        if self.process.pidfd in self._wait(
+            _TICK_S, self.process.pidfd, *(() if self._standby is None else self._standby.fds)
+        ):
             self._bury()
             return
         self._keep_standby()
@@ -170,11 +173,15 @@ class SupervisedEngine:
             os.kill(self.process.pid, signal.SIGKILL)
         self._bury()
 
-    def _sleep(self, seconds: float) -> bool:
-        """Sleep; return whether close() has ended it."""
+    def _wait(self, seconds: float, *fds: int) -> dict[int, int]:
+        """Wait until one of these is readable or _rouse() is called, at most so long; return what is readable."""
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        return bool(poller.poll(seconds * 1000)) or self._is_closing
+        for fd in (self._wake, *fds):
+            poller.register(fd, select.POLLIN)
+        ready = dict(poller.poll(seconds * 1000))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return ready
 
     def _start_again(self) -> None:
         if not self._has_standby_started():

@@ -46,7 +46,8 @@ _INTEL = "GenuineIntel"  # its vendor_id
 
 #: What a CPU with AMX has. Without it the variant amx is emulated.
 AMX = frozenset(["amx_tile", "amx_bf16", "amx_int8"])
-_AMX_PROBE = 'void probe(void) { __asm__ volatile("tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttdpbsud %tmm2, %tmm1, %tmm0\\n\\ttilerelease"); }'
+_AMX_PRODUCTS = "tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttdpbsud %tmm2, %tmm1, %tmm0"
+_AMX_PROBE = f'void probe(void) {{ __asm__ volatile("{_AMX_PRODUCTS}\\n\\ttilerelease"); }}'
 
 #: Best first, but for usable_variants().
 VARIANTS = {

@@ -253,7 +253,7 @@ def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("is_starting", [False, True], ids=["waiting", "starting"])
 def test_who_waits_for_an_engine_that_is_told_to_stop_knows_at_once(is_starting: bool, tmp_path: Path) -> None:
     """Told twice between two processes, of which neither can say it. Else clients wait for their resume_s, 60 s."""
-    rules = RestartRules(delays_s=(0.0 if is_starting else 1.0,))
+    rules = RestartRules(delays_s=(0.0 if is_starting else PATIENCE_S,))
     with supervised(FAKE, rules, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         number = client.submit([1], SamplingParams(max_tokens=50_000, ignore_eos=True), seed=0)
