@@ -50,10 +50,10 @@ class IOThread:
         context: Context,
         router: BoundRouter,
         served: Served,
-        preparer: Preparer | None = None,
+        preparers: Sequence[Preparer] = (),
         adapters: AdapterShelf | None = None,
     ) -> None:
-        """Make the thread; start() runs it. preparer: None = no request has anything to prepare. adapters: None = no
+        """Make the thread; start() runs it. preparers: the kinds of work that requests may need first. adapters: None = no
         request has one.
         """
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
@@ -84,7 +84,7 @@ class IOThread:
             self._monitor,
             served,
             time.monotonic(),
-            preparer,
+            preparers,
             Doorway(max_connections()),
             adapters,
             on_drain=self.drain,

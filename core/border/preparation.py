@@ -1,4 +1,6 @@
-"""Preparation: work for a request before the engine thread receives it, done by a thread of its own.
+"""Preparation: work for a request before the engine thread receives it, done by threads of their own.
+
+Each kind of work has its thread, so that a grammar keeps no image waiting. A request with several passes them in turn.
 
 A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
 holds only prepared requests. Clients take turns. One client's requests without preparation keep their order, and so do
@@ -7,7 +9,7 @@ those with it. There is no order between the two kinds.
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -42,26 +44,15 @@ class Preparer(Protocol):
         ...
 
     def prepare(self, message: Submission) -> bool:
-        """Prepare a part of a request; return whether more is left. Called by the preparation thread.
+        """Prepare a part of a request; return whether more is left. Called by the thread of this work.
 
         Errors: InvalidRequestError, whose text is sent to the request's client.
         """
         ...
 
-
-class Preparers:
-    """Several kinds of work, one after the other."""
-
-    def __init__(self, *preparers: Preparer) -> None:
-        self._preparers = preparers
-
-    def needs(self, message: Submission) -> bool:
-        """Return whether a valid request needs any of them."""
-        return any(one.needs(message) for one in self._preparers)
-
-    def prepare(self, message: Submission) -> bool:
-        """Prepare a part of a request; return whether more is left. Errors: InvalidRequestError."""
-        return any(one.prepare(message) for one in self._preparers)
+    def close(self) -> None:
+        """Release what the work has taken; a prepare() that still runs, in another thread, may fail."""
+        ...
 
 
 class Job(msgspec.Struct, eq=False):
@@ -167,44 +158,76 @@ class Waiting:
 
 
 class Preparation(Waiting):
-    """Requests in preparation. All methods are for the thread that holds the socket's lock, except _run().
+    """Requests in preparation. All methods are for the thread that holds the socket's lock.
 
-    wake: called by the preparation thread when take_done() has a result.
+    wake: called by another thread when take_done() has a result.
     """
 
-    def __init__(self, preparer: Preparer, inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
+    def __init__(self, preparers: Sequence[Preparer], inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
         super().__init__(inbox, epoch)
-        self.needs = preparer.needs
-        self._preparer = preparer
         self._wake = wake
-        self._waiting: Turns[Job] = Turns()
-        self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
-        self._thread.start()
+        self._stages: list[_Stage] = []
+        then = self._end
+        for preparer in reversed(preparers):
+            stage = _Stage(preparer, then, self._end)
+            self._stages.append(stage)
+            then = stage.put
+        self._first = then
 
     @property
     def is_full(self) -> bool:
         """Whether MAX_PREPARING requests are in preparation."""
         return len(self._jobs) >= MAX_PREPARING
 
+    def needs(self, message: Submission) -> bool:
+        """Return whether a valid request needs preparation."""
+        return any(stage.preparer.needs(message) for stage in self._stages)
+
     def begin(self, client: int, message: Submission) -> None:
         """Start to prepare a request; take_done() puts it into the inbox."""
-        self._waiting.put(client, self.keep(client, message))
+        self._first(self.keep(client, message))
 
     def close(self) -> None:
-        """Drop all requests and end the thread, after the preparation that is running."""
+        """Drop all requests and end the threads, after the work that is running."""
         for job in list(self._jobs.values()):
             self._drop(job)
+        for stage in self._stages:
+            stage.close()
+
+    def _end(self, job: Job) -> None:
+        """Note that a request is done, or has failed; from any thread."""
+        self._done.put(job)
+        self._wake()
+
+
+class _Stage:
+    """One kind of work and its thread. then: takes requests that it is done with; end: those that it fails."""
+
+    def __init__(self, preparer: Preparer, then: Callable[[Job], None], end: Callable[[Job], None]) -> None:
+        self.preparer, self._then, self._end = preparer, then, end
+        self._waiting: Turns[Job] = Turns()
+        self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Let a request wait for this work, or pass it on; from any thread."""
+        if self.preparer.needs(job.message):
+            self._waiting.put(job.client, job)
+        else:
+            self._then(job)
+
+    def close(self) -> None:
+        """End the thread after the work that is running, and its preparer."""
         self._waiting.close()
         self._thread.join(_JOIN_S)
-
-    # --- the preparation thread ---
+        self.preparer.close()
 
     def _run(self) -> None:
         while (job := self._waiting.take()) is not None:
             if job.is_dropped:
                 continue
             try:
-                if self._preparer.prepare(job.message):
+                if self.preparer.prepare(job.message):
                     self._waiting.give_back(job.client, job)
                     continue
             except InvalidRequestError as error:
@@ -212,8 +235,7 @@ class Preparation(Waiting):
             except Exception as error:  # only this request fails; the engine continues
                 log.say(traceback.format_exc())
                 job.error = f"the request could not be prepared: {type(error).__name__}: {error}"
-            self._done.put(job)
-            self._wake()
+            (self._end if job.error else self._then)(job)
 
 
 def _pack(pairs: list[tuple[int, int]], *, has_choices: bool) -> Abort:

@@ -42,7 +42,7 @@ class Border:
     """Socket, monitor, sessions and reception, for one thread at a time; inbox, outbox and drain_asked are shared.
 
     monitor: reports the socket's connections. doorway: bounds their number; None = no bound. now: monotonic seconds.
-    preparer: None = no request has anything to prepare. adapters: None = no request has one. on_prepared: called by
+    preparers: the kinds of work that requests may need first, in their order. adapters: None = no request has one. on_prepared: called by
     another thread when a round is due for what it has prepared. on_drain, on_shutdown: called during a round or
     receive() when the engine's owner asks for it.
     """
@@ -53,7 +53,7 @@ class Border:
         monitor: Socket,
         served: Served,
         now: float,
-        preparer: Preparer | None = None,
+        preparers: Sequence[Preparer] = (),
         doorway: Doorway | None = None,
         adapters: AdapterShelf | None = None,
         *,
@@ -74,8 +74,8 @@ class Border:
         self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
         self._preparation: Preparation | None = None
-        if preparer is not None:
-            self._preparation = Preparation(preparer, self.inbox, served.welcome.epoch, on_prepared)
+        if preparers:
+            self._preparation = Preparation(preparers, self.inbox, served.welcome.epoch, on_prepared)
         self._adapters = AdapterCalls(adapters, on_prepared)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self._forget_at_close(served)

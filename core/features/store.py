@@ -243,6 +243,9 @@ class Features:
             self._drop_unheld()
         return any(one != digest for one in missing)
 
+    def close(self) -> None:
+        """Do nothing: what features take ends with the process."""
+
     def _rows_of(self, feature: PutFeature) -> Floats:
         if feature.kind == EMBEDS:
             rows: Floats = np.frombuffer(feature.data, "<f4").reshape(feature.shape).astype(np.float32)

@@ -1,16 +1,18 @@
 """Grammars: the compiled grammars of structured outputs, and the vocabulary that they are compiled for.
 
 llguidance is imported when the first request needs it. A grammar is compiled by the preparation thread, before the
-engine receives its request, and is kept as long as the request lives. A replay has no such thread; there it is compiled
-when the request's row is added. What a matcher allows is a function of grammar, vocabulary and tokens either way.
+engine receives its request and after another process has compiled it (core/grammars/checker.py), and is kept as long as
+the request lives. A replay has no such thread; there it is compiled when the request's row is added. What a matcher allows is a function of grammar, vocabulary and tokens either way.
 """
 
+import importlib
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from core.grammars.check_messages import Vocabulary
 from core.grammars.grammar_text import grammar_text
 from ipc.config import EngineConfig
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedParameterError
@@ -29,15 +31,22 @@ _Key = tuple[object, ...]
 
 
 class Grammars:
-    """The grammars of one engine; a Preparer (core/border/preparation.py). All methods are for any thread.
+    """The grammars of one engine. All methods are for any thread.
 
-    read_files: returns the model's tokenizer files; called at the first use.
+    read_files: returns the model's tokenizer files; called at the first use. is_exact: forced texts are divided into
+    tokens as the model's tokenizer does, and not by the longest tokens.
     """
 
     def __init__(
-        self, read_files: Callable[[], Mapping[str, bytes]], vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        read_files: Callable[[], Mapping[str, bytes]],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        is_exact: bool = True,
     ) -> None:
         self._read_files, self._vocab_size, self._eos_token_ids = read_files, vocab_size, eos_token_ids
+        self._is_exact = is_exact
         self._vocabulary: LLTokenizer | None = None
         self._compiling = threading.Lock()  # one grammar at a time
         self._lock = threading.Lock()  # of both maps
@@ -50,26 +59,42 @@ class Grammars:
 
     def needs(self, message: Submission) -> bool:
         """Return whether the request's grammar has to be compiled first."""
-        params = _constraint(message)
+        params = constraint_of(message)
         return params is not None and self._hold(params) is None
 
-    def prepare(self, message: Submission) -> bool:
-        """Compile the request's grammar; return False: nothing is left. Errors: InvalidRequestError."""
-        params = _constraint(message)
+    def prepare(self, message: Submission) -> None:
+        """Compile the request's grammar. Errors: InvalidRequestError."""
+        params = constraint_of(message)
         if params is not None:
             self._compiled(params)
-        return False
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compile a grammar and keep nothing. Errors: InvalidRequestError."""
+        self._compile(params)
+
+    def vocabulary(self) -> Vocabulary:
+        """Return what the vocabulary is made from. Errors: InvalidRequestError where there is no EOS token."""
+        if not self._eos_token_ids:
+            raise UnsupportedParameterError("structured_outputs need a model with an EOS token, which ends the text")
+        return Vocabulary(dict(self._read_files()), self._vocab_size, self._eos_token_ids)
+
+    def load(self) -> None:
+        """Make the vocabulary, unless it is there. Errors: InvalidRequestError."""
+        with self._compiling:
+            self._tokenizer()
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
         """Return a matcher at the beginning of its text. Errors: InvalidRequestError."""
         return (self._hold(params) or self._compiled(params)).deep_copy()
 
     def renew(self, params: StructuredOutputsParams) -> "LLMatcher":
-        """Compile a grammar that was compiled before once more; return a matcher. Later requests get copies of it."""
-        with self._compiling:
-            fresh = self._compile(params)
-            with self._lock:
-                self._cache[_key(params)] = self._held[id(params)] = fresh
+        """Compile a grammar that was compiled before once more; return a matcher. Later requests get copies of it.
+
+        A step may need it: it does not wait for a grammar that is compiled meanwhile.
+        """
+        fresh = self._compile(params)
+        with self._lock:
+            self._cache[_key(params)] = self._held[id(params)] = fresh
         return fresh.deep_copy()
 
     @property
@@ -108,10 +133,10 @@ class Grammars:
         tokenizer = self._tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 
-        # They bound a mask to about 5 ms.
+        # They bound a mask to about 3 ms; it is made between two steps.
         limits = LLParserLimits(
             initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=50_000,
+            step_lexer_fuel=10_000,
             step_max_items=20_000,
             max_lexer_states=50_000,
             max_grammar_size=100_000,
@@ -127,22 +152,26 @@ class Grammars:
 
     def _tokenizer(self) -> "LLTokenizer":
         if self._vocabulary is None:
-            if not self._eos_token_ids:
-                raise UnsupportedParameterError(
-                    "structured_outputs need a model with an EOS token, which ends the text"
-                )
+            parts = self.vocabulary()
+            check_library()
             from core.grammars.vocabulary import build_vocabulary
 
             try:
-                self._vocabulary = build_vocabulary(self._read_files(), self._vocab_size, self._eos_token_ids)
-            except ImportError:
-                raise UnsupportedParameterError(
-                    "structured_outputs need llguidance, which is not installed where the engine runs: "
-                    "pip install 'llm-engine-core[structured]'"
-                ) from None
+                self._vocabulary = build_vocabulary(parts, is_exact=self._is_exact)
             except ModelFileError as error:
                 raise UnsupportedParameterError(f"structured_outputs need the model's tokenizer: {error}") from None
         return self._vocabulary
+
+
+def check_library() -> None:
+    """Import llguidance. Errors: UnsupportedParameterError without it."""
+    try:
+        importlib.import_module("llguidance")
+    except ImportError:
+        raise UnsupportedParameterError(
+            "structured_outputs need llguidance, which is not installed where the engine runs: "
+            "pip install 'llm-engine-core[structured]'"
+        ) from None
 
 
 def model_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
@@ -158,5 +187,6 @@ def _fields(params: StructuredOutputsParams) -> list[object]:
     return [getattr(params, name) for name in params.__struct_fields__]
 
 
-def _constraint(message: Submission) -> StructuredOutputsParams | None:
+def constraint_of(message: Submission) -> StructuredOutputsParams | None:
+    """Return the constraint of a request; None where it has none."""
     return message.params.structured_outputs if isinstance(message, AddRequest) else None

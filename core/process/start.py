@@ -14,7 +14,7 @@ from core.border.allow_list import AllowList
 from core.border.feature_shelf import FeatureShelf, NoFeatures
 from core.border.io_thread import IOThread
 from core.border.meter import RequestMeter
-from core.border.preparation import Preparer, Preparers
+from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.zap import start_zap
 from core.capture.engine import CapturedEngine, capture_path, make_header, start_capture
@@ -23,6 +23,7 @@ from core.capture.writer import CaptureWriter, check_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo, MortalExecutor
 from core.features.store import encoder_ns
+from core.grammars.checker import CheckedGrammars
 from core.process.black_box import BlackBox
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
@@ -108,8 +109,10 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     gc.collect()  # only objects made after the imports: under a millisecond
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
-    preparer: Preparer = executor.grammars if features is None else Preparers(executor.grammars, features)
-    io = IOThread(bound.context, bound.router, served, preparer, adapters)
+    preparers: list[Preparer] = [CheckedGrammars(executor.grammars)]
+    if features is not None:
+        preparers.append(features)
+    io = IOThread(bound.context, bound.router, served, preparers, adapters)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))

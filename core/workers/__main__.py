@@ -26,7 +26,6 @@ from core.execution.encoding import decode_plan, encode_output
 from core.execution.executor import Executor
 from core.executors.by_name import load_executor
 from core.model_files.progress import following
-from core.workers.channel import Channel, ChannelEndedError
 from core.workers.messages import (
     Allocate,
     Answer,
@@ -49,6 +48,7 @@ from core.workers.messages import (
     encode_message,
 )
 from core.workers.placement import place
+from ipc.channel import Channel, ChannelEndedError
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, OutOfMemoryError
 

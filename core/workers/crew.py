@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from core.execution.executor import ModelInfo
 from core.model_files import progress
-from core.workers.channel import Channel, ChannelEndedError
 from core.workers.messages import (
     Allocate,
     Answer,
@@ -30,6 +29,7 @@ from core.workers.messages import (
     encode_message,
 )
 from ipc import errors
+from ipc.channel import Channel, ChannelEndedError
 from ipc.child_process import describe_exit, run_package
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError

@@ -19,7 +19,6 @@ from core.execution.executor import Costs, ExecutorEndedError, ModelInfo, StepCo
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
 from core.grammars.grammars import model_grammars
 from core.inputs import ExecutorLost, ExecutorNews, ExecutorRestored
-from core.workers.channel import ChannelEndedError
 from core.workers.crew import Crew
 from core.workers.messages import (
     CountBlocks,
@@ -31,6 +30,7 @@ from core.workers.messages import (
     Number,
 )
 from core.workers.step_clock import StepClock
+from ipc.channel import ChannelEndedError
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError
 from ipc.workers import in_one_process

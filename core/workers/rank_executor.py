@@ -7,9 +7,9 @@ import msgspec
 from core.executors.local import LocalExecutor
 from core.models.rank import Rank
 from core.models.shard import Shard
-from core.workers.channel import Channel
 from core.workers.rank_channel import Followers
 from core.workers.rank_runners import FollowingRunner, LeadingRunner
+from ipc.channel import Channel
 from ipc.config import EngineConfig
 from kernels.cpu.group import SharedMemory
 

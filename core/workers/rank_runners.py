@@ -11,7 +11,6 @@ from core.models.step import StepResult
 from core.runner.model_runner import ModelRunner
 from core.runner.step_durations import Clock
 from core.runner.step_inputs import StepInputs
-from core.workers.channel import Channel
 from core.workers.rank_channel import (
     Followers,
     HiddenOf,
@@ -24,6 +23,7 @@ from core.workers.rank_channel import (
     next_order,
 )
 from ipc.arrays import NO_INT32S, Floats, Int32s, Ints
+from ipc.channel import Channel
 
 
 class LeadingRunner(ModelRunner):

@@ -68,7 +68,7 @@ class Running:
         if features is not None:
             served = msgspec.structs.replace(served, features=features)
             preparer = features
-        self.io = IOThread(context, bind_router(context, self.address), served, preparer)
+        self.io = IOThread(context, bind_router(context, self.address), served, [] if preparer is None else [preparer])
         executor = create(CONFIG)
         executor.initialize_cache(CONFIG)
         self.engine = EngineCore(CONFIG, executor)

@@ -51,6 +51,9 @@ class Gate:
             raise KeyError("nine")
         assert self.opened.wait(PATIENCE_S)
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:

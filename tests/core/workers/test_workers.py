@@ -20,9 +20,9 @@ from core.inputs import EngineInput
 from core.process.resolve import resolve
 from core.workers import executor as module
 from core.workers import step_clock
-from core.workers.channel import Channel, ChannelEndedError
 from core.workers.executor import create
 from frontend.engine.process import EngineProcess
+from ipc.channel import Channel, ChannelEndedError
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, EngineStartError, ModelFileError
 from ipc.messages import AddRequest

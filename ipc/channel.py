@@ -1,4 +1,4 @@
-"""Channel: frames over a stream socket between an engine and one of its workers: a uint32 length and a message.
+"""Channel: frames over a stream socket between an engine and a process of its own: a uint32 length and a message.
 
 The socket is also the lease on life of both: its end means that the other process is gone.
 """

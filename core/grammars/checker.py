@@ -1,0 +1,143 @@
+"""CheckedGrammars: an engine's grammars, each compiled by a process of its own before the engine compiles it.
+
+Compiling takes the engine's cores and Python's lock from its steps. What is wrong or takes too long is refused without
+either. The process (core/grammars/check.py) is started for the first request with a grammar.
+"""
+
+import signal
+import socket
+import threading
+
+from core.grammars.check import MAX_CPU_S, MAX_MEMORY_BYTES
+from core.grammars.check_messages import Check, Vocabulary, decode_verdict, encode_message
+from core.grammars.grammars import Grammars, check_library, constraint_of
+from ipc.channel import Channel, ChannelEndedError
+from ipc.child_process import describe_exit, run_package
+from ipc.errors import EngineStartError, InvalidRequestError
+from ipc.messages import Submission
+from ipc.structured_outputs import StructuredOutputsParams
+
+#: What the process needs not: a thread for each core, and its memory.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+#: Attempts of a grammar. The first process may have been killed by somebody.
+_MAX_ATTEMPTS = 2
+
+
+class _Process:
+    """A running process."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Start it. Errors: OSError, EngineStartError."""
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        try:
+            with theirs:
+                fd = theirs.fileno()
+                self.process = run_package("core.grammars.check", [str(fd)], [fd], _ENVIRONMENT)
+        except BaseException:
+            self.channel.close()
+            raise
+        try:
+            self.channel.send(encode_message(vocabulary))
+        except ChannelEndedError:
+            pass  # the first question fails
+        except BaseException:
+            self.end()
+            raise
+
+    def ask(self, params: StructuredOutputsParams) -> str:
+        """Return why the grammar cannot be used; "" = it can. Errors: ChannelEndedError."""
+        self.channel.send(encode_message(Check(params)))
+        return decode_verdict(self.channel.receive()).error
+
+    def kill(self) -> None:
+        """Kill it; the thread that asks then meets a ChannelEndedError, and ends it."""
+        self.process.kill()
+
+    def end(self) -> int:
+        """Kill it, and free all that it took; return its exit code, -N where signal N has ended it."""
+        self.process.kill()
+        self.channel.close()
+        return self.process.wait()
+
+
+class CheckedGrammars:
+    """A Preparer (core/border/preparation.py). prepare() is for one thread, the other methods are for any."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._process: _Process | None = None
+        self._is_closed = self._is_asking = False
+        self._lock = threading.Lock()  # of these
+
+    def needs(self, message: Submission) -> bool:
+        """Return whether the request's grammar has to be compiled first."""
+        return self._grammars.needs(message)
+
+    def prepare(self, message: Submission) -> bool:
+        """Compile the request's grammar; return False: nothing is left. Errors: InvalidRequestError."""
+        params = constraint_of(message)
+        if params is not None and self._grammars.needs(message):  # one compiled meanwhile has passed
+            self._check(params)
+            self._grammars.prepare(message)
+        return False
+
+    def close(self) -> None:
+        """End the process. A prepare() that runs fails, and later ones do."""
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+            if process is None:
+                return
+            if self._is_asking:
+                process.kill()
+            else:
+                process.end()
+                self._process = None
+
+    def _check(self, params: StructuredOutputsParams) -> None:
+        """Let the process compile the grammar. Errors: InvalidRequestError."""
+        code = 0
+        for _ in range(_MAX_ATTEMPTS):
+            process = self._start_asking()
+            try:
+                self._grammars.load()  # once, beside the process, which does the same
+                error = process.ask(params)
+            except ChannelEndedError:
+                with self._lock:
+                    self._process = None
+                if (code := process.end()) == -signal.SIGPROF:
+                    break
+                continue
+            finally:
+                with self._lock:
+                    self._is_asking = False
+            if error:
+                raise InvalidRequestError(error)
+            return
+        raise InvalidRequestError(_why(code))
+
+    def _start_asking(self) -> _Process:
+        """Return the process, started if there is none. Errors: InvalidRequestError."""
+        check_library()
+        with self._lock:
+            if self._is_closed:
+                raise InvalidRequestError("the engine stops")
+            if self._process is None:
+                try:
+                    self._process = _Process(self._grammars.vocabulary())
+                except (OSError, EngineStartError) as error:
+                    text = f"the process that checks grammars could not be started: {error}"
+                    raise InvalidRequestError(text) from error
+            self._is_asking = True
+            return self._process
+
+
+def _why(code: int) -> str:
+    """Return why a grammar is refused whose process has ended with this code."""
+    if code == -signal.SIGPROF:
+        return f"the grammar of structured_outputs takes more than {MAX_CPU_S:g} s of CPU time to compile: simplify it"
+    return (
+        f"the grammar of structured_outputs cannot be used: the process that compiled it {describe_exit(code)} "
+        f"{_MAX_ATTEMPTS} times; it may take more than {MAX_MEMORY_BYTES >> 20} MiB of memory, or nest too deeply"
+    )
