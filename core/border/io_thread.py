@@ -53,8 +53,8 @@ class IOThread:
         preparers: Sequence[Preparer] = (),
         adapters: AdapterShelf | None = None,
     ) -> None:
-        """Make the thread; start() runs it. preparers: the kinds of work that requests may need first. adapters: None = no
-        request has one.
+        """Make the thread; start() runs it. preparers: the kinds of work that requests may need first. adapters: None =
+        no request has one.
         """
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._stopping: EngineStopping | None = None  # to be sent when the outbox is empty

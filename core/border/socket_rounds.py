@@ -42,9 +42,9 @@ class Border:
     """Socket, monitor, sessions and reception, for one thread at a time; inbox, outbox and drain_asked are shared.
 
     monitor: reports the socket's connections. doorway: bounds their number; None = no bound. now: monotonic seconds.
-    preparers: the kinds of work that requests may need first, in their order. adapters: None = no request has one. on_prepared: called by
-    another thread when a round is due for what it has prepared. on_drain, on_shutdown: called during a round or
-    receive() when the engine's owner asks for it.
+    preparers: the kinds of work that requests may need first, in their order. adapters: None = no request has one.
+    on_prepared: called by another thread when a round is due for what it has prepared. on_drain, on_shutdown: called
+    during a round or receive() when the engine's owner asks for it.
     """
 
     def __init__(

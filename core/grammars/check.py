@@ -1,9 +1,9 @@
-"""The process that compiles grammars before an engine does: `python -P -m core.grammars.check FD`.
+"""The process that compiles grammars before an engine does: `python -P -m core.grammars.check FD CPU_MS MEMORY`.
 
 core/grammars/checker.py starts it. FD is one end of a socket pair, whose other end is the engine's. A grammar is a
 program from a stranger. Most that are wrong are found here, where they hold nobody up: the process has little priority,
-and what takes it too much CPU time or memory ends it. It ends when the other end of its socket closes, and when its
-engine dies.
+and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends when the other end
+of its socket closes, and when its engine dies.
 """
 
 import contextlib
@@ -22,29 +22,29 @@ from core.grammars.grammars import Grammars
 from ipc.channel import Channel, ChannelEndedError
 from ipc.errors import EngineCoreError
 
-#: A grammar's seconds of CPU time, and its bytes of memory. The engine compiles what passes once more.
-MAX_CPU_S, MAX_MEMORY_BYTES = 1.0, 1 << 30
 _NICE = 10  # with 19, a grammar of a millisecond would wait a tenth of a second beside an engine that computes
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOG_S = 0.5  # for the last lines on standard error
 
 
 def main(arguments: list[str]) -> int:
-    """Answer the engine until it is gone; return the exit code. arguments: FD."""
-    if len(arguments) != 1 or not arguments[0].isdigit():
+    """Answer the engine until it is gone; return the exit code. arguments: see above."""
+    if len(arguments) != 3 or not all(argument.isdigit() for argument in arguments):
         print(f"usage: {__doc__}", file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group: the engine decides
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
-    channel = Channel(socket.socket(fileno=int(arguments[0])))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grammar that is too large ends the process by SIGABRT
+    fd, max_cpu_ms, max_memory_bytes = map(int, arguments)
+    channel = Channel(socket.socket(fileno=fd))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(ChannelEndedError):
-        serve(channel)
+        serve(channel, max_cpu_ms / 1000, max_memory_bytes)
     return 0
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
     """Answer the engine's messages. Errors: ChannelEndedError when it is gone."""
     vocabulary = decode_question(channel.receive())
     assert isinstance(vocabulary, Vocabulary), "the first message is Vocabulary"
@@ -54,34 +54,34 @@ def serve(channel: Channel) -> None:
         grammars.load()
     except EngineCoreError as error:  # the engine meets the same
         failure = str(error)
-    _limit_memory()
+    _limit_memory(max_memory_bytes)
     while True:
         question = decode_question(channel.receive())
         assert isinstance(question, Check), "a vocabulary is sent once"
-        channel.send(encode_message(Verdict(failure or _check(grammars, question))))
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
+        verdict = Verdict(failure or _check(grammars, question))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.send(encode_message(verdict))
 
 
 def _check(grammars: Grammars, question: Check) -> str:
-    """Return why the grammar cannot be used; "" = it can. One that takes too much CPU time ends the process."""
-    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+    """Return why the grammar cannot be used; "" = it can."""
     try:
         grammars.check(question.params)
     except EngineCoreError as error:
         return str(error)
     except MemoryError:
-        return f"the grammar of structured_outputs takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
+        return "the grammar of structured_outputs takes too much memory"
     except Exception as error:  # a process entry: only this grammar fails
         log.say(traceback.format_exc())
         return f"the grammar could not be compiled: {type(error).__name__}: {error}"
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
     return ""
 
 
-def _limit_memory() -> None:
+def _limit_memory(max_bytes: int) -> None:
     used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = used + MAX_MEMORY_BYTES
+    limit = used + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 
-from core.grammars.check import MAX_CPU_S, MAX_MEMORY_BYTES
 from core.grammars.check_messages import Check, Vocabulary, decode_verdict, encode_message
 from core.grammars.grammars import Grammars, check_library, constraint_of
 from ipc.channel import Channel, ChannelEndedError
@@ -17,6 +16,8 @@ from ipc.errors import EngineStartError, InvalidRequestError
 from ipc.messages import Submission
 from ipc.structured_outputs import StructuredOutputsParams
 
+#: What a grammar may take to compile, and the engine compiles what passes once more: of CPU time, and of memory.
+MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 1 << 30
 #: What the process needs not: a thread for each core, and its memory.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 #: Attempts of a grammar. The first process may have been killed by somebody.
@@ -26,14 +27,15 @@ _MAX_ATTEMPTS = 2
 class _Process:
     """A running process."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_cpu_ms: int, max_memory_bytes: int) -> None:
         """Start it. Errors: OSError, EngineStartError."""
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
             with theirs:
-                fd = theirs.fileno()
-                self.process = run_package("core.grammars.check", [str(fd)], [fd], _ENVIRONMENT)
+                numbers = theirs.fileno(), max_cpu_ms, max_memory_bytes
+                words = [str(number) for number in numbers]
+                self.process = run_package("core.grammars.check", words, [theirs.fileno()], _ENVIRONMENT)
         except BaseException:
             self.channel.close()
             raise
@@ -64,8 +66,12 @@ class _Process:
 class CheckedGrammars:
     """A Preparer (core/border/preparation.py). prepare() is for one thread, the other methods are for any."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(
+        self, grammars: Grammars, max_cpu_ms: int = MAX_CPU_MS, max_memory_bytes: int = MAX_MEMORY_BYTES
+    ) -> None:
+        """See core/grammars/check.py for what a grammar may take."""
         self._grammars = grammars
+        self._bounds = max_cpu_ms, max_memory_bytes
         self._process: _Process | None = None
         self._is_closed = self._is_asking = False
         self._lock = threading.Lock()  # of these
@@ -115,7 +121,7 @@ class CheckedGrammars:
             if error:
                 raise InvalidRequestError(error)
             return
-        raise InvalidRequestError(_why(code))
+        raise InvalidRequestError(self._why(code))
 
     def _start_asking(self) -> _Process:
         """Return the process, started if there is none. Errors: InvalidRequestError."""
@@ -125,19 +131,21 @@ class CheckedGrammars:
                 raise InvalidRequestError("the engine stops")
             if self._process is None:
                 try:
-                    self._process = _Process(self._grammars.vocabulary())
+                    self._process = _Process(self._grammars.vocabulary(), *self._bounds)
                 except (OSError, EngineStartError) as error:
                     text = f"the process that checks grammars could not be started: {error}"
                     raise InvalidRequestError(text) from error
             self._is_asking = True
             return self._process
 
-
-def _why(code: int) -> str:
-    """Return why a grammar is refused whose process has ended with this code."""
-    if code == -signal.SIGPROF:
-        return f"the grammar of structured_outputs takes more than {MAX_CPU_S:g} s of CPU time to compile: simplify it"
-    return (
-        f"the grammar of structured_outputs cannot be used: the process that compiled it {describe_exit(code)} "
-        f"{_MAX_ATTEMPTS} times; it may take more than {MAX_MEMORY_BYTES >> 20} MiB of memory, or nest too deeply"
-    )
+    def _why(self, code: int) -> str:
+        """Return why a grammar is refused whose process has ended with this code."""
+        max_cpu_ms, max_bytes = self._bounds
+        if code == -signal.SIGPROF:
+            return (
+                f"the grammar of structured_outputs takes more than {max_cpu_ms} ms of CPU time to compile: simplify it"
+            )
+        return (
+            f"the grammar of structured_outputs cannot be used: the process that compiled it {describe_exit(code)}, "
+            f"{_MAX_ATTEMPTS} times; it may take more than {max_bytes >> 20} MiB of memory, or nest too deeply"
+        )

@@ -18,6 +18,8 @@ _NOTHING_LEFT = (
     "allowed_token_ids) allow too, or the logits are not finite"
 )
 _MAX_ERROR_CHARS = 500
+#: Forced tokens of a row that are drafts of one step: each needs a mask, and a hostile grammar's takes milliseconds.
+_MAX_FORCED = 8
 #: Times that a row's matcher is made again; see _renewed().
 _MAX_RENEWALS = 2
 
@@ -124,11 +126,11 @@ class RowMatchers:
         return f"structured_outputs: {matcher.get_error().partition(chr(10))[0][:_MAX_ERROR_CHARS]}"
 
     def _forced(self, row: _Row) -> list[int]:
-        """Return the row's forced tokens; EOS where the grammar has ended."""
+        """Return the first of the row's forced tokens; EOS where the grammar has ended."""
         matcher = row.matcher
         if matcher is None or not row.takes_drafts or matcher.is_error():
             return []
-        return [self._grammars.eos_token_id] if matcher.is_stopped() else matcher.compute_ff_tokens()
+        return [self._grammars.eos_token_id] if matcher.is_stopped() else matcher.compute_ff_tokens()[:_MAX_FORCED]
 
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
         """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.

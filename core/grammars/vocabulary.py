@@ -1,5 +1,6 @@
 """build_vocabulary(): a model's vocabulary, as llguidance needs it."""
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 #: Texts that nothing splits, and so sets of tokens that are allowed or forbidden together: pieces of JSON's strings.
 #: Strings with a maxLength need both, all others the second. Each one more takes its time when a vocabulary is made.
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}']
+
+#: Seconds after which the thread that makes a vocabulary gives Python's lock to a step; Python's own 5 ms, some times
+#: in each step, would be seen.
+_SWITCH_S = 0.0005
 
 
 class _Wrapper:
@@ -47,6 +52,15 @@ def build_vocabulary(parts: Vocabulary, *, is_exact: bool) -> "LLTokenizer":
     is quicker to make. Errors: ImportError without llguidance; ModelFileError for files without a tokenizer;
     UnsupportedModelError for a vocabulary whose tokens are not bytes.
     """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        return _build(parts, is_exact=is_exact)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _build(parts: Vocabulary, *, is_exact: bool) -> "LLTokenizer":
     from llguidance import LLTokenizer
 
     files, eos_token_ids = parts.files, parts.eos_token_ids

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.border import preparation
+from core.border.inbox import Inbox
 from core.border.turns import Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
@@ -235,3 +236,30 @@ def test_parts_of_a_request_come_before_its_clients_others_and_behind_other_clie
         if taken.count("a") < 3 and item == "a":
             turns.give_back(1, item)
     assert taken == ["a", "c", "a", "a", "b"]
+
+
+def test_each_kind_of_work_has_its_thread_and_a_request_may_need_several() -> None:
+    grammars, images, inbox, woken = Gate(), Gate(), Inbox(), threading.Semaphore(0)
+    images.needs = lambda message: message.seed == 1  # type: ignore[method-assign]
+    images.prepare = lambda message: images.begun.append(message.number)  # type: ignore[method-assign]
+    both = preparation.Preparation([grammars, images], inbox, 0, woken.release)
+    try:
+        for number, first, seed in ((1, 7, 0), (2, 7, 1), (3, 1, 1)):
+            message = AddRequest(number, bytes([first, 0, 0, 0]), SamplingParams(), seed)
+            assert both.needs(message)
+            both.begin(1, message)
+        assert not both.needs(AddRequest(4, b"\1\0\0\0", SamplingParams(), 0))
+        assert woken.acquire(timeout=PATIENCE_S)
+        assert not both.take_done()
+        assert images.begun == [3], "an image waits for a grammar"
+        assert len(both) == 2
+        grammars.opened.set()
+        for _ in range(2):
+            assert woken.acquire(timeout=PATIENCE_S)
+        assert not both.take_done()
+        assert (grammars.begun, images.begun) == ([1, 2], [3, 2])
+        assert not len(both)
+    finally:
+        grammars.opened.set()
+        both.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "preparation"]

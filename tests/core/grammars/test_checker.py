@@ -1,0 +1,127 @@
+"""Grammars are compiled by a process of their own first: what it refuses, what ends it, and how it goes on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from core.grammars.checker import CheckedGrammars
+from core.grammars.grammars import Grammars
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.messages import AddRequest
+from ipc.sampling_params import SamplingParams
+from ipc.structured_outputs import StructuredOutputsParams
+from tests.grammar_vocabulary import EOS, VOCAB_SIZE, make_grammars, schema, structured, tokenizer_files
+
+Make = Callable[..., CheckedGrammars]
+#: It takes two tenths of a second, and tens of megabytes.
+LARGE = structured(json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made = list[CheckedGrammars]()
+
+    def one(grammars: Grammars | None = None, **bounds: int) -> CheckedGrammars:
+        made.append(CheckedGrammars(grammars or make_grammars(), **bounds))
+        return made[-1]
+
+    yield one
+    for checked in made:
+        checked.close()
+
+
+def request(params: StructuredOutputsParams | None) -> AddRequest:
+    return AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=params), 0)
+
+
+def pid_of(checked: CheckedGrammars) -> int:
+    assert checked._process is not None
+    return checked._process.process.pid
+
+
+def test_what_passes_is_compiled_here_and_what_does_not_is_refused_with_its_reason(make: Make) -> None:
+    grammars = make_grammars()
+    checked = make(grammars)
+    good, bad = request(structured(json=schema(a={"type": "integer"}))), request(structured(regex="("))
+    assert checked.needs(good)
+    assert not checked.needs(request(None))
+    assert not checked.prepare(good)
+    assert not checked.needs(good)
+    with pytest.raises(InvalidRequestError, match=r"(?s)\(regex\) cannot be used: .*unclosed group") as refusal:
+        checked.prepare(bad)
+    with pytest.raises(InvalidRequestError) as ours:
+        grammars.prepare(bad)
+    assert str(refusal.value) == str(ours.value)
+    before = pid_of(checked)
+    checked.prepare(request(structured(regex="[a-c]+")))
+    assert pid_of(checked) == before
+    checked.close()
+    assert not Path(f"/proc/{before}").exists()
+    with pytest.raises(InvalidRequestError, match="the engine stops"):
+        checked.prepare(request(structured(regex="[d-f]+")))
+
+
+def test_a_grammar_that_takes_too_long_or_too_much_is_refused_and_the_next_one_is_not(make: Make) -> None:
+    for bounds, text in (
+        ({"max_cpu_ms": 20}, "takes more than 20 ms of CPU time"),
+        ({"max_memory_bytes": 8 << 20}, "more than 8 MiB of memory|too much memory"),
+    ):
+        grammars = make_grammars()
+        checked = make(grammars, **bounds)
+        with pytest.raises(InvalidRequestError, match=text):
+            checked.prepare(request(LARGE))
+        assert not grammars._cache, "it was compiled in the engine"
+        checked.prepare(small := request(structured(choice=["a", "b"])))
+        assert not checked.needs(small)
+
+
+def test_a_process_that_was_killed_is_replaced(make: Make) -> None:
+    checked = make()
+    checked.prepare(request(structured(regex="a+")))
+    before = pid_of(checked)
+    os.kill(before, signal.SIGKILL)
+    checked.prepare(request(structured(regex="b+")))
+    assert pid_of(checked) != before
+
+
+def test_it_ends_when_its_engine_closes_the_socket(make: Make) -> None:
+    checked = make()
+    checked.prepare(request(structured(regex="a+")))
+    assert checked._process is not None
+    checked._process.channel.close()
+    assert checked._process.process.wait(30) == 0
+
+
+@pytest.mark.timeout(60)
+def test_the_engine_ends_though_its_process_does_not_answer(make: Make) -> None:
+    checked, errors = make(), list[str]()
+    checked.prepare(request(structured(regex="a+")))
+    os.kill(pid_of(checked), signal.SIGSTOP)
+
+    def prepare() -> None:
+        with pytest.raises(InvalidRequestError) as error:
+            checked.prepare(request(structured(regex="b+")))
+        errors.append(str(error.value))
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    while not checked._is_asking:
+        time.sleep(0.001)
+    checked.close()
+    thread.join()
+    assert errors == ["the engine stops"]
+
+
+def test_no_process_is_started_for_what_the_engine_cannot_do(make: Make) -> None:
+    checked = make(Grammars(tokenizer_files, VOCAB_SIZE, ()))
+    with pytest.raises(UnsupportedParameterError, match="need a model with an EOS token"):
+        checked.prepare(request(structured(regex="a")))
+    assert checked._process is None
+    checked = make(Grammars(dict, VOCAB_SIZE, (EOS,)))
+    with pytest.raises(UnsupportedParameterError, match="the model has no tokenizer"):
+        checked.prepare(request(structured(regex="a")))
