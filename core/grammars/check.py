@@ -1,9 +1,9 @@
 """The process that compiles grammars before an engine does: `python -P -m core.grammars.check FD CPU_MS MEMORY`.
 
 core/grammars/checker.py starts it. FD is one end of a socket pair, whose other end is the engine's. A grammar is a
-program from a stranger. Most that are wrong are found here, where they hold nobody up: the process has little priority,
-and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends when the other end
-of its socket closes, and when its engine dies.
+program from a stranger. Most that are wrong are found here, where they hold nobody up: the process has little priority
+once it is ready, and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends
+when the other end of its socket closes, and when its engine dies.
 """
 
 import contextlib
@@ -15,12 +15,18 @@ import socket
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core import log
-from core.grammars.check_messages import Check, Verdict, Vocabulary, decode_question, encode_message
-from core.grammars.grammars import Grammars
+from core.grammars.check_messages import Check, Verdict, decode_question, encode_message
+from core.grammars.compilation import compile_grammar
+from core.grammars.vocabulary import Vocabulary, build_vocabulary
 from ipc.channel import Channel, ChannelEndedError
 from ipc.errors import EngineCoreError
+from ipc.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _NICE = 10  # with 19, a grammar of a millisecond would wait a tenth of a second beside an engine that computes
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -34,7 +40,6 @@ def main(arguments: list[str]) -> int:
         return 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group: the engine decides
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grammar that is too large ends the process by SIGABRT
     fd, max_cpu_ms, max_memory_bytes = map(int, arguments)
     channel = Channel(socket.socket(fileno=fd))
@@ -48,26 +53,22 @@ def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
     """Answer the engine's messages. Errors: ChannelEndedError when it is gone."""
     vocabulary = decode_question(channel.receive())
     assert isinstance(vocabulary, Vocabulary), "the first message is Vocabulary"
-    grammars = Grammars(lambda: vocabulary.files, vocabulary.vocab_size, vocabulary.eos_token_ids, is_exact=False)
-    failure = ""
-    try:
-        grammars.load()
-    except EngineCoreError as error:  # the engine meets the same
-        failure = str(error)
+    tokenizer = build_vocabulary(vocabulary)
+    os.nice(_NICE)
     _limit_memory(max_memory_bytes)
     while True:
         question = decode_question(channel.receive())
         assert isinstance(question, Check), "a vocabulary is sent once"
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-        verdict = Verdict(failure or _check(grammars, question))
+        verdict = Verdict(_check(tokenizer, question.params))
         signal.setitimer(signal.ITIMER_PROF, 0)
         channel.send(encode_message(verdict))
 
 
-def _check(grammars: Grammars, question: Check) -> str:
+def _check(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -> str:
     """Return why the grammar cannot be used; "" = it can."""
     try:
-        grammars.check(question.params)
+        compile_grammar(tokenizer, params)
     except EngineCoreError as error:
         return str(error)
     except MemoryError:

@@ -4,15 +4,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from core.grammars.vocabulary import Vocabulary
 from ipc.structured_outputs import StructuredOutputsParams
-
-
-class Vocabulary(msgspec.Struct, frozen=True, tag=True):
-    """The first message to the process: what core/grammars/vocabulary.py makes a vocabulary from."""
-
-    files: dict[str, bytes]
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):

@@ -8,11 +8,12 @@ import signal
 import socket
 import threading
 
-from core.grammars.check_messages import Check, Vocabulary, decode_verdict, encode_message
-from core.grammars.grammars import Grammars, check_library, constraint_of
+from core.grammars.check_messages import Check, decode_verdict, encode_message
+from core.grammars.grammars import Grammars, constraint_of
+from core.grammars.vocabulary import Vocabulary
 from ipc.channel import Channel, ChannelEndedError
 from ipc.child_process import describe_exit, run_package
-from ipc.errors import EngineStartError, InvalidRequestError
+from ipc.errors import EngineStartError, InvalidRequestError, UnsupportedParameterError
 from ipc.messages import Submission
 from ipc.structured_outputs import StructuredOutputsParams
 
@@ -27,7 +28,7 @@ _MAX_ATTEMPTS = 2
 class _Process:
     """A running process."""
 
-    def __init__(self, vocabulary: Vocabulary, max_cpu_ms: int, max_memory_bytes: int) -> None:
+    def __init__(self, max_cpu_ms: int, max_memory_bytes: int) -> None:
         """Start it. Errors: OSError, EngineStartError."""
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
@@ -39,13 +40,10 @@ class _Process:
         except BaseException:
             self.channel.close()
             raise
-        try:
-            self.channel.send(encode_message(vocabulary))
-        except ChannelEndedError:
-            pass  # the first question fails
-        except BaseException:
-            self.end()
-            raise
+
+    def load(self, vocabulary: Vocabulary) -> None:
+        """Let it make its vocabulary. Errors: ChannelEndedError."""
+        self.channel.send(encode_message(vocabulary))
 
     def ask(self, params: StructuredOutputsParams) -> str:
         """Return why the grammar cannot be used; "" = it can. Errors: ChannelEndedError."""
@@ -105,16 +103,19 @@ class CheckedGrammars:
         """Let the process compile the grammar. Errors: InvalidRequestError."""
         code = 0
         for _ in range(_MAX_ATTEMPTS):
-            process = self._start_asking()
+            process, is_new = self._start_asking()
             try:
+                if is_new:
+                    process.load(self._grammars.vocabulary())
                 self._grammars.load()  # once, beside the process, which does the same
                 error = process.ask(params)
             except ChannelEndedError:
-                with self._lock:
-                    self._process = None
-                if (code := process.end()) == -signal.SIGPROF:
+                if (code := self._end(process)) == -signal.SIGPROF:
                     break
                 continue
+            except UnsupportedParameterError:  # this model has no vocabulary
+                self._end(process)
+                raise
             finally:
                 with self._lock:
                     self._is_asking = False
@@ -123,28 +124,31 @@ class CheckedGrammars:
             return
         raise InvalidRequestError(self._why(code))
 
-    def _start_asking(self) -> _Process:
-        """Return the process, started if there is none. Errors: InvalidRequestError."""
-        check_library()
+    def _start_asking(self) -> tuple[_Process, bool]:
+        """Return the process, and whether it was started now, without a vocabulary. Errors: InvalidRequestError."""
+        self._grammars.check_usable()
         with self._lock:
             if self._is_closed:
                 raise InvalidRequestError("the engine stops")
-            if self._process is None:
+            if is_new := self._process is None:
                 try:
-                    self._process = _Process(self._grammars.vocabulary(), *self._bounds)
+                    self._process = _Process(*self._bounds)
                 except (OSError, EngineStartError) as error:
                     text = f"the process that checks grammars could not be started: {error}"
                     raise InvalidRequestError(text) from error
             self._is_asking = True
-            return self._process
+            return self._process, is_new
+
+    def _end(self, process: _Process) -> int:
+        with self._lock:
+            self._process = None
+        return process.end()
 
     def _why(self, code: int) -> str:
         """Return why a grammar is refused whose process has ended with this code."""
         max_cpu_ms, max_bytes = self._bounds
         if code == -signal.SIGPROF:
-            return (
-                f"the grammar of structured_outputs takes more than {max_cpu_ms} ms of CPU time to compile: simplify it"
-            )
+            return f"the grammar of structured_outputs takes more than {max_cpu_ms} ms of CPU time: simplify it"
         return (
             f"the grammar of structured_outputs cannot be used: the process that compiled it {describe_exit(code)}, "
             f"{_MAX_ATTEMPTS} times; it may take more than {max_bytes >> 20} MiB of memory, or nest too deeply"

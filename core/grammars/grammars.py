@@ -6,17 +6,18 @@ long as the request lives. A replay has no such thread; there it is compiled whe
 matcher allows is a function of grammar, vocabulary and tokens either way.
 """
 
-import importlib
+import contextlib
+import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.grammars.check_messages import Vocabulary
-from core.grammars.grammar_text import grammar_text
+from core.grammars.compilation import check_library, compile_grammar
+from core.grammars.vocabulary import Divide, Vocabulary, build_vocabulary
 from ipc.config import EngineConfig
-from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedParameterError
+from ipc.errors import ModelFileError, UnsupportedParameterError
 from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.messages import AddRequest, Submission
 from ipc.structured_outputs import StructuredOutputsParams
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 #: Compiled grammars that are kept though no request uses them, about 100 KB each.
 MAX_CACHED = 256
-_MAX_ERROR_CHARS = 500
+#: Seconds that Python's lock is held while the vocabulary is made, apart from calls that hold it to their end.
+_SWITCH_S = 0.0005
 
 _Key = tuple[object, ...]
 
@@ -34,20 +36,15 @@ _Key = tuple[object, ...]
 class Grammars:
     """The grammars of one engine. All methods are for any thread.
 
-    read_files: returns the model's tokenizer files; called at the first use. is_exact: forced texts are divided into
-    tokens as the model's tokenizer does, and not by the longest tokens.
+    read_files: returns the model's tokenizer files; called at the first use.
     """
 
     def __init__(
-        self,
-        read_files: Callable[[], Mapping[str, bytes]],
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        *,
-        is_exact: bool = True,
+        self, read_files: Callable[[], Mapping[str, bytes]], vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._read_files, self._vocab_size, self._eos_token_ids = read_files, vocab_size, eos_token_ids
-        self._is_exact = is_exact
+        self._read: tuple[Vocabulary, Callable[[], Divide]] | None = None  # until load()
+        self._failure = ""  # why the model has no vocabulary
         self._vocabulary: LLTokenizer | None = None
         self._compiling = threading.Lock()  # one grammar at a time
         self._lock = threading.Lock()  # of both maps
@@ -69,18 +66,24 @@ class Grammars:
         if params is not None:
             self._compiled(params)
 
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Compile a grammar and keep nothing. Errors: InvalidRequestError."""
-        self._compile(params)
-
-    def vocabulary(self) -> Vocabulary:
-        """Return what the vocabulary is made from. Errors: InvalidRequestError where there is no EOS token."""
+    def check_usable(self) -> None:
+        """Check that this engine can have grammars, as far as is known. Errors: UnsupportedParameterError."""
         if not self._eos_token_ids:
             raise UnsupportedParameterError("structured_outputs need a model with an EOS token, which ends the text")
-        return Vocabulary(dict(self._read_files()), self._vocab_size, self._eos_token_ids)
+        if self._failure:
+            raise UnsupportedParameterError(self._failure)
+        check_library()
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the model's vocabulary. Errors: UnsupportedParameterError."""
+        with self._compiling, _switching_often():
+            read = self._read or self._read_files_now()
+            if self._vocabulary is None:
+                self._read = read  # for load()
+            return read[0]
 
     def load(self) -> None:
-        """Make the vocabulary, unless it is there. Errors: InvalidRequestError."""
+        """Make the vocabulary ready for grammars, unless it is. Errors: UnsupportedParameterError."""
         with self._compiling:
             self._tokenizer()
 
@@ -131,48 +134,36 @@ class Grammars:
             return found
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
-        tokenizer = self._tokenizer()
-        from llguidance import LLMatcher, LLParserLimits
-
-        # They bound a mask to about 3 ms; it is made between two steps.
-        limits = LLParserLimits(
-            initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=10_000,
-            step_max_items=20_000,
-            max_lexer_states=50_000,
-            max_grammar_size=100_000,
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask builds the lexer's states, which copies share
-        if matcher.is_error():
-            text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {matcher.get_error()}"
-            raise InvalidRequestError(text[:_MAX_ERROR_CHARS])
-        return matcher
+        return compile_grammar(self._tokenizer(), params)
 
     def _tokenizer(self) -> "LLTokenizer":
         if self._vocabulary is None:
-            parts = self.vocabulary()
-            check_library()
-            from core.grammars.vocabulary import build_vocabulary
-
-            try:
-                self._vocabulary = build_vocabulary(parts, is_exact=self._is_exact)
-            except ModelFileError as error:
-                raise UnsupportedParameterError(f"structured_outputs need the model's tokenizer: {error}") from None
+            self.check_usable()
+            with _switching_often():
+                vocabulary, build = self._read or self._read_files_now()
+                self._vocabulary = build_vocabulary(vocabulary, build)
+            self._read = None
         return self._vocabulary
 
+    def _read_files_now(self) -> tuple[Vocabulary, Callable[[], Divide]]:
+        from core.grammars.token_files import read_vocabulary
 
-def check_library() -> None:
-    """Import llguidance. Errors: UnsupportedParameterError without it."""
+        try:
+            return read_vocabulary(self._read_files(), self._vocab_size, self._eos_token_ids)
+        except ModelFileError as error:
+            self._failure = f"structured_outputs need the model's tokenizer: {error}"
+            raise UnsupportedParameterError(self._failure) from None
+
+
+@contextlib.contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let this thread give Python's lock to a step soon. Python's own 5 ms, some times in each step, would be seen."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
     try:
-        importlib.import_module("llguidance")
-    except ImportError:
-        raise UnsupportedParameterError(
-            "structured_outputs need llguidance, which is not installed where the engine runs: "
-            "pip install 'llm-engine-core[structured]'"
-        ) from None
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def model_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:

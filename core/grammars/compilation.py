@@ -1,0 +1,46 @@
+"""compile_grammar(): a matcher at the beginning of a request's grammar."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from core.grammars.grammar_text import grammar_text
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MAX_ERROR_CHARS = 500
+
+
+def check_library() -> None:
+    """Import llguidance. Errors: UnsupportedParameterError without it."""
+    try:
+        importlib.import_module("llguidance")
+    except ImportError:
+        raise UnsupportedParameterError(
+            "structured_outputs need llguidance, which is not installed where the engine runs: "
+            "pip install 'llm-engine-core[structured]'"
+        ) from None
+
+
+def compile_grammar(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -> "LLMatcher":
+    """Return a matcher that has computed its first mask. Errors: InvalidRequestError."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    # They bound a mask to about 3 ms; it is made between two steps.
+    limits = LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=10_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first mask builds the lexer's states, which copies share
+    if matcher.is_error():
+        text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {matcher.get_error()}"
+        raise InvalidRequestError(text[:_MAX_ERROR_CHARS])
+    return matcher
