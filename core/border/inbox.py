@@ -12,9 +12,9 @@ from ipc.scheduling_messages import Explain
 #: Units of work that the engine thread takes in before a step, at some 20 microseconds each. The rest waits for the
 #: next steps. A unit is a choice of a request, 1024 of its tokens, 256 numbers among its parameters, or a number of an
 #: Abort (a request that waits takes 5 microseconds, a running one 50).
-WORK_PER_STEP = 256
+WORK_PER_STEP = 128
 #: Most numbers of an Abort: longer ones are put in parts.
-MAX_ABORTED_AT_ONCE = 256
+MAX_ABORTED_AT_ONCE = 128
 _EXPLAIN_WORK = WORK_PER_STEP  # of 1000 requests
 #: Queued messages and bytes beyond which no client is read. Requests have bounds of their own; aborts and calls do not.
 MAX_MESSAGES = 131_072

@@ -91,6 +91,8 @@ class Waiting:
         Return an Abort of the other requests, for the engine, and the last rows of the requests that ended here. Where
         n > 1, an abort of one choice follows the request into the inbox.
         """
+        if not self._jobs:  # thousands of numbers need no look
+            return abort, None
         numbers = unpack_numbers(abort.numbers)
         if not any((client, number) in self._jobs for number in numbers):
             return abort, None

@@ -29,7 +29,7 @@ AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 
 #: Received before results are sent again: messages, or frames of long ones, and bytes. Decoding what is densest, lists
 #: of small numbers, takes 0.1 microseconds a byte.
-_FRAMES_PER_ROUND, _BYTES_PER_ROUND = 64, 64 << 10
+_FRAMES_PER_ROUND, _BYTES_PER_ROUND = 32, 32 << 10
 _STEPS_PER_ROUND = 4  # sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8

@@ -152,7 +152,7 @@ def test_a_message_of_many_frames_is_read_in_many_rounds(socket: PlayedSocket, b
     num_left = []
     while not border.receive(0.0):
         num_left.append(len(socket.frames))
-    assert num_left == [1001 - 64 * rounds for rounds in range(1, 16)]
+    assert num_left == [1001 - 32 * rounds for rounds in range(1, 32)]
     (refused,) = [decode_server_message(frame) for frame in socket.sent]
     assert isinstance(refused, Refused)
     assert refused.message == "a message is one frame, this has 1000"
@@ -161,7 +161,7 @@ def test_a_message_of_many_frames_is_read_in_many_rounds(socket: PlayedSocket, b
 
 def test_few_long_messages_fill_a_round(socket: PlayedSocket, border: Border) -> None:
     for number in range(4):
-        socket.put(encode(request(number, [1] * 14_000)))  # 55 KiB
+        socket.put(encode(request(number, [1] * 7000)))  # 27 KiB
     for first in (0, 2):
         assert not border.receive(0.0)
         numbers = [message.number for _, message in border.inbox.drain() if isinstance(message, AddRequest)]
@@ -215,8 +215,8 @@ def test_a_session_with_many_requests_ends_in_parts(socket: PlayedSocket, border
     while part := border.inbox.drain():
         messages += [message for _, message in part]
     aborts = [message for message in messages if isinstance(message, Abort)]
-    assert [len(abort.numbers) // 4 for abort in aborts] == [MAX_ABORTED_AT_ONCE] * 11 + [
-        3000 - 11 * MAX_ABORTED_AT_ONCE
+    assert [len(abort.numbers) // 4 for abort in aborts] == [MAX_ABORTED_AT_ONCE] * 23 + [
+        3000 - 23 * MAX_ABORTED_AT_ONCE
     ]
     assert messages[-1] == Goodbye()
 
