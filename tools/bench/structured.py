@@ -131,9 +131,15 @@ def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: boo
         begin = time.perf_counter()
         engine.step([], 0)
         times.append(time.perf_counter() - begin)
-    engine.scheduler.finish_client(0)
-    engine.step([], 0)
+    _forget_rows(engine)
     return statistics.median(times) * 1e6
+
+
+def _forget_rows(engine: EngineCore) -> None:
+    """End all requests, also in the runner, which learns of it from the next plan: else it goes on to mask the rows."""
+    engine.scheduler.finish_client(0)
+    engine.step([(0, _message(_ROWS, None, 0.0))], 0)
+    engine.scheduler.finish_client(0)
 
 
 def _json_run(engine: EngineCore, turn: int) -> tuple[float, int, int]:
@@ -143,5 +149,7 @@ def _json_run(engine: EngineCore, turn: int) -> tuple[float, int, int]:
     engine.step([(0, _message(0, _schema(*_NAMES), 0.0, prompt))], 0)
     while engine.has_work:
         engine.step([], 0)
-    stats = engine.scheduler.stats
-    return time.perf_counter() - begin, stats.num_steps, stats.num_generation_tokens
+    seconds, stats = time.perf_counter() - begin, engine.scheduler.stats
+    result = seconds, stats.num_steps, stats.num_generation_tokens
+    _forget_rows(engine)
+    return result
