@@ -1,6 +1,6 @@
 """Features: the features of one engine, by content: what clients have put, and the rows that stand in for tokens.
 
-A feature is put before the request that names it. The preparation thread makes its rows, so that the scheduler sees
+A feature is put before the request that names it. A preparation thread makes its rows, so that the scheduler sees
 only requests whose rows are there, and no step waits for an encoder. Rows are kept as long as a request that has
 them lives, and after that as long as they fit: a second question on an image runs no encoder.
 
