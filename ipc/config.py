@@ -28,8 +28,8 @@ KVCacheDtype = Literal["auto", "int8"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start.
 
-    A resolved config (core/process/resolve.py) has None only in `model`, `capture`, `flight_recorder_folder` and
-    `speculative_config`.
+    A resolved config (core/process/resolve.py) has None only in `model`, `capture`, `kv_dir`,
+    `flight_recorder_folder` and `speculative_config`.
 
     Errors: ConfigError that names the option and what is allowed.
     """
@@ -172,6 +172,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_host_blocks: Annotated[
         int | None, Option("KV cache", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
     ] = None
+    kv_dir: Annotated[
+        str | None,
+        Option(
+            "KV cache", "folder of files with KV blocks, found again after a restart; needs kv_host_bytes"
+        ),
+    ] = None
+    kv_dir_bytes: Annotated[
+        int,
+        Option("KV cache", "most bytes of those files, as 512M, 2G; those unused for longest go first", 2**20, 2**50),
+    ] = 32 << 30
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
     scheduling_policy: Annotated[
         SchedulingPolicy,
@@ -388,7 +398,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         sizes = self.distributed_executor_backend, self.tensor_parallel_size
         if (self.kv_host_bytes or self.num_host_blocks) and not self.enable_prefix_caching:
             raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
+        has_host = self.kv_host_bytes > 0 or bool(self.num_host_blocks)
+        checks.check_kv_dir(self.kv_dir, self.executor, self.device, self.speculative_config, has_host=has_host)
         has_workers = checks.check_workers(self.executor, *sizes, enable_lora=self.enable_lora)
+        checks.check_kv_dir_here(self.kv_dir, has_workers=has_workers)
         checks.check_overlap(self.executor, self.device, is_wanted=self.async_scheduling and not has_workers)
         checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
         checks.check_speculation(self.speculative_config, self.executor, self.device, self.tensor_parallel_size)

@@ -297,6 +297,8 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_host_blocks: int = 0  # room for blocks that the KV cache evicts
     num_kept_blocks: int = 0  # now: of these, in use
     num_host_hits: int = 0  # blocks that came back from there
+    num_fetched_blocks: int = 0  # read from files into that memory
+    num_stored_blocks: int = 0  # written from there to files
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):

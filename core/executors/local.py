@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
+from core.execution.host_blocks import HostBlocks
 from core.execution.plan import SchedulerOutput
 from core.executors.adapters import model_adapters
 from core.executors.features import model_features
@@ -84,6 +85,12 @@ class LocalExecutor:
         vision = self._loaded.source.vision
         self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
         self._ahead = BlocksAhead(self.runner.cache)
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """The host pool; None: there is none."""
+        cache = self.runner.swap_cache
+        return None if cache is None else HostBlocks(cache.memory, cache.layout)
 
     def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
         """Return the drafter of this executor's draft model or head. Errors: MemoryError."""

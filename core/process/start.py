@@ -24,8 +24,10 @@ from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo, MortalExecutor
 from core.features.store import encoder_ns
 from core.process.black_box import BlackBox
+from core.process.kv_store import open_store, with_orders
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
+from core.tiers.store_thread import StoreThread
 from ipc.config import EngineConfig
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
@@ -51,7 +53,8 @@ class StartedEngine(NamedTuple):
     engine: Engine
     executor: Executor
     io: IOThread  # bound, not yet running
-    box: BlackBox
+    turn: Callable[[int], None]  # called at the end of each round of the loop
+    store: StoreThread | None
     close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
 
 
@@ -112,12 +115,19 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     io = IOThread(bound.context, bound.router, served, preparer, adapters)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
+    store = open_store(config, executor, io.put_news)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
-    return _make_engine(start, config, executor, io, capture, box)
+    return _make_engine(start, config, executor, io, capture, box, store)
 
 
 def _make_engine(
-    start: Start, config: EngineConfig, executor: Executor, io: IOThread, capture: str | None, box: BlackBox
+    start: Start,
+    config: EngineConfig,
+    executor: Executor,
+    io: IOThread,
+    capture: str | None,
+    box: BlackBox,
+    store: StoreThread | None,
 ) -> StartedEngine:
     """Return the engine, whose steps are noted in its black box.
 
@@ -133,10 +143,11 @@ def _make_engine(
     else:
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)
-        return StartedEngine(core, executor, io, box, lambda: None)
+        return StartedEngine(core, executor, io, with_orders(box.turn, core, store), store, lambda: None)
     captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns)
-    box.watch(captured.engine.scheduler)
-    return StartedEngine(captured, executor, io, box, writer.close)
+    core = captured.engine
+    box.watch(core.scheduler)
+    return StartedEngine(captured, executor, io, with_orders(box.turn, core, store), store, writer.close)
 
 
 def _meter(config: EngineConfig) -> RequestMeter | None:

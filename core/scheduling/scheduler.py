@@ -21,6 +21,7 @@ from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beam_searches import BeamSearches
+from core.scheduling.block_exchange import make_exchange
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.ends import Ends
@@ -67,13 +68,14 @@ class Scheduler:
         self.speculation = Speculation(config, self.batch, self.waiting, self.policy, self.stats, reserve)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
+        self.exchange = self.admission.exchange = make_exchange(config, self.batch, self.waiting)
         self._requests = RequestIndex()
         self._parties = Parties(self.policy, config.client_weights)
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
         served = self.batch, self.waiting, self.policy, self.preemption
         self._ends = Ends(*served, self.outputs, self.stats, self._requests, self._parties, self._leads)
-        told = self.outputs, self.stats, eos_token_ids
-        self.beams = BeamSearches(self.batch, self.waiting, self.preemption, self._ends, *told)
+        told = self._ends, self.outputs, self.stats, eos_token_ids
+        self.beams = BeamSearches(self.batch, self.waiting, self.preemption, *told)
         self._group_rows: GroupRows | None = None  # from the first beam search on
         self.has_executor = True  # which can take plans
         self._step = 0
