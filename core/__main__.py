@@ -27,7 +27,7 @@ from ipc.pipes import write_frame
 from ipc.start_messages import Prepared, Ready, StartFailed, StartPhase, StartReport
 
 EXIT_START_FAILED = 2
-_STORE_S = 2.0  # for KV blocks that wait to be written to files
+_STORE_S = 5.0  # for KV blocks that wait to be written to files
 _LOG_S = 0.5  # for the last lines on standard error
 _PACKAGES = ("core", "ipc", "kernels")
 

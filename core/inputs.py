@@ -72,7 +72,10 @@ class BlocksArrived(msgspec.Struct, frozen=True, array_like=True, tag=128):
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=129):
-    """A Store has ended: `count` of its blocks are in the store. Its slots are not read any more."""
+    """A Store has ended: `count` of its blocks were written. Its slots are not read any more.
+
+    Ticket 0: so many blocks were written that requests have left in the KV cache.
+    """
 
     ticket: int
     count: int

@@ -36,12 +36,18 @@ class Store(NamedTuple):
     contents: Ints  # [n]
 
 
-class Note(NamedTuple):
-    """Learn the tokens of contents that a request leaves in the KV cache. There is no answer."""
+class Leave(NamedTuple):
+    """Learn what a request leaves in the KV cache, and write those of its blocks that stay there for long enough.
+
+    A block is what it was while its content is the same and it has been evicted as often as here. Both are looked up
+    before and after it is read. There is no answer.
+    """
 
     root: int
     token_ids: Int32s  # of whole blocks
-    contents: Ints  # [blocks]; UNNAMED: the block has no name of its own
+    blocks: Int32s  # [n] of the KV cache
+    contents: Ints  # [n]; UNNAMED: the block has no name of its own
+    evictions: Ints  # [n]
 
 
-Order: TypeAlias = Look | Fetch | Store | Note
+Order: TypeAlias = Look | Fetch | Store | Leave

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-from core import log
 from core.engine import EngineCore
 from core.execution.executor import Executor
-from core.execution.host_blocks import host_blocks_of
+from core.execution.shared_blocks import shared_blocks_of
 from core.inputs import StoreNews
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
@@ -15,24 +14,28 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 
 
-def open_store(config: EngineConfig, executor: Executor, tell: Callable[[StoreNews], None]) -> StoreThread | None:
+def open_folder(config: EngineConfig, executor: Executor) -> BlockFolder | None:
     """Open the folder that the config names; None: it names none, or the engine caches no prefixes.
 
-    tell: called with each answer, from a thread. Errors: ConfigError.
+    Errors: ConfigError for a folder that cannot be used, or an executor that does not share its blocks.
     """
     if config.kv_dir is None or not config.num_host_blocks:
         return None
-    host = host_blocks_of(executor)
-    if host is None:
+    if shared_blocks_of(executor) is None:
         raise ConfigError(f"kv_dir: executor {config.executor!r} keeps no blocks in this process: leave it out")
-    assert config.num_blocks_override is not None, "the config is not resolved"
-    folder = BlockFolder(config.kv_dir, config.kv_dir_bytes)
-    content = f"{executor.info.fingerprint}\n{executor.info.dtype}\n{host.layout}"
-    names = PortableNames(folder.key, content, config.block_size)
-    if host.bytes_per_block * 2 > config.kv_dir_bytes:
-        log.say(f"engine-core: kv_dir_bytes has no room for two blocks of {host.bytes_per_block} bytes")
-    num_blocks = config.num_blocks_override + config.num_host_blocks
-    return StoreThread(BlockStore(folder, names, host, num_blocks), tell)
+    return BlockFolder(config.kv_dir, config.kv_dir_bytes)
+
+
+def start_store(
+    folder: BlockFolder | None, executor: Executor, core: EngineCore, tell: Callable[[StoreNews], None]
+) -> StoreThread | None:
+    """Start the thread that carries out the core's orders. tell: called from it with each answer."""
+    exchange, blocks = core.scheduler.exchange, shared_blocks_of(executor)
+    if folder is None or exchange is None or blocks is None:
+        return None
+    content = f"{executor.info.fingerprint}\n{executor.info.dtype}\n{blocks.layout}"
+    names = PortableNames(folder.key, content, core.scheduler.block_size)
+    return StoreThread(BlockStore(folder, names, blocks, core.scheduler.pool.names.content, exchange.evictions), tell)
 
 
 def with_orders(turn: Callable[[int], None], core: EngineCore, store: StoreThread | None) -> Callable[[int], None]:

@@ -24,9 +24,10 @@ from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo, MortalExecutor
 from core.features.store import encoder_ns
 from core.process.black_box import BlackBox
-from core.process.kv_store import open_store, with_orders
+from core.process.kv_store import open_folder, start_store, with_orders
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
+from core.tiers.block_folder import BlockFolder
 from core.tiers.store_thread import StoreThread
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -115,9 +116,9 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     io = IOThread(bound.context, bound.router, served, preparer, adapters)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
-    store = open_store(config, executor, io.put_news)
+    folder = open_folder(config, executor)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
-    return _make_engine(start, config, executor, io, capture, box, store)
+    return _make_engine(start, config, executor, io, capture, box, folder)
 
 
 def _make_engine(
@@ -127,7 +128,7 @@ def _make_engine(
     io: IOThread,
     capture: str | None,
     box: BlackBox,
-    store: StoreThread | None,
+    folder: BlockFolder | None,
 ) -> StartedEngine:
     """Return the engine, whose steps are noted in its black box.
 
@@ -143,10 +144,12 @@ def _make_engine(
     else:
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)
+        store = start_store(folder, executor, core, io.put_news)
         return StartedEngine(core, executor, io, with_orders(box.turn, core, store), store, lambda: None)
     captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns)
     core = captured.engine
     box.watch(core.scheduler)
+    store = start_store(folder, executor, core, io.put_news)
     return StartedEngine(captured, executor, io, with_orders(box.turn, core, store), store, writer.close)
 
 

@@ -13,7 +13,7 @@ from core.batch.batch import Batch
 from core.batch.request import Request
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
 from core.kv.block_names import UNNAMED, block_key
-from core.kv.orders import Fetch, Look, Note, Order, Store
+from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import BlockIds, Int32s, Ints, Rows
 from ipc.config import EngineConfig
@@ -54,7 +54,8 @@ class BlockExchange:
         self._stores: dict[int, Ints] = {}  # slots by ticket
         self._unstored: deque[tuple[int, int]] = deque()  # (slot, content), oldest first
         self._num_tickets = 0
-        batch.before_release.append(self.note)
+        self.evictions: Ints = np.zeros(batch.pool.num_blocks, np.int64)  # of each block, since the engine started
+        batch.before_release.append(self.leave)
         batch.host_cache.on_written = self.queue_stores
         batch.pool.tiers.append(self)
 
@@ -182,8 +183,8 @@ class BlockExchange:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
-    def note(self, rows: Rows) -> None:
-        """Tell the store the tokens of rows that are about to be released."""
+    def leave(self, rows: Rows) -> None:
+        """Tell the store of the blocks of rows that are about to be released."""
         table, names, size = self._batch.table, self._batch.pool.names, self._batch.block_size
         for row in rows.tolist():
             request, named = table.request[row], int(table.num_named_blocks[row])
@@ -191,8 +192,9 @@ class BlockExchange:
                 continue
             token_ids = table.tokens.read(row, 0, named * size)
             if (named := _num_portable(token_ids, size)) > 0:
-                contents = names.content[table.blocks.read(row, 0, named)]
-                self.orders.append(Note(request.root, token_ids[: named * size].copy(), contents))
+                blocks = table.blocks.read(row, 0, named).copy()
+                what = token_ids[: named * size].copy(), blocks, names.content[blocks], self.evictions[blocks]
+                self.orders.append(Leave(request.root, *what))
 
     def queue_stores(self, slots: Ints) -> None:
         """Store blocks that the finished plan copies to these slots."""
@@ -202,7 +204,9 @@ class BlockExchange:
         self._issue_stores()
 
     def stored(self, message: BlocksStored) -> None:
-        """Let slots be used again that have been written to the store."""
+        """Let slots be used again that have been written to the store. Ticket 0: blocks came from the KV cache."""
+        if not message.ticket:
+            self.num_stored += message.count
         if (slots := self._stores.pop(message.ticket, None)) is not None:
             self.num_stored += message.count
             self._host.unlock(slots)
@@ -229,7 +233,8 @@ class BlockExchange:
     # --- as a tier of the pool ---------------------------------------------------------------------------------------
 
     def keep(self, blocks: BlockIds) -> None:
-        """Do nothing: the host takes the blocks, and they go on from there."""
+        """Count evictions. The host takes the blocks, and they go on from there."""
+        self.evictions[blocks] += 1
 
     def forget(self) -> None:
         """Let nothing in that is on its way: the cache is emptied, or the executor is lost."""

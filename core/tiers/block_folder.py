@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from core.tiers.block_file import HEAD_BYTES, read_block, write_block
@@ -101,8 +101,11 @@ class BlockFolder:
             os.close(fd)
         return False
 
-    def write(self, name: bytes, parts: Sequence[memoryview]) -> bool:
-        """Write a block unless there is a file of it; return whether it was written. Errors: OSError."""
+    def write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
+        """Write a block unless there is a file of it; return whether it was written. Errors: OSError.
+
+        is_still_so: asked when the bytes have been read; False = they may have changed meanwhile, so there is no file.
+        """
         file = _file_of(name)
         with contextlib.suppress(FileNotFoundError):
             os.utime(file, dir_fd=self._blocks, follow_symlinks=False)
@@ -118,6 +121,9 @@ class BlockFolder:
                 write_block(fd, name, parts)
             finally:
                 os.close(fd)
+            if not is_still_so():
+                os.unlink(new, dir_fd=self._blocks)
+                return False
             os.rename(new, file, src_dir_fd=self._blocks, dst_dir_fd=self._blocks)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -1,11 +1,14 @@
-"""StoreThread: carries out the scheduler's orders on a store of blocks, off the step's path. Reading goes first."""
+"""StoreThread: carries out the scheduler's orders on a store of blocks, off the step's path.
+
+Reading goes first, and what is in the KV cache is written last.
+"""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from core.inputs import StoreNews
-from core.kv.orders import Fetch, Look, Note, Order, Store
+from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.tiers.block_store import BlockStore
 
 
@@ -15,7 +18,7 @@ class StoreThread:
     def __init__(self, store: BlockStore, tell: Callable[[StoreNews], None]) -> None:
         self._store, self._tell = store, tell
         self._urgent: deque[Look | Fetch] = deque()
-        self._later: deque[Note | Store] = deque()
+        self._later: deque[Leave | Store] = deque()
         self._wake = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv files", daemon=True)
@@ -42,16 +45,20 @@ class StoreThread:
 
     def _run(self) -> None:
         self._store.open()
-        while (order := self._next()) is not None:
-            if (answer := self._store.carry_out(order)) is not None:
+        while True:
+            order = self._next()
+            if order is None and not self._store.has_unsaved:
+                break
+            answer = self._store.save_one() if order is None else self._store.carry_out(order)
+            if answer is not None:
                 self._tell(answer)
         self._store.close()
 
     def _next(self) -> Order | None:
-        """Wait for the next order; None: the thread ends."""
+        """Wait for the next order; None: a block may be saved, or else the thread ends."""
         with self._wake:
             while not (self._urgent or self._later):
-                if self._is_closing:
+                if self._is_closing or self._store.has_unsaved:
                     return None
                 self._wake.wait()
             return self._urgent.popleft() if self._urgent else self._later.popleft()

@@ -6,7 +6,7 @@ The store's answers come when the test lets them come, so every order of events 
 import random
 from pathlib import Path
 
-from core.execution.host_blocks import HostBlocks
+from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import EngineInput, StoreNews
 from core.kv.orders import Fetch, Look, Order
 from core.tiers.block_folder import BlockFolder
@@ -33,12 +33,16 @@ class ExchangeDriver:
         self.driver = Driver(self.config)
         self.engine, self.exchange = self.driver.engine, self.driver.scheduler.exchange
         self.folder = BlockFolder(str(folder), max_bytes)
-        host = HostBlocks([self.driver.executor._host], "paged executor")
+        cache = self.driver.executor._kv.reshape(-1, BLOCK)
+        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([self.driver.executor._host]), "paged executor")
         names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
-        self.store = BlockStore(self.folder, names, host, 100)
+        assert self.exchange is not None
+        columns = self.driver.scheduler.pool.names.content, self.exchange.evictions
+        self.store = BlockStore(self.folder, names, blocks, *columns)
         self.orders: list[Order] = []  # not carried out yet
         self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch
         self.num_looks = 0
+        self.saves = True  # blocks in the KV cache are written
         self._rng = rng
 
     def step(self, *messages: AddRequest, now_ns: int = 0, others: list[tuple[int, EngineInput]] | None = None) -> None:
@@ -51,7 +55,7 @@ class ExchangeDriver:
         """Carry out what the store gets around to now."""
         count = len(self.orders) if self._rng is None else self._rng.randrange(len(self.orders) + 1)
         orders, self.orders = self.orders[:count], self.orders[count:]
-        answers = []
+        answers: list[StoreNews] = []
         for order in orders:
             answer = self.store.carry_out(order)
             if isinstance(order, Look):
@@ -60,12 +64,15 @@ class ExchangeDriver:
                 self.reads.append((order.ticket, len(order.slots)))
             if answer is not None:
                 answers.append(answer)
+        while self.saves and self.store.has_unsaved and (self._rng is None or self._rng.random() < 0.8):
+            if (saved := self.store.save_one()) is not None:
+                answers.append(saved)
         return answers
 
     def drain(self, limit: int = 5000) -> None:
         """Step until nothing is to be done, neither by the engine nor by the store."""
         for _ in range(limit):
-            if not self.engine.has_unfinished and not self.orders:
+            if not (self.engine.has_unfinished or self.orders or (self.saves and self.store.has_unsaved)):
                 return
             self.step()
         raise AssertionError(f"still at work after {limit} steps")

@@ -11,6 +11,7 @@ from core.engine import EngineCore
 from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
 from core.scheduling.block_exchange import MAX_WAIT_NS
+from core.tiers import block_folder
 from ipc.messages import Abort, AddRequest, ResetPrefixCache
 from ipc.scheduling_messages import Explain, Explanation, Reason
 from tests.core.driving import Received, add_message, expected_tokens
@@ -52,6 +53,39 @@ def test_the_next_engine_finds_the_blocks(tmp_path: Path) -> None:
     assert (statistics.num_fetched_blocks, statistics.num_host_hits) == (8, 8)
     assert ask(engine, prompt(0)) == 8 * BLOCK, "this time from the KV cache"
     assert len(engine.reads) == 1
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_blocks_are_written_from_the_cache_and_on_their_way_through_the_host(tmp_path: Path, saves: bool) -> None:
+    engine = ExchangeDriver(tmp_path)
+    engine.saves = saves
+    ask(engine, prompt(0))
+    assert len(os.listdir(tmp_path / "blocks")) == (8 if saves else 0)
+    for number in (1, 2):
+        ask(engine, prompt(100 * number))
+    assert len(os.listdir(tmp_path / "blocks")) >= 12
+    assert engine.engine.statistics(0).num_stored_blocks == len(os.listdir(tmp_path / "blocks"))
+
+
+def test_a_block_that_is_evicted_while_it_is_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content number may even be there again: the count of evictions tells."""
+    engine = ExchangeDriver(tmp_path)
+    engine.saves = False
+    ask(engine, prompt(0))
+    assert engine.store.has_unsaved
+    assert engine.exchange is not None
+    evictions, write = engine.exchange.evictions, block_folder.write_block
+
+    def evict(fd: int, name: bytes, parts: list[memoryview]) -> None:
+        write(fd, name, parts)
+        evictions[:] += 1
+
+    monkeypatch.setattr(block_folder, "write_block", evict)
+    while engine.store.has_unsaved:
+        engine.store.save_one()
+    assert os.listdir(tmp_path / "blocks") == []
 
 
 def test_a_longer_prompt_goes_on_after_what_is_there(tmp_path: Path) -> None:
