@@ -33,8 +33,8 @@ class Parts:
         self.folder = BlockFolder(str(folder), 2**20)
         self.contents, self.evictions = np.arange(8), np.zeros(8, np.int64)
         blocks = SharedBlocks(BlockMemory(self.cache), BlockMemory(self.host), "layout")
-        names = PortableNames(self.folder.key, "model", SIZE)
-        self.store = BlockStore(self.folder, names, blocks, self.contents, self.evictions)
+        self.names = PortableNames(self.folder.key, "model", SIZE)
+        self.store = BlockStore(self.folder, self.names, blocks, self.contents, self.evictions)
 
     def leave(self) -> Leave:
         """A request leaves its tokens in blocks 1, 2 and 3."""
@@ -86,8 +86,9 @@ def test_blocks_on_the_host_are_written_under_the_names_that_were_left(parts: Pa
 def test_a_fetch_ends_before_the_first_damaged_block(parts: Parts, tmp_path: Path) -> None:
     parts.store.carry_out(parts.leave())
     parts.save()
-    files = sorted((tmp_path / "kv" / "blocks").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    files[1].write_bytes(files[1].read_bytes()[:-1])
+    _, second, _ = parts.names.chain(-1, TOKENS)
+    file = tmp_path / "kv" / "blocks" / f"{second.hex()}.kv"
+    file.write_bytes(file.read_bytes()[:-1])
     assert parts.store.carry_out(fetch()) == BlocksArrived(7, 1)
 
 
