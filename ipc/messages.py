@@ -31,11 +31,9 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines started again, measurements of requests, speculation, grammars, pooling, adapters,
-#: features.
+#: 3: default sampling. 4: engines started again, measurements, speculation, grammars, pooling, adapters, features.
 PROTOCOL_MINOR = 4
-#: The first minor of engines that take structured_outputs.
-STRUCTURED_OUTPUTS_MINOR = 4
+STRUCTURED_OUTPUTS_MINOR = 4  # the first of engines that take structured_outputs
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20

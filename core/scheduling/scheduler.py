@@ -49,8 +49,7 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
-        self.block_size = config.block_size
-        self.max_num_seqs = config.max_num_seqs
+        self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats = new_stats()
@@ -64,8 +63,8 @@ class Scheduler:
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
         if config.enable_lora:
             self.admission.add_limit(AdapterSlots(config.max_loras))
-        reserve = self.admission.num_watermark_blocks
-        self.speculation = Speculation(config, self.batch, self.waiting, self.policy, self.stats, reserve)
+        shared = self.batch, self.waiting, self.policy, self.stats, self.admission.num_watermark_blocks
+        self.speculation = Speculation(config, *shared)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self.exchange = self.admission.exchange = make_exchange(config, self.batch, self.waiting)
@@ -74,8 +73,8 @@ class Scheduler:
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
         served = self.batch, self.waiting, self.policy, self.preemption
         self._ends = Ends(*served, self.outputs, self.stats, self._requests, self._parties, self._leads)
-        told = self._ends, self.outputs, self.stats, eos_token_ids
-        self.beams = BeamSearches(self.batch, self.waiting, self.preemption, *told)
+        beside = self.preemption, self._ends, self.outputs, self.stats, eos_token_ids
+        self.beams = BeamSearches(self.batch, self.waiting, *beside)
         self._group_rows: GroupRows | None = None  # from the first beam search on
         self.has_executor = True  # which can take plans
         self._step = 0

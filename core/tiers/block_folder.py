@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,8 +23,8 @@ _SUFFIX = ".kv"
 _UNFINISHED = ".tmp"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Unfinished files that are older were left by an engine that has died.
-_UNFINISHED_S = 600.0
+#: Unfinished files that are so much older than the last change were left by an engine that has died. Nanoseconds.
+_UNFINISHED_NS = 600 * 10**9
 #: The files are counted again when this engine has written this share of the bound since the last count, because
 #: other engines write too. When they are too many, as many go as leave this share free.
 _SHARE = 16
@@ -149,7 +148,7 @@ class BlockFolder:
 
     def _files(self) -> Iterator[_File]:
         """Yield all blocks; remove unfinished files that nobody will finish."""
-        oldest_ns = time.time_ns() - int(_UNFINISHED_S * 1e9)
+        oldest_ns = os.fstat(self._blocks).st_mtime_ns - _UNFINISHED_NS  # something was written later
         with os.scandir(self._blocks) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
