@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         context: Context = zmq.Context()
         keys = keys_of(parsed.listen)
-        start_zap(context, None if keys is None else AllowList(keys))
+        allowed = None if keys is None else AllowList(keys)
+        start_zap(context, allowed)
         router = bind_router(context, parsed.listen)
         links = Links()
         stack.callback(links.end)
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
             context.term()
             raise
         meter = RequestMeter(served.welcome.limits.max_model_len, None)
-        io = IOThread(context, router, msgspec.structs.replace(served, meter=meter))
+        quota_of = None if allowed is None else allowed.quota_of
+        io = IOThread(context, router, msgspec.structs.replace(served, meter=meter, quota_of=quota_of))
         io.wake_engine_on(links.fd)
         io.start()
         stop.serve(io)
@@ -102,7 +104,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `serve --listen`")
     parser.add_argument(
-        "--replica", required=True, nargs="+", action="extend", metavar="ADDR", help="engines of the same model"
+        "--replica",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="ADDR",
+        help="engines of the same model, as clients name them",
     )
     parser.add_argument(
         "--route",
