@@ -7,6 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from core.capture import writer as capture_writer
+from core.capture.engine import CapturedEngine, start_capture
+from core.capture.file import CaptureFile
+from core.capture.redaction import redact
+from core.capture.restore import restore
+from core.capture.snapshot import Snapshot
 from core.engine import EngineCore
 from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
@@ -14,6 +20,7 @@ from core.scheduling.block_exchange import MAX_WAIT_NS
 from core.tiers import block_folder
 from ipc.messages import Abort, AddRequest, ResetPrefixCache
 from ipc.scheduling_messages import Explain, Explanation, Reason
+from tests.core.capture.test_checkpoints import replay_from_each
 from tests.core.driving import Received, add_message, expected_tokens
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config
 
@@ -250,7 +257,7 @@ def messages_of(rng: random.Random, count: int) -> list[AddRequest]:
     return messages
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))])
 def test_many_requests_have_their_own_tokens(tmp_path: Path, seed: int) -> None:
     """Late answers, aborts, preemptions, resets, files that go, a small bound, and engines one after the other."""
     rng = random.Random(seed)
@@ -295,5 +302,38 @@ def replay(engine: ExchangeDriver) -> None:
     executor = FakeExecutor(engine.config)
     executor.initialize_cache(engine.config)
     again = EngineCore(engine.config, executor)
-    for messages, now_ns, replies in engine.driver.log:
+    for number, (messages, now_ns, replies) in enumerate(engine.driver.log):
+        if number % 60 == 10:
+            state = restore(Snapshot(again.state()).encode())
+            again = EngineCore(engine.config, executor)
+            again.take_over(state)
         assert again.step(messages, now_ns) == replies
+        again.scheduler.check_integrity()
+
+
+def test_a_capture_replays_from_each_checkpoint_and_is_redacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches are under way at some of them."""
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
+    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 6_000)
+    rng = random.Random(5)
+    filled(tmp_path / "kv")
+    engine = ExchangeDriver(tmp_path / "kv", exchange_config(20, 16, max_num_seqs=4, budget=17, max_model_len=52), rng)
+    for message in messages_of(rng, 60):
+        engine.step(message)
+    engine.drain()
+    assert engine.exchange is not None
+    assert engine.exchange.num_fetched > 8
+    executor = FakeExecutor(engine.config)
+    executor.initialize_cache(engine.config)
+    path, out = tmp_path / "run.cap", tmp_path / "redacted.cap"
+    writer = start_capture(str(path), engine.config, executor.info, "test", 0)
+    captured = CapturedEngine(engine.config, executor, writer)
+    for number, (messages, _, _) in enumerate(engine.driver.log):
+        captured.step(messages, 10**9 + number)
+    writer.close()
+    assert len(CaptureFile(path).checkpoints) >= 2
+    replay_from_each(path)
+    redact(CaptureFile(path), str(out))
+    replay_from_each(out)
