@@ -74,7 +74,7 @@ def _first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
     """Return (seconds, cached tokens) of a request for one token."""
     begin = time.perf_counter()
     (output,) = llm.generate(
-        [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False
+        {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False
     )
     return time.perf_counter() - begin, output.num_cached_tokens or 0
 
