@@ -1,5 +1,6 @@
 """LLM with a folder of KV blocks: a second engine finds what the first one has left there, and no token changes."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def answers(llm: LLM) -> tuple[list[Any], list[int | None]]:
+def wait_for_stored(llm: LLM, count: int) -> None:
+    end = time.monotonic() + 60
+    while llm.statistics().num_stored_blocks < count:
+        assert time.monotonic() < end, llm.statistics()
+        time.sleep(0.01)
+
+
+def answers(llm: LLM, *, stores: bool = False) -> tuple[list[Any], list[int | None]]:
     """(tokens with the bits of their log probabilities, cached tokens) of the prompts, one after the other."""
     found: tuple[list[Any], list[int | None]] = ([], [])
     for prompt in PROMPTS:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], PARAMS, use_tqdm=False)
         logprobs = output.outputs[0].logprobs
         assert logprobs is not None
+        if stores:
+            wait_for_stored(llm, 20 * (1 + len(found[0])))
         found[0].append([[(token, one.logprob) for token, one in place.items()] for place in logprobs])
         found[1].append(output.num_cached_tokens)
     return found
@@ -41,7 +51,7 @@ def answers(llm: LLM) -> tuple[list[Any], list[int | None]]:
 def test_blocks_outlive_the_engine_and_damage_is_computed_again(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with LLM(model, **SIZES, kv_dir=folder) as llm:
-        first = answers(llm)
+        first = answers(llm, stores=True)
     assert first[1] == [0] * 4
     capture = tmp_path / "run.cap"
     with LLM(model, **SIZES, kv_dir=folder, capture=str(capture)) as llm:
@@ -51,7 +61,7 @@ def test_blocks_outlive_the_engine_and_damage_is_computed_again(model: str, tmp_
     assert second[1][:2] == [160, 160]
     assert replay([str(capture)]) == 0
     assert replay([str(capture), "--mode", "full"]) == EXIT_OTHER_MODEL
-    for path in (folder / "blocks").iterdir():
+    for path in (folder / "blocks").glob("*.kv"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
