@@ -81,15 +81,13 @@ def main(arguments: Sequence[str]) -> int:
             context.term()
             raise
         meter = RequestMeter(served.welcome.limits.max_model_len, None)
-        quota_of = None if allowed is None else allowed.quota_of
-        io = IOThread(context, router, msgspec.structs.replace(served, meter=meter, quota_of=quota_of))
+        own = {"meter": meter, "quota_of": None if allowed is None else allowed.quota_of}
+        io = IOThread(context, router, msgspec.structs.replace(served, **own))
         io.wake_engine_on(links.fd)
         io.start()
         stop.serve(io)
-        names = (
-            f"{served.welcome.model_name}, numerics {served.welcome.numerics}, {len(fleet.replicas.sessions)} replicas"
-        )
-        text = f"engine-core: ready at {router.address} ({names})"
+        names = f"{served.welcome.model_name}, numerics {served.welcome.numerics}"
+        text = f"engine-core: ready at {router.address} ({names}, {len(fleet.replicas.sessions)} replicas)"
         print(text, flush=True)
         notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
         engine = RouterEngine(driver)
